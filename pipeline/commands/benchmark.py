@@ -35,8 +35,8 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
     from enginesmith.pipeline.workflows import stages
 
     options["measure__limits"] = options["measure__limits"] is not False
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         run = stages.benchmark(context.recipe_of(models[0], recipe_file, options), models, settings)
-    code: int = context.shown().show_run(run, None, as_json)
+    code: int = context.terminal().show_run(run, None, as_json)
     measured = any(record.status == "measured" for record in run.records)
     return code or (0 if measured else 1)

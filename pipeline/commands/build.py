@@ -39,16 +39,16 @@ def build(
     if check == (output is not None) or (check and refit_engine):
         raise click.UsageError("give either -o FILE.engine, perhaps with --refit-engine, or --check")
     recipe = context.recipe_of(str(file), None, options)
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         if output is not None:
             built = build.build(recipe, output, settings, refit_engine)
-            context.shown().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
+            context.terminal().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
             return 0
         found = build.check(recipe, settings)
     rows = [one.model_dump(mode="json") for one in found]
     if not as_json:  # shorter for people
         rows = [{name: row[name] for name in row if name != "notes"} for row in rows]
         rows = [row | {"builds": "yes" if row["builds"] else "no"} for row in rows]
-    context.shown().show_table(rows, as_json)
+    context.terminal().show_table(rows, as_json)
     enough = all if recipe.targets else any  # without a target: whether it builds for any at all
     return 0 if enough(one.builds for one in found) else 1

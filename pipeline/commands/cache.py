@@ -31,7 +31,7 @@ def cache_list(store: str | None, local: bool, as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    context.shown().show_table(inspect.cached(_opened(store, local)), as_json)
+    context.terminal().show_table(inspect.cached(_opened(store, local)), as_json)
 
 
 @cache.command("verify")
@@ -43,7 +43,7 @@ def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
     Example: enginesmith cache verify
     """
     damaged = _opened(store, local).verify()
-    context.shown().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
+    context.terminal().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
 
 
 @cache.command("prune")
@@ -71,7 +71,8 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
         max_bytes=parse_bytes(max_size) if max_size else None,
         max_age_seconds=parse_seconds(max_age) if max_age else None,
     )
-    context.shown().show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
+    freed = sum(entry.bytes for entry in removed)
+    context.terminal().show_facts({"removed": len(removed), "freed_bytes": freed}, as_json)
 
 
 def _opened(store: str | None, local: bool) -> "Store":

@@ -33,7 +33,7 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     if output is not None:
         with storage_errors(str(output)):
             write_whole(output, render(found).encode())
-    context.shown().show_comparison(found, as_json)
+    context.terminal().show_comparison(found, as_json)
 
 
 def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
@@ -47,4 +47,4 @@ def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | No
     changes = fleet.compare_fleets(before, after, any_device=any_device)
     if output is not None:
         fleet.write_text(output, "\n\n".join(render_changes(changes, linked=False)) + "\n")
-    context.shown().show_fleets(changes, as_json)
+    context.terminal().show_fleets(changes, as_json)

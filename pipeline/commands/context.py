@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.results.run import Run
 
 
-def shown() -> ModuleType:
+def terminal() -> ModuleType:
     """Import the module that prints results, once there are some."""
     from enginesmith.pipeline.report import terminal
 
@@ -25,17 +25,8 @@ def shown() -> ModuleType:
 
 
 @contextlib.contextmanager
-def resumable(folder: Path, settings: "Settings") -> Iterator[None]:
-    """Name the command that resumes the run on Ctrl-C, if the run has begun."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        begun = any((folder / name).exists() for name in ("run.json", "fleet.json"))
-        raise KeyboardInterrupt(f"; `{settings.resume_command(folder)}` goes on from here" if begun else "") from None
-
-
-@contextlib.contextmanager
-def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
+def open_settings(options: dict[str, Any], quiet: bool, folder: Path | None = None) -> "Iterator[Settings]":
+    """Make settings, and show progress; on Ctrl-C name the command that resumes a run that has begun in ``folder``."""
     from enginesmith.pipeline.execution.settings import Settings
     from enginesmith.pipeline.report import progress
     from enginesmith.pipeline.units import parse_seconds
@@ -44,7 +35,7 @@ def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
     if options["ray_address"] and options["executor"] != "ray":
         raise click.UsageError("--ray-address names a Ray cluster, and steps run here: add --executor ray")
     with progress.show_progress(quiet) as listener:
-        yield Settings(
+        settings = Settings(
             store=options["store"],
             reuse=not options["no_cache"],
             jobs=options["jobs"] or Settings().jobs,
@@ -53,18 +44,24 @@ def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
             executor=options["executor"],
             ray_address=options["ray_address"],
         )
+        try:
+            yield settings
+        except KeyboardInterrupt:
+            begun = folder and any((folder / name).exists() for name in ("run.json", "fleet.json"))
+            hint = f"; `{settings.resume_command(folder)}` goes on from here" if folder and begun else ""
+            raise KeyboardInterrupt(hint) from None
 
 
 def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
     """Make a recipe from a file, if any, and the given options."""
     from enginesmith.pipeline import recipe
 
-    values = changed(recipe.read(file) if file else {}, options)
+    values = set_fields(recipe.read(file) if file else {}, options)
     values["model"] = model
     return recipe.make(values)
 
 
-def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def set_fields(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Set the fields that the given options fill in the values of a recipe."""
     from enginesmith.pipeline.commands.parameters import RECIPE_OPTIONS, parameter_name
 
@@ -90,7 +87,8 @@ def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, flo
     from enginesmith.pipeline.recipe import read_budgets
 
     values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
-    return read_budgets(changed(values, {name: options[name] for name in options if name.partition("__")[0] in values}))
+    given = {name: value for name, value in options.items() if name.partition("__")[0] in values}
+    return read_budgets(set_fields(values, given))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -98,14 +96,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not separator or not name:
         raise click.BadParameter(f"{text!r} is not of the form batch=1:8:64", param_hint="--shape")
     return name, value
-
-
-def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
-    """Print the result of a fleet, and return the exit code."""
-    code: int = shown().show_fleet(record, folder, as_json)
-    if not as_json:
-        announce_fleet(record)
-    return code
 
 
 # Annotations and the job's summary in GitHub Actions.
@@ -124,24 +114,27 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
         click.echo(f"note: the summary of the job was not written: {error}", err=True)
 
 
-def announce_run(run: "Run") -> None:
-    """Announce a run: missed budgets are errors, cautions are warnings."""
+def show_run(run: "Run", folder: Path, as_json: bool) -> int:
+    """Print and announce a run, missed budgets as errors and cautions as warnings; return the exit code."""
     from enginesmith.pipeline.report import markdown, sentences
     from enginesmith.pipeline.results import verdicts
 
-    broken = [verdicts.format_verdict(one) for one in run.verdicts if not one.passed]
-    announce(run.name, broken, sentences.list_cautions(run), markdown.render(run))
+    code: int = terminal().show_run(run, folder, as_json)
+    if not as_json:
+        broken = [verdicts.format_verdict(one) for one in run.verdicts if not one.passed]
+        announce(run.name, broken, sentences.list_cautions(run), markdown.render(run))
+    return code
 
 
-def announce_fleet(record: "FleetRecord") -> None:
-    """Announce a fleet: failures and missed budgets are errors, unavailable or slower entries warnings."""
+def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
+    """Print and announce a fleet: failures and missed budgets are errors, unavailable or slower entries warnings."""
     from enginesmith.pipeline.report import fleet, fleet_tables
 
-    bad = [one for one in record.entries if one.status in ("failed", "breached")]
-    doubtful = [f"{one.name}: {one.reason}" for one in record.having("lacking")]
-    doubtful += [
-        f"{one.name} became slower: {fleet_tables.describe_change(one.since_last)}"
-        for one in fleet_tables.list_slower(record)
-    ]
-    errors = [f"{one.name}: {one.reason}" for one in bad]
-    announce(record.name, errors, doubtful, fleet.render_markdown(record))
+    code: int = terminal().show_fleet(record, folder, as_json)
+    if not as_json:
+        errors = [f"{one.name}: {one.reason}" for one in record.entries if one.status in ("failed", "breached")]
+        slower = fleet_tables.list_slower(record)
+        doubtful = [f"{one.name}: {one.reason}" for one in record.having("lacking")]
+        doubtful += [f"{one.name} became slower: {fleet_tables.describe_change(one.since_last)}" for one in slower]
+        announce(record.name, errors, doubtful, fleet.render_markdown(record))
+    return code

@@ -15,4 +15,4 @@ def doctor(as_json: bool) -> None:
     from enginesmith.pipeline.workflows import inspect
 
     found = inspect.examine()
-    context.shown().show_facts(found.model_dump(mode="json") if as_json else inspect.readable(found), as_json)
+    context.terminal().show_facts(found.model_dump(mode="json") if as_json else inspect.readable(found), as_json)

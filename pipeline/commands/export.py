@@ -21,6 +21,6 @@ def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any)
     """
     from enginesmith.pipeline.workflows import stages
 
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         result = stages.export(context.recipe_of(model, None, options), output, settings)
-    context.shown().show_stage(result, as_json)
+    context.terminal().show_stage(result, as_json)

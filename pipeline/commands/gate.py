@@ -12,7 +12,6 @@ from enginesmith.pipeline.commands import context, parameters
 if TYPE_CHECKING:
     from enginesmith.pipeline.recipe import Recipe
     from enginesmith.pipeline.results.gate import Demands
-    from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
 @click.command()
@@ -48,6 +47,7 @@ def gate(
 
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
     """
+    from enginesmith.pipeline.report import gate as texts
     from enginesmith.pipeline.results import fleet as records
     from enginesmith.pipeline.results import gate as gates
     from enginesmith.pipeline.results import run as runs
@@ -73,7 +73,12 @@ def gate(
             found = found.model_copy(update={"baseline": str(baseline), "updated": True})
     else:
         found = judge(baseline=baseline)
-    _show(found, as_json)
+    if as_json:
+        context.terminal().print_json(found.model_dump(mode="json", by_alias=True))
+        return found.exit_code
+    for line in texts.list_lines(found):
+        click.echo(line)
+    context.announce("gate", texts.list_broken(found), texts.list_cautions(found), texts.render(found))
     return found.exit_code
 
 
@@ -95,14 +100,3 @@ def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands
         seconds=seconds,
         progress=lambda text: None if quiet else click.echo(text, err=True),
     )
-
-
-def _show(found: "Gate | FleetGate", as_json: bool) -> None:
-    from enginesmith.pipeline.report import gate
-
-    if as_json:
-        context.shown().print_json(found.model_dump(mode="json", by_alias=True))
-        return
-    for line in gate.list_lines(found):
-        click.echo(line)
-    context.announce("gate", gate.list_broken(found), gate.list_cautions(found), gate.render(found))

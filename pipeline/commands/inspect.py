@@ -19,4 +19,4 @@ def inspect_file(file: Path, as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    context.shown().show_facts(inspect.inspect(file), as_json)
+    context.terminal().show_facts(inspect.inspect(file), as_json)

@@ -14,7 +14,7 @@ def models(as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    context.shown().show_table(inspect.zoo(), as_json)
+    context.terminal().show_table(inspect.zoo(), as_json)
 
 
 @click.command()
@@ -27,4 +27,4 @@ def engines(device: str, as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    context.shown().show_table(inspect.engines(device), as_json)
+    context.terminal().show_table(inspect.engines(device), as_json)

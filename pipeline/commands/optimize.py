@@ -56,12 +56,9 @@ def optimize(
     recipe = context.recipe_of(model, recipe_file, options)
     source = resolve(recipe.model)
     folder = out or optimize.default_out(source.name)
-    with context.settings_of(options, quiet) as settings, context.resumable(folder, settings):
+    with context.open_settings(options, quiet, folder) as settings:
         run = optimize.optimize(recipe, folder, settings, source)
-    code: int = context.shown().show_run(run, folder, as_json)
-    if not as_json:
-        context.announce_run(run)
-    return code
+    return context.show_run(run, folder, as_json)
 
 
 def _optimize_fleet(
@@ -71,8 +68,8 @@ def _optimize_fleet(
     from enginesmith.pipeline.workflows import fleet
     from enginesmith.pipeline.workflows import optimize as jobs
 
-    changed = context.changed({}, options)
+    changed = context.set_fields({}, options)
     folder = out or jobs.default_out(f"fleet-{file.stem}")
-    with context.settings_of(options, options["quiet"]) as settings, context.resumable(folder, settings):
+    with context.open_settings(options, options["quiet"], folder) as settings:
         record = fleet.optimize(file, folder, settings, only=only, options=changed, changed_since=changed_since)
     return context.show_fleet(record, folder, options["as_json"])

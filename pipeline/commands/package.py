@@ -24,6 +24,6 @@ def package(run: Path, form: str, output: Path, variant: str | None, as_json: bo
 
     found = packages.package(run, next(one for one in packages.FORMATS if one == form), output, variant)
     if as_json:
-        context.shown().print_json(found.model_dump(mode="json"))
+        context.terminal().print_json(found.model_dump(mode="json"))
     else:
         click.echo(found.summary)

@@ -31,6 +31,6 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 
     if not options["engines"] and not options["quantisation__placement"]:
         options["quantisation__placement"] = engines.PORTABLE_PLACEMENT
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         result = stages.precision(context.recipe_of(model, None, options), output, settings)
-    context.shown().show_stage(result, as_json)
+    context.terminal().show_stage(result, as_json)

@@ -34,9 +34,9 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
     from enginesmith.pipeline.workflows import stages
 
     options["prune"] = (prune,)
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         result = stages.prune(context.recipe_of(model, None, options), output, settings)
-    context.shown().show_pruned(result, as_json)
+    context.terminal().show_pruned(result, as_json)
 
 
 @click.command(cls=parameters.Command)
@@ -73,6 +73,6 @@ def sparsify(
     recipe = context.recipe_of(model, None, {**options, "sparsity": (sparsity,)}).model_copy(
         update={"sparsifying": chosen}
     )
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         result = stages.sparsify(recipe, output, settings)
-    context.shown().show_stage(result, as_json)
+    context.terminal().show_stage(result, as_json)

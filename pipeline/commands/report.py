@@ -38,7 +38,7 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
         chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
         written = files.write(found, output or folder, chosen, files.read_samples(folder))
     if as_json:
-        context.shown().print_json({"files": [str(path) for path in written]})
+        context.terminal().print_json({"files": [str(path) for path in written]})
         return
     for path in written:
         click.echo(str(path))

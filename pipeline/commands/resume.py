@@ -21,12 +21,9 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
 
     if records.is_fleet(run):
         folder = run if run.is_dir() else run.parent
-        with context.settings_of(options, quiet) as settings, context.resumable(folder, settings):
+        with context.open_settings(options, quiet, folder) as settings:
             record = fleet.resume(folder, settings)
         return context.show_fleet(record, folder, as_json)
-    with context.settings_of(options, quiet) as settings, context.resumable(run, settings):
+    with context.open_settings(options, quiet, run) as settings:
         result = optimize.resume(run, settings)
-    code: int = context.shown().show_run(result, run, as_json)
-    if not as_json:
-        context.announce_run(result)
-    return code
+    return context.show_run(result, run, as_json)

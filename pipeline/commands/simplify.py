@@ -20,6 +20,6 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
     """
     from enginesmith.pipeline.workflows import stages
 
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         result = stages.simplify(context.recipe_of(str(file), None, options), output, settings)
-    context.shown().show_stage(result, as_json)
+    context.terminal().show_stage(result, as_json)

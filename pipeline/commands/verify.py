@@ -26,11 +26,11 @@ def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options:
     """
     from enginesmith.pipeline.workflows import stages
 
-    with context.settings_of(options, quiet) as settings:
+    with context.open_settings(options, quiet) as settings:
         result = (
             stages.verify(context.recipe_of(model, None, options), file, settings)
             if model
             else stages.verify_bundle(file, settings)
         )
-    context.shown().show_stage(result, as_json)
+    context.terminal().show_stage(result, as_json)
     return 0 if result.passed else 1

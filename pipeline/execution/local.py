@@ -94,10 +94,8 @@ class LocalExecutor(Executor):
         self._active: set[worker.Worker] = set()
         self._spare: list[worker.Worker] = []
         """Idle processes for cheap steps."""
-        self._running = 0
+        self._running, self._stopped, self._lock = 0, False, threading.Lock()
         self._memory_read_at, self._enough_memory = -math.inf, True
-        self._lock = threading.Lock()
-        self._stopped = False
 
     def why_unavailable(self, place: Place) -> str:
         """Explain why the GPU of a place is not available; resources are for clusters, and ignored here."""

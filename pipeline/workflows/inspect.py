@@ -1,5 +1,6 @@
 """List facts for people: the content of a file, of the tables and of the store, and what this machine can do."""
 
+import datetime
 import importlib.util
 import zipfile
 from pathlib import Path
@@ -230,8 +231,6 @@ def engines(device: str) -> list[Facts]:
 
 def cached(store: "Store") -> list[Facts]:
     """List what a store holds."""
-    import datetime
-
     return [
         {
             "key": entry.key[:16],

@@ -258,7 +258,13 @@ def resume(out: Path, settings: Settings | None = None) -> Run:
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
     """
     before, out = runs.read(out, to_go_on=True), out.absolute()
-    with contextlib.chdir(_find_folder_of_model(before.recipe.model, before.environment.get("folder") or "")):
+    folder = Path(before.environment.get("folder") or "/nowhere")
+    try:  # where the run was begun, if the model is there
+        with contextlib.chdir(folder):
+            resolve(before.recipe.model)
+    except (OSError, SourceError):
+        folder = Path.cwd()
+    with contextlib.chdir(folder):
         return optimize(before.recipe, out, settings)
 
 
@@ -275,15 +281,6 @@ def load_digests(requests: Sequence[RunRequest], settings: Settings | None = Non
         outcomes = Runner(executor, lambda step: Path(logs, f"{step.id}.log")).run(together.steps)
     artifacts = {name: found[LOAD].artifact for name, found in together.by_plan(outcomes).items()}
     return {name: artifact.sha256 for name, artifact in artifacts.items() if artifact}
-
-
-def _find_folder_of_model(model: str, folder: str) -> Path:
-    """Find the folder where the run was begun; the current one if it is not here or does not have the model."""
-    if Path(folder or "/nowhere").is_dir():
-        with contextlib.chdir(folder), contextlib.suppress(SourceError):
-            resolve(model)
-            return Path(folder)
-    return Path.cwd()
 
 
 def default_out(name: str) -> Path:

@@ -199,9 +199,8 @@ class RayExecutor(Executor):
                     continue
             if isinstance(answer.error, MissingEntry) and not shared:  # a node lacks what this machine has in its cache
                 shared = True
-                request = replace(
-                    request, inputs={role: self._store.share(input_) for role, input_ in request.inputs.items()}
-                )
+                inputs = {role: self._store.share(artifact) for role, artifact in request.inputs.items()}
+                request = replace(request, inputs=inputs)
                 continue
             return answer
 
@@ -219,10 +218,9 @@ class RayExecutor(Executor):
         if self._pool.candidates(place):
             return
         waits = self._pool.was_available(place)
+        grace = f"{_GRACE_SECONDS:.0f} s"
         if waits:
-            request.on_note(
-                f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back"
-            )
+            request.on_note(f"all nodes that it could run on are gone; waiting {grace} for one to come back")
             until = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < until:
                 if self._stopped.wait(_POLL_SECONDS):
@@ -231,14 +229,12 @@ class RayExecutor(Executor):
                     return
         why = self._pool.explain_lack(place)
         if waits:
-            why = f"all nodes that it could run on were lost, and none came back within {_GRACE_SECONDS:.0f} s: " + (
-                why or "those that are left are of another kind than what was built for"
-            )
+            why = why or "those that are left are of another kind than what was built for"
+            why = f"all nodes that it could run on were lost, and none came back within {grace}: {why}"
         remedy = "`enginesmith resume` goes on once there is one"
         if self._pool.refused:
-            remedy = (
-                "install the same versions everywhere, and name a store that all machines reach with --store; " + remedy
-            )
+            both = "install the same versions everywhere, and name a store that all machines reach with --store"
+            remedy = f"{both}; {remedy}"
         raise MissingCapability(why, remedy)
 
     def _look_up_on(self, node: Node, request: StepRequest) -> remote.Answer | None:

@@ -238,9 +238,8 @@ class NodePool:
             before, out = self.nodes, self._lost | self.refused.keys()
             self.nodes = {name: node for name, node in alive.items() if node.cpus and name not in out}
             joined = [f"{node.name} has joined the cluster" for name, node in self.nodes.items() if name not in before]
-            return joined + [
-                f"{old.name} has left the cluster" for name, old in before.items() if name not in self.nodes
-            ]
+            left = [f"{node.name} has left the cluster" for name, node in before.items() if name not in self.nodes]
+            return joined + left
 
     def drop(self, node_id: str) -> None:
         """Remove a node that was lost, whether Ray lists it still or not."""
@@ -294,9 +293,7 @@ class NodePool:
 
     def explain_lack(self, place: Place | None) -> str:
         """Explain why no node can do steps of a place, and which nodes are left out; empty if a node fits."""
-        with self._lock:
-            refused = "; ".join(self.refused.values())
-        why = explain_lack(place or Place(), self.nodes.values())
+        why, refused = explain_lack(place or Place(), self.nodes.values()), "; ".join([*self.refused.values()])
         return f"{why}; left out are {refused}" if why and refused else why
 
     @contextmanager
