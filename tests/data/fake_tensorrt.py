@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from enginesmith.pipeline.engines.tensorrt import loader
-from enginesmith.pipeline.engines.tensorrt.loader import (
-    RuntimeLog,
-)
+from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,4"),))

@@ -16,10 +16,10 @@ from enginesmith.pipeline.engines.cuda_allocator import (
     counting,
 )
 from enginesmith.pipeline.engines.tensorrt import loader
+from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
 from enginesmith.pipeline.engines.tensorrt.loader import (
     ActivationMemory,
     Opened,
-    RuntimeLog,
     _validate_allowed,
     open_engine,
 )

@@ -18,9 +18,9 @@ from enginesmith.pipeline.engines.cuda_allocator import (
     counting,
 )
 from enginesmith.pipeline.engines.tensorrt import session
+from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
 from enginesmith.pipeline.engines.tensorrt.loader import (
     Opened,
-    RuntimeLog,
 )
 from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
