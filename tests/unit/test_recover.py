@@ -1,7 +1,10 @@
 """Recovery as a whole, on a network of two layers: how it ends, what it leaves, what is refused."""
 
+import functools
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,23 +169,38 @@ def loss(student, teacher, batch):
     global calls
     calls += 1
     if Path({marker!r}).exists():
-        time.sleep(0.005 if calls < 30 else 0.02)
+        time.advance(0.005 if calls < 30 else 0.02)
         if calls > {end}:
             raise KeyboardInterrupt
     return (student(batch["x"]) - teacher(batch["x"])).square().mean()
 """
 
 
-def slower(folder: Path, end: int = 10**6) -> str:
-    """A loss that takes four times as long after a while, as long as there is a file, and is interrupted at a call."""
+@pytest.fixture
+def slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A loss that moves the clock; after a while, it takes four times as long. All else takes a microsecond."""
+    now = [0.0]
+
+    def advance(seconds: float = 1e-6) -> float:
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr(time, "monotonic", advance)
+    monkeypatch.setattr(time, "advance", advance, raising=False)
+    return functools.partial(write_slower, tmp_path)
+
+
+def write_slower(folder: Path, end: int = 10**6) -> str:
+    """Write the loss, which is slow as long as there is a file, and interrupts itself at a call."""
     (folder / "marker").touch()
     (folder / "slower.py").write_text(SLOWER.format(marker=str(folder / "marker"), end=end))
     return f"{folder / 'slower.py'}:loss"
 
 
-@pytest.mark.thorough
-def test_slower_steps_are_fewer_so_that_it_ends_in_time(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
-    own = task(unlabelled, method=slower(tmp_path), epochs=None, seconds=1.0, evaluations=2, patience=99)
+def test_slower_steps_are_fewer_so_that_it_ends_in_time(
+    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+) -> None:
+    own = task(unlabelled, method=slower(), epochs=None, seconds=1.0, evaluations=2, patience=99)
     effect, record = done(own, pair, tmp_path / "out")
     turn = record.plan.shortened
     assert record.steps == record.plan.steps < turn.planned
@@ -192,11 +210,12 @@ def test_slower_steps_are_fewer_so_that_it_ends_in_time(pair: Pair, unlabelled: 
     assert any("the schedule was shortened" in note for note in effect.notes)
 
 
-@pytest.mark.thorough
-def test_a_schedule_that_was_shortened_is_gone_on_with(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_a_schedule_that_was_shortened_is_gone_on_with(
+    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
-    method = slower(tmp_path, end=45)
+    method = slower(end=45)
     with pytest.raises(KeyboardInterrupt):
         task(unlabelled, method=method, epochs=None, seconds=2.0).go_on(pair, tmp_path, begun, quiet)
     (tmp_path / "marker").unlink()

@@ -449,8 +449,8 @@ class TimeBudget:
     """The part of it that went by before this process took its first step."""
     evaluation_seconds: float
     """One evaluation's; the last one's from the first in this process on."""
-    _started: float = field(default_factory=time.monotonic)
-    _reviewed: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=lambda: time.monotonic())
+    _reviewed: float = field(default_factory=lambda: time.monotonic())
     _stepping: float = 0.0
     _steps: int = 0
 
