@@ -101,17 +101,14 @@ def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Pa
     assert "made up" in made_up.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image": np.zeros((8, 1, 8, 8), np.float32)}, "zero"),
-        ({"image": np.full((8, 1, 8, 8), np.nan, np.float32)}, "NaN"),
-        ({"image": np.ones((8, 1, 8, 8), np.float32)}, "same"),
-        ({"image": np.ones((8, 1, 9, 9), np.float32)}, "shape"),
-        ({"other": np.ones((8, 1), np.float32)}, "other"),
-        ({"image": np.ones((0, 1, 8, 8), np.float32)}, "empty"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"image": np.zeros((8, 1, 8, 8), np.float32)}, "zero"),
+    ({"image": np.full((8, 1, 8, 8), np.nan, np.float32)}, "NaN"),
+    ({"image": np.ones((8, 1, 8, 8), np.float32)}, "same"),
+    ({"image": np.ones((8, 1, 9, 9), np.float32)}, "shape"),
+    ({"other": np.ones((8, 1), np.float32)}, "other"),
+    ({"image": np.ones((0, 1, 8, 8), np.float32)}, "empty"),
+])  # fmt: skip
 def test_bad_calibration_data(cli: Cli, tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
     out = tmp_path / "digits.onnx"
     done = cli("precision", "digits", "-o", out, "--precision", "int8", "--calibration", data(tmp_path, **changes))

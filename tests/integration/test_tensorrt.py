@@ -173,19 +173,15 @@ def test_profiles_reach_the_engine_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"sparse_weights": True},
-        {"optimization_level": 0},
-        {"optimization_level": 5},
-        {"aux_streams": 2},
-        {"tiling": "full"},
-        {"tactic_dram": 1 << 28},
-        {"hardware_compatibility": "ampere_plus"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("option", [
+    {"sparse_weights": True},
+    {"optimization_level": 0},
+    {"optimization_level": 5},
+    {"aux_streams": 2},
+    {"tiling": "full"},
+    {"tactic_dram": 1 << 28},
+    {"hardware_compatibility": "ampere_plus"},
+], ids=str)  # fmt: skip
 def test_options_said_to_have_no_effect_have_none(option: dict[str, Any], plain: bytes, tmp_path: Path) -> None:
     assert set(option) <= set(RTX.no_effect)
     assert in_process(tmp_path, **option)[0] == plain
@@ -312,22 +308,19 @@ def test_bad_builds_end_in_one_message_and_write_nothing(case: Case, cli, here: 
     assert set(here.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("build m.onnx", "either -o FILE.engine"),
-        ("build m.onnx --check -o m.engine", "either -o FILE.engine"),
-        ("build m.onnx -o m.plan --target sm86", "no .engine file"),
-        ("build digits -o m.engine --target sm86", "not an ONNX file"),
-        ("build gone.onnx -o m.engine --target sm86", "gone.onnx"),
-        ("optimize m.onnx --engine onnxruntime --target sm86", "--target has no effect on onnxruntime"),
-        ("optimize m.onnx --engine onnxruntime --workspace sweep", "--workspace has no effect"),
-        ("optimize m.onnx --engine onnxruntime --sparse-weights", "--sparse-weights has no effect"),
-        ("fit fixed.onnx --memory 1GiB --target sm86", "no dynamic batch"),
-        ("fit m.onnx --memory 1GiB --target sm86 --target sm89", "2 targets"),
-        ("fit m.onnx --memory lots --target sm86", "lots"),
-    ],
-)
+@pytest.mark.parametrize(("command", "words"), [
+    ("build m.onnx", "either -o FILE.engine"),
+    ("build m.onnx --check -o m.engine", "either -o FILE.engine"),
+    ("build m.onnx -o m.plan --target sm86", "no .engine file"),
+    ("build digits -o m.engine --target sm86", "not an ONNX file"),
+    ("build gone.onnx -o m.engine --target sm86", "gone.onnx"),
+    ("optimize m.onnx --engine onnxruntime --target sm86", "--target has no effect on onnxruntime"),
+    ("optimize m.onnx --engine onnxruntime --workspace sweep", "--workspace has no effect"),
+    ("optimize m.onnx --engine onnxruntime --sparse-weights", "--sparse-weights has no effect"),
+    ("fit fixed.onnx --memory 1GiB --target sm86", "no dynamic batch"),
+    ("fit m.onnx --memory 1GiB --target sm86 --target sm89", "2 targets"),
+    ("fit m.onnx --memory lots --target sm86", "lots"),
+])  # fmt: skip
 def test_commands_that_make_no_sense(command: str, words: str, cli, here: Path) -> None:
     onnx.save(MLP, "m.onnx")
     onnx.save(model(node("Relu", "x", "y"), x=(2, 4), y=(2, 4)), "fixed.onnx")

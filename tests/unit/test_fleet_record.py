@@ -34,15 +34,12 @@ def test_it_reads_back_as_itself(tmp_path: Path) -> None:
     assert not records.is_fleet(tmp_path / "runs")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"schema": "enginesmith.fleet/2"}', "newer schema"),
-        ('{"schema": "enginesmith.run/1"}', "not of the schema"),
-        ('{"schema": "enginesmith.fleet/1"}', "is damaged: .* is missing"),
-        ("{", "is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ('{"schema": "enginesmith.fleet/2"}', "newer schema"),
+    ('{"schema": "enginesmith.run/1"}', "not of the schema"),
+    ('{"schema": "enginesmith.fleet/1"}', "is damaged: .* is missing"),
+    ("{", "is damaged"),
+])  # fmt: skip
 def test_a_damaged_record_is_told(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / records.FILE).write_text(text)
     with pytest.raises(UsageError, match=words):
@@ -73,20 +70,17 @@ def made(folder: Path, kind: str) -> EntryRecord:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "code"),
-    [
-        ("won", "done", 0),
-        ("partly", "done", 0),
-        ("unmeasured", "done", 0),
-        ("breached", "breached", 3),
-        ("lacking", "lacking", 4),
-        ("built", "lacking", 4),
-        ("failed", "failed", 1),
-        ("usage", "failed", 2),
-        ("waiting", "pending", 0),
-    ],
-)
+@pytest.mark.parametrize(("kind", "status", "code"), [
+    ("won", "done", 0),
+    ("partly", "done", 0),
+    ("unmeasured", "done", 0),
+    ("breached", "breached", 3),
+    ("lacking", "lacking", 4),
+    ("built", "lacking", 4),
+    ("failed", "failed", 1),
+    ("usage", "failed", 2),
+    ("waiting", "pending", 0),
+])  # fmt: skip
 def test_how_an_entry_ends(tmp_path: Path, kind: str, status: str, code: int) -> None:
     found = made(tmp_path, kind)
     assert (found.status, found.exit_code) == (status, code)
@@ -94,19 +88,16 @@ def test_how_an_entry_ends(tmp_path: Path, kind: str, status: str, code: int) ->
     assert bool(found.reason) == (kind not in ("won", "partly"))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "code"),
-    [
-        (["won", "partly"], 0),
-        (["won", "lacking"], 4),
-        (["won", "lacking", "breached"], 3),
-        (["won", "lacking", "breached", "failed"], 1),
-        (["won", "usage"], 1),
-        (["lacking", "usage"], 1),
-        (["usage", "failed"], 1),
-        (["usage", "usage"], 2),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "code"), [
+    (["won", "partly"], 0),
+    (["won", "lacking"], 4),
+    (["won", "lacking", "breached"], 3),
+    (["won", "lacking", "breached", "failed"], 1),
+    (["won", "usage"], 1),
+    (["lacking", "usage"], 1),
+    (["usage", "failed"], 1),
+    (["usage", "usage"], 2),
+])  # fmt: skip
 def test_the_worst_exit_code_counts(tmp_path: Path, kinds: list[str], code: int) -> None:
     entries = [made(tmp_path / str(number), kind) for number, kind in enumerate(kinds)]
     assert fleets.record(fleets.fleet(), *entries).exit_code == code
@@ -250,19 +241,16 @@ def test_the_last_fleet_is_the_newest_of_its_name(asked: Entry, tmp_path: Path) 
     assert records.find_last(tmp_path / "now", now.model_copy(update={"file": "none.yaml"})) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"recipe": {"batch": [4]}}, "its recipe changed: batch"),
-        ({"targets": {"cpu": {"resources": {"big": 1}}}}, "its target changed"),
-        ({"state": replace(STATE, model_sha256="another")}, "its model changed"),
-        ({"state": replace(STATE, model_sha256=None)}, "its model cannot be loaded"),
-        ({"state": replace(STATE, files={"data.npz": "e"})}, "data.npz changed"),
-        ({"state": replace(STATE, files={})}, "data.npz changed"),
-        ({"state": replace(STATE, packages={"torch": "2.12"})}, "torch 2.11 → 2.12"),
-        ({"models": {"lenet": {}}}, "it was not there"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"recipe": {"batch": [4]}}, "its recipe changed: batch"),
+    ({"targets": {"cpu": {"resources": {"big": 1}}}}, "its target changed"),
+    ({"state": replace(STATE, model_sha256="another")}, "its model changed"),
+    ({"state": replace(STATE, model_sha256=None)}, "its model cannot be loaded"),
+    ({"state": replace(STATE, files={"data.npz": "e"})}, "data.npz changed"),
+    ({"state": replace(STATE, files={})}, "data.npz changed"),
+    ({"state": replace(STATE, packages={"torch": "2.12"})}, "torch 2.11 → 2.12"),
+    ({"models": {"lenet": {}}}, "it was not there"),
+])  # fmt: skip
 def test_changes_are_done_again(before: Earlier, change: dict[str, Any], words: str) -> None:
     state = change.pop("state", STATE)
     assert records.find_unchanged(before, fleets.fleet(**change).entries()[0], state) == words

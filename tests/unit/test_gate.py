@@ -174,13 +174,10 @@ def test_any_other_tolerance_is_refused(text: str) -> None:
         parse_tolerance(text)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"engine": {"graph_optimization": "most"}}, "what a was built with cannot be read: graph_optimization"),
-        ({"engine": {}, "device": {"threads": "many"}}, "where a ran cannot be read: threads"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"engine": {"graph_optimization": "most"}}, "what a was built with cannot be read: graph_optimization"),
+    ({"engine": {}, "device": {"threads": "many"}}, "where a ran cannot be read: threads"),
+])  # fmt: skip
 def test_what_the_history_says_unreadably_is_refused(tmp_path: Path, fields: dict[str, object], words: str) -> None:
     made = HistoryEntry(
         step="build", parameters={"fields": fields}, tools={}, seconds=1.0, host_peak_bytes=None, effect=""
@@ -460,22 +457,19 @@ def test_a_fleet_is_inspected(make_fleet: Make) -> None:
     assert json.loads(said("inspect", "fleet/fleet.json", "--json")[1])["kind"] == "fleet"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("gate fleet --variant eager", "--variant is of one run: give one of those in fleet/runs"),
-        ("gate fleet --update-baseline", "needs --baseline DIR"),
-        ("gate fleet --max-latency -1ms", "cannot read the duration"),
-        ("gate fleet --baseline fleet --update-baseline", "fleet holds fleet itself"),
-        ("gate fleet --baseline full --update-baseline", "full is there already, and is no baseline"),
-        ("gate fleet --baseline full/notes --update-baseline", "full/notes is a file"),
-        ("gate fleet --baseline fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
-        ("gate fleet/runs/digits@cpu --baseline fleet", "give one of its own: fleet/runs/digits@cpu, fleet/runs/"),
-        ("package fleet -f bundle -o bundle", "fleet is a fleet, and this takes single runs"),
-        ("compare fleet fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
-        ("compare fleet fleet fleet", "two at a time"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    ("gate fleet --variant eager", "--variant is of one run: give one of those in fleet/runs"),
+    ("gate fleet --update-baseline", "needs --baseline DIR"),
+    ("gate fleet --max-latency -1ms", "cannot read the duration"),
+    ("gate fleet --baseline fleet --update-baseline", "fleet holds fleet itself"),
+    ("gate fleet --baseline full --update-baseline", "full is there already, and is no baseline"),
+    ("gate fleet --baseline full/notes --update-baseline", "full/notes is a file"),
+    ("gate fleet --baseline fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
+    ("gate fleet/runs/digits@cpu --baseline fleet", "give one of its own: fleet/runs/digits@cpu, fleet/runs/"),
+    ("package fleet -f bundle -o bundle", "fleet is a fleet, and this takes single runs"),
+    ("compare fleet fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
+    ("compare fleet fleet fleet", "two at a time"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(make_fleet: Make, words: str, told: str) -> None:
     make_fleet("fleet")
     Path("full").mkdir()

@@ -186,15 +186,12 @@ def test_missing_weights_are_named(tmp_path):
         lstm(weights=str(tmp_path / "nowhere.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda state: state.pop("fc.bias"), r"fc\.bias is missing$"),
-        (lambda state: state.update(extra=torch.zeros(1)), "extra is not in the model$"),
-        (lambda state: state.update({"fc.bias": torch.zeros(11)}), r"fc\.bias is \[11\] where the model has \[10\]$"),
-        (lambda state: state.update(a=torch.zeros(1), b=torch.zeros(1)), r"\(and 1 more\)$"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda state: state.pop("fc.bias"), r"fc\.bias is missing$"),
+    (lambda state: state.update(extra=torch.zeros(1)), "extra is not in the model$"),
+    (lambda state: state.update({"fc.bias": torch.zeros(11)}), r"fc\.bias is \[11\] where the model has \[10\]$"),
+    (lambda state: state.update(a=torch.zeros(1), b=torch.zeros(1)), r"\(and 1 more\)$"),
+])  # fmt: skip
 def test_weights_that_do_not_fit(tmp_path, change, said):
     state = Digits().state_dict()
     change(state)

@@ -44,15 +44,12 @@ def test_a_sound_file_with_external_data_passes(tmp_path: Path) -> None:
     assert model_file.external_files(path) == ["model.onnx.data"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b"just some text\n", "is not an ONNX file"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(64), "is not an ONNX file"),
-        (linear().SerializeToString()[:-20], "truncated or damaged"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "is empty"),
+    (b"just some text\n", "is not an ONNX file"),
+    (b"\x89PNG\r\n\x1a\n" + bytes(64), "is not an ONNX file"),
+    (linear().SerializeToString()[:-20], "truncated or damaged"),
+])  # fmt: skip
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
@@ -80,16 +77,13 @@ def wrong_shape(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].dims[:] = [8, 1]
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (no_outputs, "has no outputs"),
-        (future_opset, rf"needs opset 99, .* up to {onnx.defs.onnx_opset_version()}"),
-        (future_ir, rf"IR version 99, .* up to {onnx.IR_VERSION}"),
-        (unknown_operator, "breaks the ONNX specification"),
-        (wrong_shape, "contradict each other"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "message"), [
+    (no_outputs, "has no outputs"),
+    (future_opset, rf"needs opset 99, .* up to {onnx.defs.onnx_opset_version()}"),
+    (future_ir, rf"IR version 99, .* up to {onnx.IR_VERSION}"),
+    (unknown_operator, "breaks the ONNX specification"),
+    (wrong_shape, "contradict each other"),
+])  # fmt: skip
 def test_broken_graphs_are_refused(tmp_path: Path, edit: Edit, message: str) -> None:
     model = linear()
     edit(model)
@@ -172,15 +166,12 @@ def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
     assert model_file.signature(saved(tmp_path, model)).outputs[0].shape == ("output_0_dim_0", 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (helper.make_tensor_type_proto(TensorProto.STRING, [1]), "dtype string"),
-        (helper.make_tensor_type_proto(TensorProto.COMPLEX64, [1]), "dtype complex64"),
-        (helper.make_tensor_type_proto(TensorProto.FLOAT, None), "has no shape"),
-        (helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [1])), "is a sequence"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "message"), [
+    (helper.make_tensor_type_proto(TensorProto.STRING, [1]), "dtype string"),
+    (helper.make_tensor_type_proto(TensorProto.COMPLEX64, [1]), "dtype complex64"),
+    (helper.make_tensor_type_proto(TensorProto.FLOAT, None), "has no shape"),
+    (helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [1])), "is a sequence"),
+])  # fmt: skip
 def test_what_cannot_be_fed_is_refused(tmp_path: Path, kind: onnx.TypeProto, message: str) -> None:
     model = linear()
     model.graph.input[0].type.CopyFrom(kind)
@@ -204,18 +195,15 @@ def test_summary_counts_subgraphs(tmp_path: Path) -> None:
     assert (summary.weight_bytes, summary.parameters) == (44, 14)
 
 
-@pytest.mark.parametrize(
-    ("weights", "operators", "expected"),
-    [
-        ([np.ones(8, np.float32)], [], "fp32"),
-        ([np.ones(8, np.float16), np.ones(1, np.float32)], [], "fp16"),
-        ([], [], "fp32"),
-        ([np.ones(64, np.int64), np.ones(8, np.float16)], [], "fp16"),
-        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
-        ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
-        ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "operators", "expected"), [
+    ([np.ones(8, np.float32)], [], "fp32"),
+    ([np.ones(8, np.float16), np.ones(1, np.float32)], [], "fp16"),
+    ([], [], "fp32"),
+    ([np.ones(64, np.int64), np.ones(8, np.float16)], [], "fp16"),
+    ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
+    ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
+    ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
+])  # fmt: skip
 def test_precision_is_that_of_most_weights_and_of_quantisation(
     tmp_path: Path, weights: list[Any], operators: list[str], expected: str
 ) -> None:

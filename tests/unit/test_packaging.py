@@ -123,15 +123,12 @@ def test_the_same_run_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
         assert one.manifest_sha256 == two.manifest_sha256
 
 
-@pytest.mark.parametrize(
-    ("changes", "variant", "said"),
-    [
-        ({"winner": None, "winner_reason": "none is fast enough"}, None, "none is fast enough"),
-        ({}, "onnxruntime-fp23", "did you mean onnxruntime-fp32"),
-        ({}, "eager", "takes the code that makes it"),
-        ({"variants": ()}, None, "no winner"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "variant", "said"), [
+    ({"winner": None, "winner_reason": "none is fast enough"}, None, "none is fast enough"),
+    ({}, "onnxruntime-fp23", "did you mean onnxruntime-fp32"),
+    ({}, "eager", "takes the code that makes it"),
+    ({"variants": ()}, None, "no winner"),
+])  # fmt: skip
 def test_wrong_choices_are_said(
     changes: dict[str, Any], variant: str | None, said: str, made: Made, tmp_path: Path
 ) -> None:
@@ -210,18 +207,15 @@ def test_a_repository_for_triton(made: Made, tmp_path: Path) -> None:
     assert set(manifest.read(tmp_path / "t/net_py_build").files) == {"1/model.onnx", "config.pbtxt"}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "shapes", "most", "dims"),
-    [
-        (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 64, [[4]]),
-        (["x:int64:batch,s", "m:bool:batch,s"], ["y:float16:batch"], {"batch": "1:1:2", "s": "1:8:9"}, 2, [[-1], [-1]]),
-        (["x:float32:batch,4"], ["y:float32:4"], {"batch": "1:8:64"}, 0, [[-1, 4]]),
-        (["x:float32:batch,batch"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
-        (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "8:8:8"}, 8, [[4]]),
-        (["x:float32:batch,4"], ["y:float32:batch,4"], {}, 0, [[-1, 4]]),
-        (["x:float32:8,4"], ["y:float32:8,4"], {}, 0, [[8, 4]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("inputs", "outputs", "shapes", "most", "dims"), [
+    (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 64, [[4]]),
+    (["x:int64:batch,s", "m:bool:batch,s"], ["y:float16:batch"], {"batch": "1:1:2", "s": "1:8:9"}, 2, [[-1], [-1]]),
+    (["x:float32:batch,4"], ["y:float32:4"], {"batch": "1:8:64"}, 0, [[-1, 4]]),
+    (["x:float32:batch,batch"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
+    (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "8:8:8"}, 8, [[4]]),
+    (["x:float32:batch,4"], ["y:float32:batch,4"], {}, 0, [[-1, 4]]),
+    (["x:float32:8,4"], ["y:float32:8,4"], {}, 0, [[8, 4]]),
+])  # fmt: skip
 def test_batching_needs_the_same_first_dimension_everywhere(
     inputs: list[str],
     outputs: list[str],
@@ -329,22 +323,19 @@ def _rewrite(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (_spoil("model.onnx", b"other"), "its sha256 is another"),
-        (_spoil("infer.py", b"print()"), "its sha256 is another"),
-        (_spoil("extra.so", b"code"), "was not packaged"),
-        (lambda folder: (folder / "test_vector.npz").unlink(), "is missing"),
-        (_spoil("manifest.json", b'{"schema": "enginesmith.bundle/1", '), "damaged"),
-        (_spoil("manifest.json", b"\xff\xfe"), "damaged"),
-        (_rewrite(signature=3), "signature"),
-        (_rewrite(schema="enginesmith.bundle/2"), "newer schema"),
-        (_rewrite(schema="enginesmith.run/1"), "not of the schema"),
-        (_rewrite(files={"../run/run.json": {"sha256": "0", "bytes": 1}}), "outside of the bundle"),
-        (shutil.rmtree, "no bundle"),
-    ],
-)
+@pytest.mark.parametrize(("harm", "said"), [
+    (_spoil("model.onnx", b"other"), "its sha256 is another"),
+    (_spoil("infer.py", b"print()"), "its sha256 is another"),
+    (_spoil("extra.so", b"code"), "was not packaged"),
+    (lambda folder: (folder / "test_vector.npz").unlink(), "is missing"),
+    (_spoil("manifest.json", b'{"schema": "enginesmith.bundle/1", '), "damaged"),
+    (_spoil("manifest.json", b"\xff\xfe"), "damaged"),
+    (_rewrite(signature=3), "signature"),
+    (_rewrite(schema="enginesmith.bundle/2"), "newer schema"),
+    (_rewrite(schema="enginesmith.run/1"), "not of the schema"),
+    (_rewrite(files={"../run/run.json": {"sha256": "0", "bytes": 1}}), "outside of the bundle"),
+    (shutil.rmtree, "no bundle"),
+])  # fmt: skip
 def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
     harm: Callable[[Path], object], said: str, found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

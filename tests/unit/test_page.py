@@ -94,15 +94,11 @@ def test_numbers_stand_with_their_full_precision(some: Run) -> None:
     assert values[-7:] == [*numbers, record.peak_bytes, record.artifact.bytes, record.quality.drop]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},
-        {"complete": False, "winner": None, "winner_reason": "not decided yet"},
-        {"limits": None, "environment": {}, "steps": ()},
-    ],
-    ids=["no variant", "interrupted", "bare"],
-)
+@pytest.mark.parametrize("changes", [
+    {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},
+    {"complete": False, "winner": None, "winner_reason": "not decided yet"},
+    {"limits": None, "environment": {}, "steps": ()},
+], ids=["no variant", "interrupted", "bare"])  # fmt: skip
 def test_what_is_missing_is_explained(changes: dict[str, object]) -> None:
     found = runs.run(**changes)
     text = page.render(found)

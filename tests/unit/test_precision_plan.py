@@ -29,16 +29,13 @@ def ids(found: Plan) -> list[str]:
     return [step.id for step in found.steps]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"precisions": ["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]},
-        {"precisions": ["int8"], "quantisation": {"equalise": True, "smooth": 0.5}},
-        {"precisions": ["int4-weights"], "quantisation": {"awq": True}, "budgets": {"max_drop": 0.01}},
-        {"precisions": ["int8"], "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86", "sm89"]},
-        {"precisions": ["fp32", "int8"], "graph_optimization": ["basic", "all"], "budgets": {"max_drop": 0.01}},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"precisions": ["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]},
+    {"precisions": ["int8"], "quantisation": {"equalise": True, "smooth": 0.5}},
+    {"precisions": ["int4-weights"], "quantisation": {"awq": True}, "budgets": {"max_drop": 0.01}},
+    {"precisions": ["int8"], "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86", "sm89"]},
+    {"precisions": ["fp32", "int8"], "graph_optimization": ["basic", "all"], "budgets": {"max_drop": 0.01}},
+])  # fmt: skip
 def test_each_step_comes_once_and_after_what_it_needs(values: dict[str, Any]) -> None:
     found = planned(**values)
     assert len(set(ids(found))) == len(found.steps)

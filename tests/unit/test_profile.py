@@ -149,16 +149,13 @@ def test_what_is_said_of_a_single_layer_is_not_said_of_all() -> None:
     assert row.why["ort"] == "with Add of head"
 
 
-@pytest.mark.parametrize(
-    ("modules", "expected"),
-    [
-        (("",), "(model)"),
-        (("node:conv_1",), "conv_1"),
-        (("a.q", "a.k"), "a.q + k"),
-        (("a.q", "a.k", "a.v"), "a"),
-        (("a.q", "head"), "a.q + head"),
-    ],
-)
+@pytest.mark.parametrize(("modules", "expected"), [
+    (("",), "(model)"),
+    (("node:conv_1",), "conv_1"),
+    (("a.q", "a.k"), "a.q + k"),
+    (("a.q", "a.k", "a.v"), "a"),
+    (("a.q", "head"), "a.q + head"),
+])  # fmt: skip
 def test_labels(modules: tuple[str, ...], expected: str) -> None:
     assert name_modules(modules, {"a.q", "a.k", "a.v", "ab.x", "head", ""}) == expected
 

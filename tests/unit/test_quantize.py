@@ -55,16 +55,13 @@ def test_what_a_group_is() -> None:
     assert not any(g.reason for g in found)
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("y = MatMul(x, x)", "two activations"),
-        ("y = MatMul(w, x)", "left factor"),
-        ("y = MatMul(w, w)", "constants"),
-        ("t = Cast <to = 10> (x) h = MatMul(t, half) y = Cast <to = 1> (h)", "float16"),
-        ('y = Einsum <equation = "ab,bc->ac"> (x, w)', "Einsum"),
-    ],
-)
+@pytest.mark.parametrize(("body", "reason"), [
+    ("y = MatMul(x, x)", "two activations"),
+    ("y = MatMul(w, x)", "left factor"),
+    ("y = MatMul(w, w)", "constants"),
+    ("t = Cast <to = 10> (x) h = MatMul(t, half) y = Cast <to = 1> (h)", "float16"),
+    ('y = Einsum <equation = "ab,bc->ac"> (x, w)', "Einsum"),
+])  # fmt: skip
 def test_why_there_is_no_quantised_form(body: str, reason: str) -> None:
     model = parse_graph(
         f"net (float[4, 4] x) => (float[4, 4] y) {{ {body} }}", w=ones(4, 4), half=np.ones((4, 4), np.float16)
@@ -271,16 +268,13 @@ def test_seven_bits() -> None:
     assert np.abs(numbers["wq_quantized"].astype(int)).max() == 63
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("y = Conv(x, w)", "Conv is slower"),
-        ("f = Flatten(x) m = MatMul(f, zero) y = Reshape(m, shape)", "all zero"),
-        ("f = Flatten(x) m = Gemm <transA = 1> (f, v) y = Reshape(m, shape)", "transposed"),
-        ("m = MatMul(x, x) y = Reshape(m, shape)", "two activations"),
-        ("y = MatMul(x, batched)", "no matrix"),
-    ],
-)
+@pytest.mark.parametrize(("body", "reason"), [
+    ("y = Conv(x, w)", "Conv is slower"),
+    ("f = Flatten(x) m = MatMul(f, zero) y = Reshape(m, shape)", "all zero"),
+    ("f = Flatten(x) m = Gemm <transA = 1> (f, v) y = Reshape(m, shape)", "transposed"),
+    ("m = MatMul(x, x) y = Reshape(m, shape)", "two activations"),
+    ("y = MatMul(x, batched)", "no matrix"),
+])  # fmt: skip
 def test_what_is_left_and_why(body: str, reason: str) -> None:
     text = f"net (float[4, 4, 4, 4] x) => (float[a, b, c, d] y) {{ {body} q = Flatten(y) z = MatMul(q, last) }}"
     model = parse_graph(

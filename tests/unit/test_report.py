@@ -54,15 +54,12 @@ def test_the_verdict_is_one_sentence() -> None:
     assert sentences.summarize(none) == "No winner: nothing was measured."
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "words"),
-    [
-        (0.98, 3.9, "has 4.00× [0.98, 3.90] the speed of eager at batch 8 (which may be no difference)"),
-        (0.15, 580.88, "whether onnxruntime-fp32 is faster than eager at batch 8 is too noisy to tell,"),
-        (0.3, 0.9, "has 4.00× [0.30, 0.90] the speed of eager at batch 8,"),
-        (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "words"), [
+    (0.98, 3.9, "has 4.00× [0.98, 3.90] the speed of eager at batch 8 (which may be no difference)"),
+    (0.15, 580.88, "whether onnxruntime-fp32 is faster than eager at batch 8 is too noisy to tell,"),
+    (0.3, 0.9, "has 4.00× [0.30, 0.90] the speed of eager at batch 8,"),
+    (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
+])  # fmt: skip
 def test_the_verdict_is_of_the_deciding_batch_within_its_interval(low: float, high: float, words: str) -> None:
     fast = record("onnxruntime-fp32", 0.5, 4.0)
     deciding = LatencyRow(batch=8, p50_ms=0.5, speedup=Interval(median=4.0, low=low, high=high))

@@ -149,14 +149,11 @@ def test_one_whose_interval_includes_1_is_rejected_with_the_numbers() -> None:
     assert "is slower than" in decided(pruned(0.9, 0.85, 0.95))
 
 
-@pytest.mark.parametrize(
-    ("mine", "dense", "said"),
-    [
-        (limit(1.0, "launch"), limit(1.0, "launch"), "starting operators"),
-        (limit(1.0, "memory"), limit(1.02, "memory"), "moving data"),
-        (limit(0.5, "arithmetic"), limit(1.0, "arithmetic"), "larger multiple of channels"),
-    ],
-)
+@pytest.mark.parametrize(("mine", "dense", "said"), [
+    (limit(1.0, "launch"), limit(1.0, "launch"), "starting operators"),
+    (limit(1.0, "memory"), limit(1.02, "memory"), "moving data"),
+    (limit(0.5, "arithmetic"), limit(1.0, "arithmetic"), "larger multiple of channels"),
+])  # fmt: skip
 def test_the_reason_is_what_bounds_it(mine: LimitRow, dense: LimitRow, said: str) -> None:
     assert said in decided(pruned(1.0, 0.9, 1.1, limits=(mine,)), measured(DENSE, 2.0, limits=(dense,)))
 

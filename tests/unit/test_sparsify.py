@@ -211,13 +211,10 @@ def test_a_protected_name_that_there_is_none_of(tmp_path: Path) -> None:
     assert "'matmull' is to be protected" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("nodes", "weights", "words"),
-    [
-        ([node("Relu", "x", "y")], {}, "no weight that can be sparse"),
-        ([node("MatMul", "x w", "y")], {"w": normal(6, 8)}, "its 6 inputs are no multiple of 4"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "weights", "words"), [
+    ([node("Relu", "x", "y")], {}, "no weight that can be sparse"),
+    ([node("MatMul", "x w", "y")], {"w": normal(6, 8)}, "its 6 inputs are no multiple of 4"),
+])  # fmt: skip
 def test_a_graph_without_such_weights(nodes: Any, weights: Weights, words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidGraph, match=words):
         sparsified(save_graph(tmp_path, nodes, weights, x=(2, 6)), tmp_path / "out")
@@ -268,32 +265,26 @@ def test_a_threshold_makes_exactly_the_share_zero(ratio: float) -> None:
     assert largest <= (everything[count] if count else 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "pattern", "ratio", "slug"),
-    [
-        ("2:4", "2:4", 0.5, "sparse24"),
-        ("unstructured=0.7", "unstructured", 0.7, "sparse70"),
-        (" Unstructured=0.125", "unstructured", 0.125, "sparse12_5"),
-    ],
-)
+@pytest.mark.parametrize(("text", "pattern", "ratio", "slug"), [
+    ("2:4", "2:4", 0.5, "sparse24"),
+    ("unstructured=0.7", "unstructured", 0.7, "sparse70"),
+    (" Unstructured=0.125", "unstructured", 0.125, "sparse12_5"),
+])  # fmt: skip
 def test_what_can_be_asked_for(text: str, pattern: str, ratio: float, slug: str) -> None:
     found = Sparsity.parse(text, SparsifyOptions(protect=("head",)))
     assert (found.pattern, found.ratio, found.slug, found.protect) == (pattern, ratio, slug, ("head",))
     assert str(Sparsity.parse(text)) == text.strip().lower()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("1:4", "cannot read the sparsity '1:4'"),
-        ("2:4=0.5", "cannot read"),
-        ("unstructured", "cannot read"),
-        ("unstructured=1", "not at least 0 and less than 1"),
-        ("unstructured=-0.1", "not at least 0"),
-        ("unstructured=nan", "not at least 0"),
-        ("unstructured=half", "'half' is no number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("1:4", "cannot read the sparsity '1:4'"),
+    ("2:4=0.5", "cannot read"),
+    ("unstructured", "cannot read"),
+    ("unstructured=1", "not at least 0 and less than 1"),
+    ("unstructured=-0.1", "not at least 0"),
+    ("unstructured=nan", "not at least 0"),
+    ("unstructured=half", "'half' is no number"),
+])  # fmt: skip
 def test_what_cannot_be_asked_for(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=r"2:4, or unstructured=0\.5") as caught:
         Sparsity.parse(text)

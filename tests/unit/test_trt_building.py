@@ -499,22 +499,19 @@ def refused(node: int, operator: str, name: str, code: str, text: str) -> _Refus
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "remedy"),
-    [
-        ('creator && "Plugin not found, are the plugin name, version, and namespace correct?"',
-            "does not have this operator", "replace the operator"),
-        ("NonZero plugin creator version 1 was not found in plugin registry.", "does not have", "replace the operator"),
-        ('tensor && "Failed to add input."', "'encoder.proj'): Failed to add input", "inputs and attributes"),
-        ("(a || b): Scale coefficients must all be positive", "'encoder.proj'): Scale", "inputs and attributes"),
-        ("Assertion failed: shiftIsAllZeros(zeroPoint): Non-zero zero point is not supported.", "not 0", "symmetrical"),
-        ("bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.", "int32",
-            "biases in float"),
-        ("ElementWiseOperation SUM must have same input types. But they are of types Half and Float.", "differ",
-            "cast"),
-        ("false", "does not have this operator", "replace the operator"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words", "remedy"), [
+    ('creator && "Plugin not found, are the plugin name, version, and namespace correct?"',
+        "does not have this operator", "replace the operator"),
+    ("NonZero plugin creator version 1 was not found in plugin registry.", "does not have", "replace the operator"),
+    ('tensor && "Failed to add input."', "'encoder.proj'): Failed to add input", "inputs and attributes"),
+    ("(a || b): Scale coefficients must all be positive", "'encoder.proj'): Scale", "inputs and attributes"),
+    ("Assertion failed: shiftIsAllZeros(zeroPoint): Non-zero zero point is not supported.", "not 0", "symmetrical"),
+    ("bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.", "int32",
+        "biases in float"),
+    ("ElementWiseOperation SUM must have same input types. But they are of types Half and Float.", "differ",
+        "cast"),
+    ("false", "does not have this operator", "replace the operator"),
+])  # fmt: skip
 def test_words_of_the_parser_are_put_in_ours(text: str, words: str, remedy: str, graph: Path) -> None:
     found = _refusal([refused(0, "MatMul", "one", "UNSUPPORTED_NODE", text)], graph)
     assert "MatMul 'one' (of the module 'encoder.proj')" in found.message

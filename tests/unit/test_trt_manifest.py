@@ -88,22 +88,18 @@ def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:
     assert manifest.read(engine) == record(engine)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (flip, "is not the engine that its manifest describes"),
-        (lambda engine: engine.write_bytes(engine.read_bytes()[:-1]), "truncated, or another engine"),
-        (lambda engine: engine.write_bytes(b""), "has 0 bytes"),
-        (lambda engine: manifest.path_beside(engine).unlink(), "has no manifest"),
-        (lambda engine: beside(engine, "{"), "is damaged"),
-        (lambda engine: beside(engine, "{}"), "is damaged"),
-        (lambda engine: beside(engine, '{"schema_name": "enginesmith.engine/2"}'), "is damaged"),
-        (lambda engine: changed(engine, engine="tensorrt_xyz"), "is damaged"),
-        (lambda engine: changed(engine, options={"optimisation": 3}), "is damaged"),
-        (lambda engine: engine.unlink(), "there is no engine"),
-    ],
-    ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (flip, "is not the engine that its manifest describes"),
+    (lambda engine: engine.write_bytes(engine.read_bytes()[:-1]), "truncated, or another engine"),
+    (lambda engine: engine.write_bytes(b""), "has 0 bytes"),
+    (lambda engine: manifest.path_beside(engine).unlink(), "has no manifest"),
+    (lambda engine: beside(engine, "{"), "is damaged"),
+    (lambda engine: beside(engine, "{}"), "is damaged"),
+    (lambda engine: beside(engine, '{"schema_name": "enginesmith.engine/2"}'), "is damaged"),
+    (lambda engine: changed(engine, engine="tensorrt_xyz"), "is damaged"),
+    (lambda engine: changed(engine, options={"optimisation": 3}), "is damaged"),
+    (lambda engine: engine.unlink(), "there is no engine"),
+], ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"])  # fmt: skip
 def test_an_engine_not_described_is_refused(damage: Callable[[Path], object], message: str, engine: Path) -> None:
     damage(engine)
     with pytest.raises(ModelError, match=message) as caught:
@@ -134,43 +130,35 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | 
     return install
 
 
-@pytest.mark.parametrize(
-    ("device", "version", "changes"),
-    [
-        (AMPERE, "1.7.1.116", {}),
-        (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
-        (ADA, "1.7.1.116", {"compute_capabilities": ()}),
-        (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
-        (
-            ADA,
-            "11.4.0",
-            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
-        ),
-    ],
-    ids=["same", "listed", "unknown", "newer", "ampere-plus"],
-)
+@pytest.mark.parametrize(("device", "version", "changes"), [
+    (AMPERE, "1.7.1.116", {}),
+    (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
+    (ADA, "1.7.1.116", {"compute_capabilities": ()}),
+    (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
+    (
+        ADA,
+        "11.4.0",
+        {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
+    ),
+], ids=["same", "listed", "unknown", "newer", "ampere-plus"])  # fmt: skip
 def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str, changes: dict, here) -> None:
     here(device, version)
     assert manifest.misfit(record(**changes), 0) == ""
     manifest.validate_machine(record(**changes), 0)
 
 
-@pytest.mark.parametrize(
-    ("device", "version", "changes", "words"),
-    [
-        (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
-        (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
-        (AMPERE, "11.2.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}},
-            "the older 11.2.0 is installed"),
-        (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
-        (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
-        (TURING, "11.4.0",
-            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
-            "cuda:0 is sm75"),
-        (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
-    ],
-    ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"],
-)  # fmt: skip
+@pytest.mark.parametrize(("device", "version", "changes", "words"), [
+    (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
+    (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
+    (AMPERE, "11.2.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}},
+        "the older 11.2.0 is installed"),
+    (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
+    (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
+    (TURING, "11.4.0",
+        {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
+        "cuda:0 is sm75"),
+    (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
+], ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"])  # fmt: skip
 def test_an_engine_for_elsewhere_says_what_differs(
     device: CudaDevice | None, version: str | None, changes: dict, words: str, here
 ) -> None:
@@ -368,17 +356,14 @@ def test_names_are_found_in_all_that_the_code_does() -> None:
     assert {"TilingOptimizationLevel.FAST", "HardwareCompatibilityLevel.AMPERE_PLUS", "ILogger.log"} <= found
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "name"),
-    [
-        ("builder.py", "config.set_memory_limit(1)", "IBuilderConfig.set_memory_limit"),
-        ("builder.py", "x = trt.BuilderFlag.FP16", "BuilderFlag.FP16"),
-        ("session.py", "native.execute_async_v2(0)", "IExecutionContext.execute_async_v2"),
-        ("parser.py", "x = trt.OnnxParserRefiter", "OnnxParserRefiter"),
-        ("loader.py", "engine.weight_streaming_budget = 1", "ICudaEngine.weight_streaming_budget"),
-        ("build_log.py", "class L(trt.ILogger):\n def logg(self): ...", "ILogger.logg"),
-    ],
-)
+@pytest.mark.parametrize(("file", "line", "name"), [
+    ("builder.py", "config.set_memory_limit(1)", "IBuilderConfig.set_memory_limit"),
+    ("builder.py", "x = trt.BuilderFlag.FP16", "BuilderFlag.FP16"),
+    ("session.py", "native.execute_async_v2(0)", "IExecutionContext.execute_async_v2"),
+    ("parser.py", "x = trt.OnnxParserRefiter", "OnnxParserRefiter"),
+    ("loader.py", "engine.weight_streaming_budget = 1", "ICudaEngine.weight_streaming_budget"),
+    ("build_log.py", "class L(trt.ILogger):\n def logg(self): ...", "ILogger.logg"),
+])  # fmt: skip
 def test_a_wrong_name_is_found(file: str, line: str, name: str) -> None:
     assert all(name in missing(flavour, set(used(file, ast.parse(line)))) for flavour in FLAVOURS[1:])
 

@@ -96,16 +96,13 @@ def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
     assert last == WHOLE
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("width=1:2:3", "'width', and the dynamic dimensions are batch, seq"),
-        ("batch", "'batch'"),
-        ("batch=1:2:65", "goes beyond the range batch=1:8:64"),
-        ("seq=15:16:17", "goes beyond the range seq=16:128:512"),
-        ("batch=8:4:1", "out of order"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("width=1:2:3", "'width', and the dynamic dimensions are batch, seq"),
+    ("batch", "'batch'"),
+    ("batch=1:2:65", "goes beyond the range batch=1:8:64"),
+    ("seq=15:16:17", "goes beyond the range seq=16:128:512"),
+    ("batch=8:4:1", "out of order"),
+])  # fmt: skip
 def test_profiles_that_do_not_fit_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         engine.plan(SIGNATURE, RANGES, (text,))
@@ -162,30 +159,24 @@ AMPERE = CudaDevice(name="NVIDIA A10", compute_capability=(8, 6))
 HOPPER = CudaDevice(name="NVIDIA H100", compute_capability=(9, 0))
 
 
-@pytest.mark.parametrize(
-    ("engine", "here", "expected"),
-    [
-        (TensorRTRTX(target="sm89"), None, ("sm89",)),
-        (TensorRTRTX(), AMPERE, ("sm86",)),
-        (TensorRTRTX(target="sm89"), AMPERE, ("sm89",)),
-        (TensorRT(), AMPERE, ()),
-        (TensorRT(target="sm86"), AMPERE, ()),
-    ],
-)
+@pytest.mark.parametrize(("engine", "here", "expected"), [
+    (TensorRTRTX(target="sm89"), None, ("sm89",)),
+    (TensorRTRTX(), AMPERE, ("sm86",)),
+    (TensorRTRTX(target="sm89"), AMPERE, ("sm89",)),
+    (TensorRT(), AMPERE, ()),
+    (TensorRT(target="sm86"), AMPERE, ()),
+])  # fmt: skip
 def test_the_builder_gets_a_target(engine: TensorRT, here: CudaDevice | None, expected: tuple[str, ...]) -> None:
     assert engine.targets(here) == expected
 
 
-@pytest.mark.parametrize(
-    ("engine", "here", "error", "message"),
-    [
-        (TensorRTRTX(), None, UsageError, "needs a target"),
-        (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'"),
-        (TensorRTRTX(), HOPPER, MissingCapability, "no target sm90 \\(NVIDIA H100\\)"),
-        (TensorRT(target="sm86"), None, UsageError, "builds for the device that is here"),
-        (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "here", "error", "message"), [
+    (TensorRTRTX(), None, UsageError, "needs a target"),
+    (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'"),
+    (TensorRTRTX(), HOPPER, MissingCapability, "no target sm90 \\(NVIDIA H100\\)"),
+    (TensorRT(target="sm86"), None, UsageError, "builds for the device that is here"),
+    (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),
+])  # fmt: skip
 def test_impossible_targets(engine: TensorRT, here: CudaDevice | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         engine.targets(here)
