@@ -35,6 +35,18 @@ def test_the_readme_shows_the_two_commands_on_its_first_screen() -> None:
     assert "make test" in first
 
 
+def test_every_python_file_that_documents_name_exists() -> None:
+    """Below the root or ``pipeline/``; a name without a folder, as of a file in bundles, anywhere in ``pipeline/``."""
+    missing = {}
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        named = set(re.findall(r"`([\w./*-]+\.py)`", document.read_text()))
+        places = {name: (name, f"pipeline/{name}" if "/" in name else f"pipeline/**/{name}") for name in named}
+        gone = [name for name, patterns in places.items() if not any(any(ROOT.glob(each)) for each in patterns)]
+        if gone:
+            missing[document.name] = sorted(gone)
+    assert not missing
+
+
 def test_every_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]

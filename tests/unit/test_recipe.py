@@ -44,6 +44,9 @@ def test_sizes_and_durations_may_be_text() -> None:
 def test_repeated_choices_count_once() -> None:
     recipe = make({"model": "digits", "engines": ["onnxruntime", "onnxruntime"], "batch": [8, 1, 8]})
     assert (recipe.engines, recipe.batch) == (("onnxruntime",), (8, 1))
+    twice = {"engines": ["tensorrt_rtx"], "targets": ["sm86", "sm86"], "workspace": ["1MiB"] * 2}
+    recipe = make({"model": "digits", **twice})
+    assert (recipe.targets, recipe.workspace) == (("sm86",), ("1MiB",))
 
 
 def test_texts_are_read() -> None:
@@ -118,11 +121,6 @@ def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) 
     assert "\n" not in caught.value.message
 
 
-def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
-        read(tmp_path / "gone.yaml")
-
-
 def test_what_goes_into_run_json_comes_back() -> None:
     recipe = make({"model": "digits", "shapes": {"batch": "1:2:3"}, "engines": ["eager"]})
     assert Recipe.model_validate(yaml.safe_load(recipe.model_dump_json())) == recipe
@@ -134,13 +132,6 @@ def test_what_goes_into_run_json_comes_back() -> None:
 def test_batches_that_nobody_named_are_within_the_range_given(shape: str, expected: tuple[int, ...]) -> None:
     assert make({"model": "digits", "shapes": {"batch": shape}}).batch == expected
     assert make({"model": "digits", "shapes": {"batch": shape}, "batch": [3]}).batch == (3,)
-
-
-def test_what_is_asked_for_twice_is_made_once() -> None:
-    recipe = make(
-        {"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86", "sm86"], "workspace": ["1MiB"] * 2}
-    )
-    assert (recipe.targets, recipe.workspace) == (("sm86",), ("1MiB",))
 
 
 @pytest.mark.parametrize(("values", "message"), [

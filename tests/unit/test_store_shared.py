@@ -197,13 +197,6 @@ def test_lists_of_several_projects_are_kept_the_newest_first(
     assert next(machine("six").dependencies("x").candidates(), None) is not None
 
 
-def test_what_is_there_is_not_uploaded_again(machine: Machine, url: str) -> None:
-    put(machine("one"))
-    before = below(url)
-    put(machine("two"))
-    assert below(url) == before
-
-
 def test_what_another_machine_published_stays_and_is_given_back(machine: Machine, url: str) -> None:
     put(machine("one"), content=b"graph")
     before = below(url)
