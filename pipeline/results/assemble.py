@@ -47,8 +47,8 @@ def artifact_of(outcomes: Outcomes, step: str | None) -> Artifact | None:
 
 def records_of(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:
     """Read a step's records; none where it left nothing."""
-    found = artifact_of(outcomes, step)
-    return read_records(found) if found else []
+    artifact = artifact_of(outcomes, step)
+    return read_records(artifact) if artifact else []
 
 
 def why_missing(step: str | None, outcomes: Outcomes) -> str:
@@ -124,8 +124,8 @@ def make_record(
 
 def read_device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
     """Read what the device can do at best; None if that was not measured."""
-    found = artifact_of(outcomes, plan.limits)
-    return read_limits(found) if found else None
+    artifact = artifact_of(outcomes, plan.limits)
+    return read_limits(artifact) if artifact else None
 
 
 def _hold_against_limits(
@@ -140,13 +140,13 @@ def _hold_against_limits(
 
 def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], dict[str, str]]:
     """Read what the graph asks for and what the engine runs, and the reason for what is not known."""
-    found: dict[str, Coverage] = {}
+    audits: dict[str, Coverage] = {}
     reasons: dict[str, str] = {}
     for index, name in enumerate(("coverage", "engine_coverage")):
         step = variant.audits[index] if index < len(variant.audits) else None
         entry = next(iter(records_of(outcomes, step)), None)
         if entry:
-            found[name] = Coverage.model_validate(entry)
+            audits[name] = Coverage.model_validate(entry)
         elif step:
             reasons[name] = why_missing(step, outcomes)
         elif variant.engine.consumes == "torch":
@@ -155,7 +155,7 @@ def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], 
             reasons[name] = f"{variant.engine.name} does not show its graph; build.layers counts its kernels"
         else:
             reasons[name] = "not asked for"
-    return found, reasons
+    return audits, reasons
 
 
 def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[SearchStep, ...]:

@@ -56,7 +56,7 @@ def parse_known_fields(kind: type[Model], values: Any) -> tuple[Model, tuple[str
     unknown: list[str] = []
     while True:
         try:
-            found = kind.model_validate(values)
+            document = kind.model_validate(values)
             break
         except ValidationError as error:
             errors = error.errors(include_url=False)
@@ -67,8 +67,8 @@ def parse_known_fields(kind: type[Model], values: Any) -> tuple[Model, tuple[str
                 unknown.append(_dotted(one["loc"], indices=False))
                 *above, last = one["loc"]
                 del functools.reduce(operator.getitem, above, values)[last]
-    unknown += _left_out(values, found.model_dump(mode="json", by_alias=True), ())
-    return found, tuple(dict.fromkeys(unknown))
+    unknown += _left_out(values, document.model_dump(mode="json", by_alias=True), ())
+    return document, tuple(dict.fromkeys(unknown))
 
 
 def parse(kind: type[Model], values: Any) -> Model:

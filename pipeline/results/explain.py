@@ -137,22 +137,22 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
 
 def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:
     """List the evidence for or against the low precision: coverage, operators that change types and layouts, units."""
-    found, asked = record.engine_coverage or record.coverage, record.coverage
-    if found is not None:
-        shares = found.weights if record.precision in _WEIGHTS_ONLY else found.macs
+    coverage, asked = record.engine_coverage or record.coverage, record.coverage
+    if coverage is not None:
+        shares = coverage.weights if record.precision in _WEIGHTS_ONLY else coverage.macs
         what = "weights" if record.precision in _WEIGHTS_ONLY else "multiply-adds"
         yield f"{format_percent(shares.get(low, 0.0))} of the {what} in {low}"
-        if found.unknown_products:
-            yield f"{found.unknown_products} products of unknown size, which are in no share"
-    if record.engine_coverage and found and found.islands:
-        turned = found.reorders - (asked.reorders if asked else found.reorders)
+        if coverage.unknown_products:
+            yield f"{coverage.unknown_products} products of unknown size, which are in no share"
+    if record.engine_coverage and coverage and coverage.islands:
+        turned = coverage.reorders - (asked.reorders if asked else coverage.reorders)
         extra = [
-            _count(found.conversions, "quantising or dequantising operator"),
-            _count(found.casts, "cast between floating-point types", "casts between floating-point types"),
+            _count(coverage.conversions, "quantising or dequantising operator"),
+            _count(coverage.casts, "cast between floating-point types", "casts between floating-point types"),
             _count(max(turned, 0), "change of layout", "changes of layout"),
         ]
         if any(extra):
-            yield f"{_count(found.islands, 'island')} of low precision, with {', '.join(filter(None, extra))}"
+            yield f"{_count(coverage.islands, 'island')} of low precision, with {', '.join(filter(None, extra))}"
     yield from _explain_engine(record, low, given.where)
     if support := describe_hardware(low, given.where, given.environment):
         yield support
@@ -170,8 +170,8 @@ def describe_hardware(low: str, where: Device, environment: Mapping[str, Any]) -
     units = [str(unit) for unit in environment.get("vector_units", ())]
     if low != "int8" or not units:
         return ""
-    if found := [unit for unit in units if any(part in unit for part in _INT8_UNITS)]:
-        return f"the processor has instructions for int8 dot products ({', '.join(found)})"
+    if able := [unit for unit in units if any(part in unit for part in _INT8_UNITS)]:
+        return f"the processor has instructions for int8 dot products ({', '.join(able)})"
     return "the processor has no instructions for int8 dot products (VNNI, AMX)"
 
 

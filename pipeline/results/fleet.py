@@ -224,7 +224,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
     try:
         values = documents.load(path)
         documents.check_schema(path, values, SCHEMA, "optimize")
-        found, unknown = documents.parse_known_fields(FleetRecord, values)
+        record, unknown = documents.parse_known_fields(FleetRecord, values)
     except OSError as error:
         if (folder / "run.json").is_file():
             raise UsageError(f"{folder} is a single run, and a fleet is needed here", _GIVE) from error
@@ -237,7 +237,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
             f"{path} asks for what this version does not know: {', '.join(asked)}",
             "go on with the enginesmith that wrote it, or run optimize again",
         )
-    return found
+    return record
 
 
 def json_schema() -> dict[str, Any]:

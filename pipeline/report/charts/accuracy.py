@@ -42,12 +42,12 @@ _Worst = Mapping[str, _Stages]
 def fidelity(cast: Cast) -> Chart:
     """Draw SQNR along the stages of each variant, with the threshold."""
     title = "Signal to quantisation noise against the reference (SQNR, dB) after each stage, at the worst shape"
-    found = {record.id: worst for record in cast.records if (worst := _find_worst(record.fidelity))}
-    known = {name: each for name, each in found.items() if any(one.sqnr_db is not None for one in each.values())}
+    by_id = {record.id: worst for record in cast.records if (worst := _find_worst(record.fidelity))}
+    known = {name: each for name, each in by_id.items() if any(one.sqnr_db is not None for one in each.values())}
     if known:
         return Chart("fidelity", title, _draw_fidelity(cast, known), _summarize_fidelity(cast, known))
-    why = "No output has an SQNR" if found else "No stage was held against the reference"
-    reason = why_none(cast.run, "fidelity", "outputs are whole numbers" if found else "nothing has run yet")
+    why = "No output has an SQNR" if by_id else "No stage was held against the reference"
+    reason = why_none(cast.run, "fidelity", "outputs are whole numbers" if by_id else "nothing has run yet")
     return Chart("fidelity", title, empty=f"{why}: {reason}.")
 
 
@@ -63,10 +63,10 @@ def _find_worst(entries: Sequence[StageFidelity]) -> dict[str, StageFidelity]:
     }
 
 
-def _order_stages(found: _Worst) -> list[str]:
+def _order_stages(by_id: _Worst) -> list[str]:
     """Order all stages so that each variant's own are in its order, the engine last."""
     ordered: list[str] = []
-    for each in found.values():
+    for each in by_id.values():
         place = 0
         for stage in each:
             if stage not in ordered:
@@ -75,11 +75,11 @@ def _order_stages(found: _Worst) -> list[str]:
     return sorted(ordered, key=lambda stage: stage == "engine")
 
 
-def _draw_fidelity(cast: Cast, found: _Worst) -> Figure:
-    stages, shown, rest = _order_stages(found), cast.named(found), cast.rest(found)
-    traces = draw_others([_make_line(_select_judged(found[record.id]), stages) for record in rest])
+def _draw_fidelity(cast: Cast, by_id: _Worst) -> Figure:
+    stages, shown, rest = _order_stages(by_id), cast.named(by_id), cast.rest(by_id)
+    traces = draw_others([_make_line(_select_judged(by_id[record.id]), stages) for record in rest])
     for record in shown:
-        traces += _draw_stages(cast, record, found[record.id], stages)
+        traces += _draw_stages(cast, record, by_id[record.id], stages)
     ticks = {float(place): "<br>".join(map(escape, _break_name(stage))) for place, stage in enumerate(stages)}
     x_axis = places("stage", ticks, range=[-0.4, len(stages) - 0.6], tickangle=0)
     y_axis = axis("SQNR (dB)", log=False)
@@ -140,25 +140,25 @@ def _describe_stage(one: StageFidelity) -> str:
     return f"{one.stage}: {sqnr} at {one.point} (batch {one.batch}), {verdict}" + (f": {one.reason}" * bool(one.reason))
 
 
-def _summarize_fidelity(cast: Cast, found: _Worst) -> str:
+def _summarize_fidelity(cast: Cast, by_id: _Worst) -> str:
     """Describe the largest fall from one stage to the next, the winner's or else the largest of all."""
-    records = cast.select(found)
+    records = cast.select(by_id)
     winner = [record for record in records if record.id == cast.run.winner]
     falls = []
     for record in winner or records:
-        known = [(one, one.sqnr_db) for one in _select_judged(found[record.id]).values() if one.sqnr_db is not None]
+        known = [(one, one.sqnr_db) for one in _select_judged(by_id[record.id]).values() if one.sqnr_db is not None]
         pairs = itertools.pairwise(known)
         falls += [(before - after, record, two, before) for (_, before), (two, after) in pairs if after < before]
-    failed = [record for record in records if not all(one.passed for one in found[record.id].values())]
+    failed = [record for record in records if not all(one.passed for one in by_id[record.id].values())]
     ends = f"{len(failed)} of {len(records)} variants failed a stage" if failed else "every stage passed"
     if not falls:
-        judged = (one for each in found.values() for one in _select_judged(each).values())
+        judged = (one for each in by_id.values() for one in _select_judged(each).values())
         least = min((one.sqnr_db for one in judged if one.sqnr_db is not None), default=None)
         bound = "" if least is None else f": SQNR is {least:.1f} dB or more"
-        return f"No stage loses accuracy against the one before it{bound}; {ends}{cast.unnamed(found)}."
+        return f"No stage loses accuracy against the one before it{bound}; {ends}{cast.unnamed(by_id)}."
     fall, record, stage, before = max(falls, key=lambda fall: fall[0])
     change = f"from {before:.1f} dB to {before - fall:.1f} dB"
-    return f"{short_name(record)} loses most at {stage.stage}, {change}; {ends}{cast.unnamed(found)}."
+    return f"{short_name(record)} loses most at {stage.stage}, {change}; {ends}{cast.unnamed(by_id)}."
 
 
 # What each group costs when it alone is quantised.

@@ -39,7 +39,7 @@ def latency_by_batch(cast: Cast) -> Chart:
     rows, empty = _collect_rows(cast, "latency", lambda row: row.p50_ms)
     if not rows:
         return Chart(name, title, empty=empty)
-    y = axis("p50 latency (ms)", [row.p50_ms for found in rows.values() for row in found])
+    y = axis("p50 latency (ms)", [row.p50_ms for mine in rows.values() for row in mine])
     figure = _draw_lines(cast, rows, y, {}, lambda row: row.p50_ms, lambda row: row.median_ms, _describe_latency)
     return Chart(name, title, None if empty else figure, _summarize_latency(cast, rows), empty)
 
@@ -61,7 +61,7 @@ def throughput_by_batch(cast: Cast) -> Chart:
         return f"batch {row.batch}: {said} with {count_words(best.callers if best else 1, 'caller')}"
 
     least = cast.run.recipe.budgets.min_throughput_per_s
-    rates = [row.throughput_per_s or 0.0 for found in rows.values() for row in found]
+    rates = [row.throughput_per_s or 0.0 for mine in rows.values() for row in mine]
     shapes = [] if least is None else [limit("y", least, f"budget {rate(least)} samples/s", rates)]
     y = axis("throughput (samples/s)", [*rates, least])
     figure = _draw_lines(cast, rows, y, {"shapes": shapes}, lambda row: row.throughput_per_s, interval, words)
@@ -70,10 +70,10 @@ def throughput_by_batch(cast: Cast) -> Chart:
 
 def _collect_rows(cast: Cast, name: str, value: _Numbers) -> tuple[_Rows, str]:
     """Collect each record's rows that have a number, and explain why there is nothing to draw if so."""
-    rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if value(row)])}
+    rows = {record.id: mine for record in cast.records if (mine := [row for row in record.latency if value(row)])}
     if not rows:
         return rows, f"No {name} was measured: {why_none(cast.run, 'latency', 'nothing has run yet')}."
-    sizes = {row.batch for found in rows.values() for row in found}
+    sizes = {row.batch for mine in rows.values() for row in mine}
     single = f"Only batch {min(sizes)} was measured: --batch 1,8,32 or --sweep measures more."
     return rows, "" if len(sizes) > 1 else single
 
@@ -96,7 +96,7 @@ def _draw_lines(
         x, hover = [row.batch for row in mine], [hover_text(mark_name(record), words(row)) for row in mine]
         traces.append(draw_line(style, x, list(map(value, mine)), hover))
         traces += intervals(style, x, list(map(interval, mine)))
-    sizes = sorted({row.batch for found in rows.values() for row in found})
+    sizes = sorted({row.batch for mine in rows.values() for row in mine})
     x_axis = places("batch size (samples)", {size: str(size) for size in sizes}, type="log")
     return {"data": traces, "layout": layout(x_axis, y_axis, len(shown) + bool(rest), **more)}
 
@@ -164,12 +164,12 @@ def _draw_distribution(cast: Cast, samples: Samples, size: int, sizes: int) -> C
     name = f"ecdf-{size}"
     title = f"Distribution of latency (ms) at batch {size}: share of calls (%) that took at most so long"
     seconds = {one.id: samples[key] for one in cast.records if (key := f"{one.id}/{size}/seconds") in samples}
-    found = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
-    if not found:
+    by_id = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
+    if not by_id:
         return Chart(name, title, empty="The run has no latency samples: samples.npz is not in its folder.")
-    shown, traces, drawn = cast.named(found), list[Figure](), list[float]()
+    shown, traces, drawn = cast.named(by_id), list[Figure](), list[float]()
     for record in shown:
-        (x, shares), style = _quantiles(found[record.id]), cast.style(record)
+        (x, shares), style = _quantiles(by_id[record.id]), cast.style(record)
         drawn += x
         traces.append(
             {
@@ -191,7 +191,7 @@ def _draw_distribution(cast: Cast, samples: Samples, size: int, sizes: int) -> C
     x_axis = axis(f"latency of a call at batch {size} (ms)", drawn, zero=False)
     y_axis = axis("share of calls (%)", log=False, zero=False) | {"range": [0, 101]}
     figure = {"data": traces, "layout": layout(x_axis, y_axis, len(shown), shapes=shapes)}
-    return Chart(name, title, figure, _summarize_distribution(cast, found, sizes))
+    return Chart(name, title, figure, _summarize_distribution(cast, by_id, sizes))
 
 
 def _quantiles(values: NDArray[Any]) -> tuple[list[float], list[float]]:
@@ -205,19 +205,19 @@ def _quantiles(values: NDArray[Any]) -> tuple[list[float], list[float]]:
     return values[places - 1].tolist(), (100 * places / count).tolist()
 
 
-def _summarize_distribution(cast: Cast, found: Mapping[str, NDArray[Any]], sizes: int) -> str:
-    best = min(cast.select(found), key=lambda record: float(np.median(found[record.id])))
-    values, baseline = found[best.id], cast.run.baseline.id
+def _summarize_distribution(cast: Cast, by_id: Mapping[str, NDArray[Any]], sizes: int) -> str:
+    best = min(cast.select(by_id), key=lambda record: float(np.median(by_id[record.id])))
+    values, baseline = by_id[best.id], cast.run.baseline.id
     half = ms(float(np.median(values)))
     text = f"Half of {short_name(best)}'s {values.size} calls took at most {half} ms, "
     text += f"the slowest {ms(float(values[-1]))} ms"
-    if baseline in found and best.id != baseline:
-        base = found[baseline]
+    if baseline in by_id and best.id != baseline:
+        base = by_id[baseline]
         faster = float(np.mean(values < base[0]))
         text += f"; {100 * faster:.3g} % of them were faster than the fastest of {baseline} ({ms(base[0])} ms)"
     more = sizes - _MOST_CHARTS
     text += f"; {more} more batch sizes are in the table of latencies" if more > 0 else ""
-    return f"{text}{cast.unnamed(found, 'in the table only')}."
+    return f"{text}{cast.unnamed(by_id, 'in the table only')}."
 
 
 # What several callers at the same time gain in throughput, and pay in latency.
@@ -234,18 +234,18 @@ def concurrency(cast: Cast) -> Chart:
         why = "Throughput of several callers was not measured: --concurrency 1,2,4 asks for it."
         return Chart("concurrency", f"Throughput (samples/s) against latency (ms) at batch {at}", empty=why)
     rank = "p99" if any(level.p99_ms is not None for row in rows.values() for level in row.concurrency) else "p50"
-    found = {
+    by_id = {
         name: [(value, level) for level in row.concurrency if (value := _latency(level, rank)) is not None]
         for name, row in rows.items()
     }
-    found = {name: known for name, known in found.items() if known}
-    shown, rest = cast.named(found), cast.rest(found)
-    traces = draw_others([_make_line(found[record.id]) for record in rest], "lines+markers")
+    by_id = {name: known for name, known in by_id.items() if known}
+    shown, rest = cast.named(by_id), cast.rest(by_id)
+    traces = draw_others([_make_line(by_id[record.id]) for record in rest], "lines+markers")
     for record in shown:
         numbered = len(shown) <= _MOST_NUMBERED or cast.style(record).winner
-        traces.append(_draw_callers(cast, record, found[record.id], rows[record.id].knee, numbered=numbered))
-    x_axis = axis(f"{rank} latency of a call (ms)", [value for known in found.values() for value, _ in known])
-    rates = [level.samples_per_s.median for known in found.values() for _, level in known]
+        traces.append(_draw_callers(cast, record, by_id[record.id], rows[record.id].knee, numbered=numbered))
+    x_axis = axis(f"{rank} latency of a call (ms)", [value for known in by_id.values() for value, _ in known])
+    rates = [level.samples_per_s.median for known in by_id.values() for _, level in known]
     figure = {"data": traces, "layout": layout(x_axis, axis("throughput (samples/s)", rates), len(shown) + bool(rest))}
     title = f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time"
     return Chart("concurrency", title, figure, _summarize_callers(cast, rows, rank))

@@ -54,8 +54,8 @@ def _draw_parts(cast: Cast, rows: Mapping[str, MemoryRow]) -> Figure:
             pattern = {"pattern": {"shape": shape, "fillmode": "replace", "solidity": 0.4}} if shape else {}
             bar = {"type": "bar", "orientation": "h", "name": part}
             x = [None if size is None else size / MEBIBYTE for size in sizes]
-            found = {**bar, "x": x, "y": list(range(len(sizes))), "hovertext": hover, "hoverinfo": "text"}
-            traces.append({**found, "marker": {"color": colours, **pattern}, "showlegend": False})
+            bars = {**bar, "x": x, "y": list(range(len(sizes))), "hovertext": hover, "hoverinfo": "text"}
+            traces.append({**bars, "marker": {"color": colours, **pattern}, "showlegend": False})
             # the legend's entry is in a colour that is no variant's
             traces.append({**bar, "x": [None], "y": [0], "marker": {"color": NEUTRAL, **pattern}})
     peaks = [row.peak_bytes / MEBIBYTE for row in shown if row.peak_bytes is not None]
@@ -119,39 +119,39 @@ def pareto(cast: Cast) -> Chart:
     run, at = cast.run, cast.run.deciding_batch
     title = f"Median latency (p50, ms) at batch {at} against peak memory (MiB)"
     rows = [(record, row) for record in cast.records if (row := record.row(at))]
-    found = [
+    points = [
         _Point(record, row, row.p50_ms, record.peak_bytes / MEBIBYTE, record.id in run.pareto)
         for record, row in rows
         if row.p50_ms is not None and record.peak_bytes is not None
     ]
-    if not found and rows:
+    if not points and rows:
         why = f"No variant's peak memory is known: {why_none(run, 'memory', 'it was not measured')}."
         return Chart("pareto", title, empty=why)
-    if not found:
+    if not points:
         why = f"No latency was measured at batch {at}: {why_none(run, 'latency', 'nothing has run yet')}."
         return Chart("pareto", title, empty=why)
-    if any(point.drop is not None for point in found):
+    if any(point.drop is not None for point in points):
         title += "; the larger a marker, the larger the drop"
-    return Chart("pareto", title, _draw_pareto(cast, found), _summarize_pareto(cast, found))
+    return Chart("pareto", title, _draw_pareto(cast, points), _summarize_pareto(cast, points))
 
 
-def _draw_pareto(cast: Cast, found: Sequence[_Point]) -> Figure:
-    named = {record.id for record in cast.named({point.record.id for point in found})}
-    shown = [point for point in found if point.record.id in named]
-    rest = [point for point in found if point.record.id not in named]
-    traces = [_draw_front(found)]
+def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
+    named = {record.id for record in cast.named({point.record.id for point in points})}
+    shown = [point for point in points if point.record.id in named]
+    rest = [point for point in points if point.record.id not in named]
+    traces = [_draw_front(points)]
     if rest:
         hover = [hover_text(mark_name(one.record), _describe_numbers(one)) for one in rest]
         x, y = [one.p50_ms for one in rest], [one.peak_mib for one in rest]
         marker = {"color": REST, "size": 6, "opacity": 0.6}
         traces.append(draw_markers(f"{len(rest)} more", x, y, hover, marker=marker))
-    scale = max(point.drop or 0.0 for point in found)
+    scale = max(point.drop or 0.0 for point in points)
     for point in shown:
         traces += intervals(cast.style(point.record), [point.peak_mib], [point.row.median_ms], "x")
         traces.append(_draw_point(cast, point, scale))
     budgets = cast.run.recipe.budgets
     memory = None if budgets.max_memory_bytes is None else budgets.max_memory_bytes / MEBIBYTE
-    latencies, peaks = [one.p50_ms for one in found], [one.peak_mib for one in found]
+    latencies, peaks = [one.p50_ms for one in points], [one.peak_mib for one in points]
     shapes = []
     if budgets.max_latency_ms is not None:
         shapes.append(limit("x", budgets.max_latency_ms, f"budget {ms(budgets.max_latency_ms)} ms", latencies))
@@ -162,10 +162,10 @@ def _draw_pareto(cast: Cast, found: Sequence[_Point]) -> Figure:
     return {"data": traces, "layout": layout(x_axis, y_axis, len(shown) + 1 + bool(rest), shapes=shapes)}
 
 
-def _draw_front(found: Sequence[_Point]) -> Figure:
+def _draw_front(points: Sequence[_Point]) -> Figure:
     """Draw steps along the records of the front that none beats in these two numbers; others are on it for a drop."""
     line: list[_Point] = []
-    for point in sorted((one for one in found if one.front), key=lambda one: (one.p50_ms, one.peak_mib)):
+    for point in sorted((one for one in points if one.front), key=lambda one: (one.p50_ms, one.peak_mib)):
         if not line or point.peak_mib < line[-1].peak_mib:
             line.append(point)
     return {
@@ -206,16 +206,16 @@ def _describe_numbers(point: _Point) -> str:
     return ", ".join(parts)
 
 
-def _summarize_pareto(cast: Cast, found: Sequence[_Point]) -> str:
-    best, baseline = min(found, key=lambda one: one.p50_ms), cast.run.baseline
-    base = next((one for one in found if one.record.id == baseline.id), None)
+def _summarize_pareto(cast: Cast, points: Sequence[_Point]) -> str:
+    best, baseline = min(points, key=lambda one: one.p50_ms), cast.run.baseline
+    base = next((one for one in points if one.record.id == baseline.id), None)
     text = f"{short_name(best.record)} has the lowest latency ({ms(best.p50_ms)} ms)"
     if base is not None and best is not base and base.peak_mib:
         text += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {short_name(baseline)}'s peak memory"
     else:
         text += f" at {format_bytes(best.record.peak_bytes)} of peak memory"
-    front = sum(one.front for one in found)
-    text += f"; {front} of {count_words(len(found), 'variant')} {'is' if front == 1 else 'are'} on the front"
-    if without := len(cast.records) - len(found):
+    front = sum(one.front for one in points)
+    text += f"; {front} of {count_words(len(points), 'variant')} {'is' if front == 1 else 'are'} on the front"
+    if without := len(cast.records) - len(points):
         text += f"; {without} without both numbers {'is' if without == 1 else 'are'} left out"
-    return f"{text}{cast.unnamed({one.record.id for one in found})}."
+    return f"{text}{cast.unnamed({one.record.id for one in points})}."

@@ -27,15 +27,15 @@ _MOST_MODULES = 20
 def profile(cast: Cast) -> Chart:
     """Draw the time of each module in each variant: the largest ones, and the rest together."""
     profiles = ((record.id, one) for record in cast.records for one in reversed(record.profile))
-    found = {name: one for name, one in profiles if one.total_ms is not None and one.rows}
+    by_id = {name: one for name, one in profiles if one.total_ms is not None and one.rows}
     title = "Time of an inference (ms) by module"
-    if not found:
+    if not by_id:
         why = f"Nothing was profiled: {why_none(cast.run, 'profile', 'not asked for')}."
         return Chart("profile", title, empty=why)
-    title += f", at batch {', '.join(map(str, sorted({one.batch for one in found.values()})))}"
-    shown = [found[record.id] for record in cast.named(found)]
+    title += f", at batch {', '.join(map(str, sorted({one.batch for one in by_id.values()})))}"
+    shown = [by_id[record.id] for record in cast.named(by_id)]
     modules = _choose_modules(shown)
-    return Chart("profile", title, _draw_modules(cast, modules), _summarize_modules(cast, shown, modules, found))
+    return Chart("profile", title, _draw_modules(cast, modules), _summarize_modules(cast, shown, modules, by_id))
 
 
 def _choose_modules(profiles: Sequence[Profile]) -> list[JoinedRow]:
@@ -68,7 +68,7 @@ def _draw_modules(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
 
 
 def _summarize_modules(
-    cast: Cast, shown: Sequence[Profile], modules: Sequence[JoinedRow], found: Mapping[str, Profile]
+    cast: Cast, shown: Sequence[Profile], modules: Sequence[JoinedRow], by_id: Mapping[str, Profile]
 ) -> str:
     mine = next((one for one in shown if one.variant == cast.run.winner), shown[0])
     total = mine.total_ms or 0.0
@@ -76,7 +76,7 @@ def _summarize_modules(
     text = f"{short_name(cast.select((mine.variant,))[0])}'s operators take {ms(total)} ms in all"
     if largest is not None and total and (most := largest.ms[mine.variant]) is not None:
         text += f", the largest part in {largest.module} ({ms(most)} ms, {100 * most / total:.0f} %)"
-    return f"{text}{cast.unnamed(found, 'not shown')}."
+    return f"{text}{cast.unnamed(by_id, 'not shown')}."
 
 
 # How far each variant is from the least time that its work takes on the device.
