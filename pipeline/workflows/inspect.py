@@ -152,7 +152,7 @@ def _safetensors(file: Path) -> Facts:
 
 def _run(folder: Path) -> Facts:
     from enginesmith.pipeline.report import sentences
-    from enginesmith.pipeline.report.tables import marked
+    from enginesmith.pipeline.report.tables import mark_name
     from enginesmith.pipeline.results import run as runs
 
     run = runs.read(folder)
@@ -165,7 +165,7 @@ def _run(folder: Path) -> Facts:
         "data": run.model.data,
         "winner": run.winner,
         "verdict": sentences.summarize(run),
-        "variants": [f"{marked(one)}: {one.status} {one.reason or one.shortfall}".strip() for one in run.records],
+        "variants": [f"{mark_name(one)}: {one.status} {one.reason or one.shortfall}".strip() for one in run.records],
         "notes": [*sentences.list_footnotes(run), *run.environment.get("warnings", ())],
     }
 
