@@ -221,8 +221,8 @@ class _Plan:
 
     readers: "dict[ir.Value, list[tuple[ir.Node, int]]]" = field(default_factory=dict)
     """Value → where the rounded one is read; all other readers go on reading the floats."""
-    native: "set[ir.Value]" = field(default_factory=set)
-    """Values that exist in few bits alone: everything reads the rounded one, outputs of the graph too."""
+    native: "dict[ir.Value, None]" = field(default_factory=dict)
+    """Values, in the graph's order, that exist in few bits alone: everything, outputs too, reads the rounded one."""
     same: "list[tuple[ir.Value, ir.Value]]" = field(default_factory=list)
     """Pairs that have to share a grid."""
 
@@ -283,7 +283,7 @@ def _follow_convolutions(model: "ir.Model", products: "Collection[ir.Node]", pro
             wanted.update(_list_operands(node))
     for node in model.graph:
         if node in products and node.op_type in layers.CONVOLUTIONS:
-            plan.native.add(_find_written(node))
+            plan.native[_find_written(node)] = None
         if node in products or node.domain not in layers.STANDARD or not _has_kernel(node):
             continue
         read, outputs = _list_operands(node), _list_rounded_outputs(node)
@@ -299,7 +299,7 @@ def _follow_convolutions(model: "ir.Model", products: "Collection[ir.Node]", pro
             plan.same += [(value, outputs[0]) for value in floats]
         if node.op_type in _SAME_SCALE:
             plan.same += [(read[0], output) for output in outputs]
-        plan.native.update(outputs)
+        plan.native |= dict.fromkeys(outputs)
 
 
 def _list_rounded_outputs(node: "ir.Node") -> "list[ir.Value]":
