@@ -226,12 +226,8 @@ MODEL = (
 INPUTS = (
     Case("wrong name", "export net.py:named --input y:float32:batch,4", 2, "--input names y|inputs are x|same names"),
     Case("wrong dtype", "export net.py:build --input x:int64:batch,4", 2, "float32[2, 4]|expected x:int64:batch,4"),
-    Case(
-        "wrong shape",
-        "export net.py:build --input x:float32:batch,5",
-        2,
-        "float32[2, 4]|expected x:float32:batch,5|agree",
-    ),
+    Case("wrong shape", "export net.py:build --input x:float32:batch,5", 2,
+        "float32[2, 4]|expected x:float32:batch,5|agree"),
     Case(
         "shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")
     ),
@@ -245,7 +241,7 @@ INPUTS = (
     Case("range without dimension", "export net.py:build --shape 1:8:64", 2, "1:8:64|batch=1:8:64"),
     Case("batch out of range", "export net.py:build --shape batch=1:2:4 --batch 8", 2, "--batch 8|1:2:4|widen"),
     Case("batch of zero", "export net.py:build --batch 0", 2, "batch|at least 1|0"),
-)
+)  # fmt: skip
 GRAPHS = (
     Case("truncated", "simplify m.onnx", 1, "m.onnx|truncated|copy it again", file("m.onnx", ONNX[:60])),
     Case("random bytes", "simplify m.onnx", 1, "m.onnx|not an ONNX file",

@@ -65,14 +65,11 @@ MLP = model(
     weights=(tensor("w", 64, 64), tensor("v", 64, 64, seed=1)),
 )
 CONVNET = model(
-    node("Conv", "x w", "h", pads=[1] * 4),
-    node("Relu", "h", "r"),
-    node("Conv", "r v", "y", pads=[1] * 4),
-    x=("batch", 8, 32, 32),
-    y=("batch", 8, 32, 32),
+    node("Conv", "x w", "h", pads=[1] * 4), node("Relu", "h", "r"), node("Conv", "r v", "y", pads=[1] * 4),
+    x=("batch", 8, 32, 32), y=("batch", 8, 32, 32),
     weights=(tensor("w", 16, 8, 3, 3, dtype="float16"), tensor("v", 8, 16, 3, 3, dtype="float16", seed=1)),
     kind=T.FLOAT16,
-)
+)  # fmt: skip
 SCALE = numpy_helper.from_array(np.float32(0.1), "s")
 
 

@@ -29,13 +29,10 @@ HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx
 BASELINE = Variant(VariantName("eager"), Eager(), "fp32", LOAD, Device())
 FLOAT = Variant(VariantName("onnxruntime", "fp32"), OnnxRuntime(), "fp32", StepRef("build", "fp32"), Device())
 INT8 = Variant(
-    *(VariantName("onnxruntime", "int8"), OnnxRuntime(), "int8", StepRef("build", "int8"), Device()),
-    lowering="int8",
-    calibration="calibrate",
-    assignment="assign",
-    search=("search-1", "search-2", "search-3"),
+    *(VariantName("onnxruntime", "int8"), OnnxRuntime(), "int8", StepRef("build", "int8"), Device()), lowering="int8",
+    calibration="calibrate", assignment="assign", search=("search-1", "search-2", "search-3"),
     audits=("audit-graph", "audit-engine"),
-)
+)  # fmt: skip
 
 
 class Outcomes:
@@ -212,10 +209,7 @@ def test_fields_that_were_not_there_yet_have_their_defaults(tmp_path: Path) -> N
     (lambda found: found.pop("schema"), "names no schema"),
     (lambda found: found.pop("recipe"), "recipe is missing"),
     (lambda found: found["baseline"].pop("engine"), r"baseline\.engine is missing"),
-    (
-        lambda found: found["variants"][0]["latency"][0].update(p50_ms="fast"),
-        r"variants\[0\]\.latency\[0\]\.p50_ms",
-    ),
+    (lambda found: found["variants"][0]["latency"][0].update(p50_ms="fast"), r"variants\[0\]\.latency\[0\]\.p50_ms"),
     (lambda found: found.update(variants={}), "variants: Input should be a valid tuple"),
     (lambda found: found["environment"].update(warnings="busy"), 'environment: warnings: .*it is "busy"'),
     (lambda found: found["environment"].update(gpus=[3]), r"environment: gpus\[0\]"),

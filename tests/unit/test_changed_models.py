@@ -20,12 +20,9 @@ from enginesmith.pipeline.tasks.measure import Latency
 from enginesmith.pipeline.tasks.prune import Prune, TryLatency
 
 FULL = {
-    "engines": ["onnxruntime", "compiled", "tensorrt_rtx"],
-    "targets": ["sm86"],
-    "precisions": ["fp32", "fp16"],
-    "prune": ["macs=-50%", "30%"],
-    "sparsity": ["2:4"],
-}
+    "engines": ["onnxruntime", "compiled", "tensorrt_rtx"], "targets": ["sm86"], "precisions": ["fp32", "fp16"],
+    "prune": ["macs=-50%", "30%"], "sparsity": ["2:4"],
+}  # fmt: skip
 
 
 def planned(**values: Any) -> Plan:

@@ -48,12 +48,9 @@ def eager(*rows: LatencyRow) -> VariantRecord:
 
 def run(*variants: VariantRecord, recipe: dict[str, Any] | None = None, **changes: Any) -> Run:
     environment = {
-        "processor": "Some CPU",
-        "usable_cores": 2,
-        "python": "3.11.7",
-        "packages": {"torch": "2.11", "onnxruntime": "1.23"},
-        **changes.pop("environment", {}),
-    }
+        "processor": "Some CPU", "usable_cores": 2, "python": "3.11.7",
+        "packages": {"torch": "2.11", "onnxruntime": "1.23"}, **changes.pop("environment", {}),
+    }  # fmt: skip
     values = {
         "recipe": make({"model": "digits", **(recipe or {})}),
         "environment": environment,

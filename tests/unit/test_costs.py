@@ -24,14 +24,11 @@ BATCH = {"batch": 2}
 RESNET = resnet.ResNet
 SHALLOW = ((resnet, "ResNet", lambda block, depths, classes: RESNET(block, (1,) * len(depths), classes)),)
 SMALLER: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "resnet18": SHALLOW,
-    "resnet50": SHALLOW,
-    "unet": ((unet, "WIDTHS", (8, 16, 32, 64, 128)),),
-    "lstm": ((lstm, "HIDDEN", 32),),
-    "bert_base": ((bert, "DEPTH", 1), (bert, "VOCABULARY", 1000)),
+    "resnet18": SHALLOW, "resnet50": SHALLOW, "unet": ((unet, "WIDTHS", (8, 16, 32, 64, 128)),),
+    "lstm": ((lstm, "HIDDEN", 32),), "bert_base": ((bert, "DEPTH", 1), (bert, "VOCABULARY", 1000)),
     "vit_b16": ((vit, "DEPTH", 1),),
     "mobilenet_v2": ((mobilenet, "STAGES", tuple((*stage[:2], 1, stage[3]) for stage in mobilenet.STAGES)),),
-}
+}  # fmt: skip
 """What is smaller of a network of the zoo; its whole size is counted where its table is held against it."""
 
 

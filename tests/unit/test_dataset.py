@@ -62,13 +62,10 @@ class TestDataset:
     def test_digest_is_of_names_dtypes_shapes_bytes_and_labels(self):
         x = np.zeros((4, 2), np.float32)
         different = [
-            Dataset("a", {"x": x}),
-            Dataset("a", {"y": x}),
-            Dataset("a", {"x": x.astype(np.int32)}),
-            Dataset("a", {"x": x.reshape(2, 4)}),
-            Dataset("a", {"x": x + 1}),
+            Dataset("a", {"x": x}), Dataset("a", {"y": x}), Dataset("a", {"x": x.astype(np.int32)}),
+            Dataset("a", {"x": x.reshape(2, 4)}), Dataset("a", {"x": x + 1}),
             Dataset("a", {"x": x}, np.zeros(4, np.int64)),
-        ]
+        ]  # fmt: skip
         assert len({data.digest for data in different}) == len(different)
 
     def test_digest_ignores_the_name_and_the_order_of_arrays(self):

@@ -72,12 +72,9 @@ NET = """(float[N,3,8,8] x) => (float[N,5] y) {
     y = Gemm(f, w3, b3)
 }"""
 NET_WEIGHTS = {
-    "w1": weights(4, 3, 3, 3),
-    "b1": weights(4, scale=1e-6),
-    "w2": weights(4, 4, 3, 3),
-    "w3": weights(4, 5),
+    "w1": weights(4, 3, 3, 3), "b1": weights(4, scale=1e-6), "w2": weights(4, 4, 3, 3), "w3": weights(4, 5),
     "b3": weights(5),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("fp16", FLOAT16), ("bf16", BFLOAT16)])
@@ -199,11 +196,8 @@ def test_constants_beyond_float16_stay(tmp_path: Path) -> None:
         y = MatMul(e, w)
     }"""
     constants = {
-        "w": weights(8, 8),
-        "huge": np.float32(1e6),
-        "tiny": np.float32(1e-12),
-        "bias": np.full(8, 1e-6, np.float32),
-    }
+        "w": weights(8, 8), "huge": np.float32(1e6), "tiny": np.float32(1e-12), "bias": np.full(8, 1e-6, np.float32),
+    }  # fmt: skip
     low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(3, 8, scale=1)})
     assert set(low.kept) == {"b", "c", "d"}
     assert low.kept["b"] == "'huge' reaches 1e+06, and float16 ends at 65504"

@@ -260,12 +260,9 @@ def caches(folder: Path, core: int, *rows: tuple[str, str, str, str]) -> None:
 def test_each_cache_counts_once(tmp_path: Path) -> None:
     for core in range(3):
         caches(
-            tmp_path,
-            core,
-            ("1", "Data", "32K", str(core)),
-            ("2", "Unified", "1024K", str(core)),
+            tmp_path, core, ("1", "Data", "32K", str(core)), ("2", "Unified", "1024K", str(core)),
             ("3", "Unified", "32M", "0-2"),
-        )
+        )  # fmt: skip
     assert device_rates.cpu_cache_bytes(tmp_path, {0, 1}) == 2 * MIB + 32 * MIB
     assert device_rates.cpu_cache_bytes(tmp_path / "nothing", {0, 1}) is None
 

@@ -108,14 +108,11 @@ METHODS = ("mse", "minmax")
 def groups(*sensitivities: float, macs: tuple[int, ...] = (), kinds: tuple[str, ...] = ()) -> list[GroupFact]:
     return [
         GroupFact(
-            name=f"g{index}",
-            module="",
-            kind=kinds[index] if kinds else "Conv",
-            macs=macs[index] if macs else 100,
+            name=f"g{index}", module="", kind=kinds[index] if kinds else "Conv", macs=macs[index] if macs else 100,
             sqnr_db=sqnr,
         )
         for index, sqnr in enumerate(sensitivities)
-    ]
+    ]  # fmt: skip
 
 
 def run(

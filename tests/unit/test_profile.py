@@ -48,13 +48,10 @@ EAGER = profile(
     operator("aten::mean", 0.25, ""),
 )  # fmt: skip
 FUSED = profile(
-    "ort",
-    operator("FusedConv", 3.0, "block.conv", "block.bn", precision="fp32", also={"block": ("Relu",)}),
-    operator("ReorderOutput", 0.5, "block.bn", converts=True),
-    operator("SlowGemm", 3.0, "head", precision="fp32"),
-    operator("ReduceMean", 0.1, ""),
-    operator("Mystery", 0.4, name="node_7"),
-)
+    "ort", operator("FusedConv", 3.0, "block.conv", "block.bn", precision="fp32", also={"block": ("Relu",)}),
+    operator("ReorderOutput", 0.5, "block.bn", converts=True), operator("SlowGemm", 3.0, "head", precision="fp32"),
+    operator("ReduceMean", 0.1, ""), operator("Mystery", 0.4, name="node_7"),
+)  # fmt: skip
 
 
 def test_rows_add_up_to_the_total_and_shares_to_one() -> None:

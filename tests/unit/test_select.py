@@ -15,14 +15,11 @@ from enginesmith.pipeline.results.verdicts import judge_budgets, judge_compressi
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:
     return VariantRecord(
-        id=name,
-        engine="onnxruntime",
-        precision="fp32",
-        status="measured",
+        id=name, engine="onnxruntime", precision="fp32", status="measured",
         artifact=StoredArtifact(path="model.onnx", sha256="0", bytes=size),
         latency=(LatencyRow(batch=1, p50_ms=ms, throughput_per_s=None if ms is None else 1e3 / ms),),
         memory=MemoryRow(device="cpu", batch=1, peak_bytes=memory),
-    ).model_copy(update=more)
+    ).model_copy(update=more)  # fmt: skip
 
 
 EAGER = record("eager", 10.0, 100)

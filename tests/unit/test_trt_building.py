@@ -44,15 +44,12 @@ def names(*words: str) -> Any:
 
 
 TRT = SimpleNamespace(
-    __version__="11.4.0",
-    MemoryPoolType=names("WORKSPACE", "TACTIC_DRAM", "TACTIC_SHARED_MEMORY"),
-    BuilderFlag=names(*FLAGS),
-    TilingOptimizationLevel=names("NONE", "FAST", "MODERATE", "FULL"),
+    __version__="11.4.0", MemoryPoolType=names("WORKSPACE", "TACTIC_DRAM", "TACTIC_SHARED_MEMORY"),
+    BuilderFlag=names(*FLAGS), TilingOptimizationLevel=names("NONE", "FAST", "MODERATE", "FULL"),
     HardwareCompatibilityLevel=names("NONE", "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"),
-    ProfilingVerbosity=names("DETAILED"),
-    ComputeCapability=names("SM75", "SM80", "SM86", "SM89"),
+    ProfilingVerbosity=names("DETAILED"), ComputeCapability=names("SM75", "SM80", "SM86", "SM89"),
     IProgressMonitor=type("IProgressMonitor", (), {}),
-)
+)  # fmt: skip
 
 
 class Config:
@@ -140,11 +137,8 @@ def test_levels_follow_the_options() -> None:
 
 def test_what_was_not_asked_for_is_left_to_the_builder() -> None:
     left = {
-        "builder_optimization_level",
-        "max_aux_streams",
-        "tiling_optimization_level",
-        "hardware_compatibility_level",
-    }
+        "builder_optimization_level", "max_aux_streams", "tiling_optimization_level", "hardware_compatibility_level",
+    }  # fmt: skip
     assert left.isdisjoint(vars(configured(Config())))
 
 
@@ -490,13 +484,10 @@ def test_other_failures_are_the_builders_own(said: list[str], words: str, graph:
 def refused(node: int, operator: str, name: str, code: str, text: str) -> _Refused:
     return _Refused(
         SimpleNamespace(
-            node=lambda: node,
-            node_operator=lambda: operator,
-            node_name=lambda: name,
-            code=lambda: SimpleNamespace(name=code),
-            desc=lambda: text,
+            node=lambda: node, node_operator=lambda: operator, node_name=lambda: name,
+            code=lambda: SimpleNamespace(name=code), desc=lambda: text,
         )
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "words", "remedy"), [

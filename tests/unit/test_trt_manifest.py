@@ -135,11 +135,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | 
     (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
     (ADA, "1.7.1.116", {"compute_capabilities": ()}),
     (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
-    (
-        ADA,
-        "11.4.0",
-        {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
-    ),
+    (ADA, "11.4.0",
+        {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}}),
 ], ids=["same", "listed", "unknown", "newer", "ampere-plus"])  # fmt: skip
 def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str, changes: dict, here) -> None:
     here(device, version)
