@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.collector import ChannelSums, Collector
+from enginesmith.calibration.dataset import embedded
 from enginesmith.calibration.histogram import Histogram, amax
 from enginesmith.calibration.ranges import FILE, METHODS, Provenance, Ranges, load
 from enginesmith.pipeline.artifact import Artifact, Effect
@@ -69,8 +70,6 @@ def calibrated(
 
 def raw(given: Ranges) -> Array:
     """The samples that were used, one a row."""
-    from enginesmith.calibration.dataset import embedded
-
     images = np.asarray(embedded("digits", "calibration").arrays["image"])
     return images[list(given.provenance.rows)].reshape(-1, 64)
 

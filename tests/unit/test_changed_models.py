@@ -4,7 +4,9 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import onnx
 import pytest
+from onnx import parser
 
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import UsageError
@@ -100,9 +102,6 @@ def test_a_latency_needs_an_engine_that_takes_graphs() -> None:
 
 
 def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathFactory) -> None:
-    import onnx
-    from onnx import parser
-
     path = tmp_path_factory.mktemp("graph") / "net.onnx"
     text = '<ir_version: 9, opset_import: ["": 20]> g (float[batch, 8] x) => (float[batch, 8] y) { y = Neg(x) }'
     onnx.save(parser.parse_model(text), path)

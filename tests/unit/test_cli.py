@@ -12,6 +12,10 @@ from click.testing import CliRunner
 
 from enginesmith import cli
 from enginesmith.pipeline.commands import context
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.recipe.cli_options import fields_for
+from enginesmith.pipeline.workflows import optimize
 
 HEAVY = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "pydantic", "rich")
 
@@ -81,8 +85,6 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
 
 
 def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
-    from enginesmith.pipeline.execution.settings import Settings
-
     far = Settings(store="s3://a/b c", executor="ray", ray_address="ray://HEAD:10001")
     said = "enginesmith resume run --store 's3://a/b c' --executor ray --ray-address ray://HEAD:10001"
     assert far.resume_command(Path("run")) == said
@@ -92,8 +94,6 @@ def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("command", ["optimize digits --out", "resume"])
 def test_an_interrupt_is_told(command: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.workflows import optimize
-
     def interrupted(*_: object) -> NoReturn:
         if begun:
             (tmp_path / "run.json").touch()
@@ -107,9 +107,6 @@ def test_an_interrupt_is_told(command: str, begun: bool, tmp_path: Path, monkeyp
 
 def test_what_options_are_called_in_a_recipe_is_known() -> None:
     """Errors name options; those who have a fleet file are told the field, which is there."""
-    from enginesmith.pipeline.recipe import make
-    from enginesmith.pipeline.recipe.cli_options import fields_for
-
     whole = make({"model": "digits"}).model_dump()
     unknown = []
     for option in (one.opts[0] for one in cli.main.commands["optimize"].params if isinstance(one, click.Option)):

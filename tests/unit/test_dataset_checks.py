@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
+from enginesmith.calibration.file_formats import check_variety, check_zeros
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.tensors import TensorSpec
@@ -59,8 +60,6 @@ class TestZeros:
         assert opened(tmp_path, ids=IDS, token_type_ids=np.zeros((3, 4), np.int64)).notes == ()
 
     def test_a_few_rows_are_enough_to_see_that_there_is_something(self):
-        from enginesmith.calibration.file_formats import check_variety, check_zeros
-
         rows = Counted(1)
         assert check_zeros("x", {"x": rows}) == check_variety("x", {"x": rows}) == ()
         assert rows.made < 10

@@ -9,6 +9,7 @@ import pytest
 from enginesmith.calibration import feeds, user_code
 from enginesmith.calibration.dataset import DataOptions, open_dataset
 from enginesmith.pipeline.errors import DataError, SourceError
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.tensors import TensorSpec
 
 INPUTS = (TensorSpec.parse("x:float32:batch,2"),)
@@ -139,8 +140,6 @@ class TestRows:
         assert opened("samples").digest != opened("batches").digest  # their labels differ
 
     def test_the_file_is_known_to_have_been_read(self, module):
-        from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
-
         for _ in range(2):  # the second time Python reads no more than the compiled file
             with track_files(allow_pickle=False) as tracker:
                 opened("samples")

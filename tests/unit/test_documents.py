@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline import errors
-from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.recipe import commented, make
 from enginesmith.pipeline.recipe.cli_options import list_options
 from enginesmith.pipeline.report.reference import recipe_reference
 from enginesmith.pipeline.results.run import json_schema
@@ -57,8 +57,6 @@ def test_every_dependency_is_pinned() -> None:
 
 def test_a_commented_recipe_reads_back_as_itself() -> None:
     import yaml
-
-    from enginesmith.pipeline.recipe import commented
 
     recipe = make({"model": "digits", "batch": [1, 4], "budgets": {"max_memory_bytes": "2GiB"}})
     assert make(yaml.safe_load(commented(recipe))) == recipe

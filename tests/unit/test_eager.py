@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper
+from torch._dynamo import config
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
@@ -22,6 +23,7 @@ from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.nvidia import CudaDevice
@@ -56,8 +58,6 @@ def feeds(seed: int = 0) -> Feeds:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    from enginesmith.pipeline.frameworks.torch import module, saved
-
     folder = tmp_path_factory.mktemp("eager")
     (folder / "eager_net.py").write_text(FACTORY)
     source = resolve(f"{folder}/eager_net.py:build")
@@ -335,7 +335,6 @@ def test_a_thread_gets_as_many_openmp_threads_as_were_asked_for(monkeypatch: pyt
 
 def test_a_thread_has_dynamos_settings_too() -> None:
     """They are of a context, and one at torch's own would fall back to eager without a word."""
-    from torch._dynamo import config
 
     def settings() -> tuple[int, bool]:
         Compiled().enter_thread(CPU)

@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx_ir.passes import common
 
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes import simplify
-from enginesmith.pipeline.passes.export import attention
+from enginesmith.pipeline.passes.export import attention, export
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import simplify_file
 from enginesmith.pipeline.tensors import Signature, TensorSpec
@@ -196,8 +200,6 @@ def test_subgraphs_survive(tmp_path: Path) -> None:
 
 def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: Any) -> None:
-        from onnx_ir.passes import common
-
         model.graph.node(0).op_type = "Neg"
         common.IdentityEliminationPass()(model)
 
@@ -292,8 +294,6 @@ def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path
 
 def loaded(module: Any, example: dict[str, Any], shapes: dict[str, tuple[Any, ...]], outputs: list[str]) -> Any:
     """A loaded model; outputs are written as ``name:dtype:dims``."""
-    from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
-
     specs = tuple(
         TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shapes[name])
         for name, value in example.items()
@@ -309,8 +309,6 @@ def exported(out: Path, model: Any, **options: Any) -> Any:
 
 
 def affine() -> Any:
-    import torch
-
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     return loaded(module, {"input": torch.ones(1, 4)}, {"input": ("batch", 4)}, ["out:float32:batch,3"])
@@ -318,8 +316,6 @@ def affine() -> Any:
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter: str) -> None:
-    import torch
-
     model = affine()
     effect = exported(tmp_path, model, exporter=exporter)
     model_file.check(tmp_path / effect.file)
@@ -336,8 +332,6 @@ def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter
 
 
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
-    import torch
-
     class Fixed(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             assert x.shape[0] == 2
@@ -350,8 +344,6 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
 
 
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:
-    import torch
-
     class Decomposed(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return torch.linalg.svd(x.T @ x)[1]
@@ -364,8 +356,6 @@ def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) 
 
 
 def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
-    import torch
-
     class Branch(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return x + 1 if x.sum() > 0 else x - 1
@@ -377,8 +367,6 @@ def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> None:
-    import torch
-
     class Odd(torch.nn.Module):
         def forward(self, x: Any, unused: Any, flag: Any) -> Any:
             return x, x, torch.where(flag, x, -x).sum()
@@ -392,8 +380,6 @@ def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> No
 
 
 def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.passes.export import export
-
     def fail(*args: Any) -> Any:
         raise ExportError("it broke")
 
@@ -409,8 +395,6 @@ def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("attention", ["fused", "decomposed"])
 def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: str) -> None:
     """Two layers share it, as in every encoder of texts."""
-    import onnxruntime
-    import torch
 
     class Encoder(torch.nn.Module):
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -437,8 +421,6 @@ def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: s
 
 @pytest.mark.thorough
 def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
-    import torch
-
     class Attend(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)

@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 from runs import small, variant
 
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.execution.events import Event, Outcome
 from enginesmith.pipeline.frameworks.records import Coverage, PrunedGroup, PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
+from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, sections, sentences, tables, terminal
+from enginesmith.pipeline.report import markdown, progress, sections, sentences, tables, terminal
 from enginesmith.pipeline.report.progress import _Board
+from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, VariantRecord, Verdict
 
 
@@ -108,10 +112,6 @@ def test_names_cannot_break_out(name: str) -> None:
 
 
 def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    from enginesmith.pipeline.execution.events import Event
-    from enginesmith.pipeline.planning.planner import plan
-    from enginesmith.pipeline.report import progress
-
     step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
     with progress.show_progress() as listener:
         listener(Event("started", step))
@@ -267,10 +267,6 @@ def test_at_most_three_notes_follow_a_run_and_noise_comes_first(capsys: pytest.C
 
 
 def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:
-    from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-    from enginesmith.pipeline.execution.events import Event, Outcome
-    from enginesmith.pipeline.planning.planner import plan
-
     board = _Board()
     steps = plan(resolve_recipe(make({"model": "digits", "batch": [1, 8], "measure": {"seconds": 20}}))).steps
     latency = next(step for step in steps if step.task.title == "latency")
@@ -356,8 +352,6 @@ def test_groups_and_curve() -> None:
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:
-    from enginesmith.pipeline.results import run as runs
-
     made = pruned_run(pruned("a", recovery=(BACK,)))
     runs.write(made, tmp_path)
     assert runs.read(tmp_path) == made

@@ -14,7 +14,8 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, Capabilities, capabilities
 from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
-from enginesmith.pipeline.system.device import Availability
+from enginesmith.pipeline.system import nvidia
+from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.nvidia import CudaDevice
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workflows.fit import largest
@@ -184,9 +185,6 @@ def test_impossible_targets(engine: TensorRT, here: CudaDevice | None, error: ty
 
 @pytest.mark.parametrize(("target", "ok"), [("sm86", True), ("portable", True), ("sm89", False), (None, True)])
 def test_an_engine_runs_where_its_target_is(target: str | None, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.system import nvidia
-    from enginesmith.pipeline.system.device import Device
-
     monkeypatch.setattr(TensorRTRTX, "available", classmethod(lambda cls, device: Availability(ok=True)))
     monkeypatch.setattr(nvidia, "cuda_device", lambda index: AMPERE)
     found = TensorRTRTX(target=target).runnable(Device(kind="cuda"))
@@ -195,9 +193,6 @@ def test_an_engine_runs_where_its_target_is(target: str | None, ok: bool, monkey
 
 
 def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.system import nvidia
-    from enginesmith.pipeline.system.device import Device
-
     monkeypatch.setattr(nvidia, "cuda_device", lambda index: AMPERE)
     where = Device(kind="cuda")
     assert TensorRTRTX(target="sm89").environment_key(where) == {}
@@ -206,8 +201,6 @@ def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: py
 
 
 def test_a_plugin_library_that_was_changed_changes_the_surroundings(tmp_path: Path) -> None:
-    from enginesmith.pipeline.system.device import Device
-
     library = tmp_path / "nms.so"
     engine = TensorRTRTX(target="sm86", options=BuildOptions(plugins=(str(library),)))
     where = Device(kind="cuda")
