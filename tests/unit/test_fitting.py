@@ -247,17 +247,11 @@ def test_without_a_sweep_only_what_did_not_fit_is_looked_into(monkeypatch: pytes
     assert fitting(benchmark, "engine") == [5]
 
 
-def test_what_has_no_room_at_all_ends_without_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting(swept({"eager": 0}, monkeypatch), "eager") == []
-
-
-def test_the_end_of_the_range_is_measured_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting(swept({"eager": 10_000}, monkeypatch, most=48), "eager") == [1, 2, 4, 8, 16, 32, 48]
-
-
-def test_what_fits_alone_and_not_while_it_is_measured_is_searched_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting(swept({"eager": 11}, monkeypatch, less=2), "eager") == [1, 2, 4, 8, 9]
-
-
-def test_a_size_that_fails_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting(swept({"eager": 13}, monkeypatch), "eager") == [1, 2, 4, 8, 12]
+@pytest.mark.parametrize(("room", "options", "fit"), [
+    (0, {}, []),
+    (10_000, {"most": 48}, [1, 2, 4, 8, 16, 32, 48]),  # the end of the range is measured last
+    (11, {"less": 2}, [1, 2, 4, 8, 9]),  # it fits alone, and not while it is measured
+    (13, {}, [1, 2, 4, 8, 12]),  # a size that fails otherwise is not used
+])  # fmt: skip
+def test_sizes_of_a_sweep(room: int, options: dict[str, int], fit: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fitting(swept({"eager": room}, monkeypatch, **options), "eager") == fit

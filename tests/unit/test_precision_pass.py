@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
+from graphs import parse_graph
 
 from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact, Effect
@@ -38,14 +40,9 @@ def artifact(tmp_path: Path) -> Artifact:
 
 
 def written(folder: Path, text: str, digest: str = "this") -> Artifact:
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]>{text}')
-    rng = np.random.default_rng(0)
-    for name, shape in WEIGHTS.items():
-        proto.graph.initializer.append(
-            onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 8, name)
-        )
-    path = folder / "float.onnx"
-    onnx.save(proto, path)
+    rng, path = np.random.default_rng(0), folder / "float.onnx"
+    weights = {name: rng.standard_normal(shape).astype(np.float32) / 8 for name, shape in WEIGHTS.items()}
+    ir.save(parse_graph(text, **weights), path)
     return Artifact(kind="onnx", path=path, sha256=digest, bytes=0, signature=model_file.signature(path))
 
 

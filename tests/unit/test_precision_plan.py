@@ -88,10 +88,8 @@ def test_one_graph_at_a_time_is_written() -> None:
 
 
 def test_a_graph_for_tensorrt_needs_no_target() -> None:
-    made = precision_steps(
-        resolve_recipe(make({"model": "digits", "precisions": ["fp16"], "engines": ["tensorrt_rtx"]}))
-    )[1]
-    assert made.graph == "precision-fp16"
+    recipe = make({"model": "digits", "precisions": ["fp16"], "engines": ["tensorrt_rtx"]})
+    assert precision_steps(resolve_recipe(recipe))[1].graph == "precision-fp16"
 
 
 def test_a_plan_with_a_hole_is_an_error_and_no_endless_wait(tmp_path: Any) -> None:
