@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ENGINES, PASSES, METRICS = "enginesmith.engines", "enginesmith.passes", "enginesmith.metrics"
 """Groups of entry points."""
 _OWN = "enginesmith"
+_resolve_own = functools.cache(pkgutil.resolve_name)
+"""Imports an own class; plans ask for the same few thousands of times."""
 
 
 class Plugin(NamedTuple):
@@ -77,7 +79,7 @@ def load_class(group: str, name: str, table: Mapping[str, str], contract: str) -
         MissingCapability: it is a plug-in that cannot be loaded, or that is no such class of that name.
     """
     if name in table:
-        own: type[Any] = pkgutil.resolve_name(table[name])
+        own: type[Any] = _resolve_own(table[name])
         return own
     base, loaded = pkgutil.resolve_name(contract), load(group, name)
     if not isinstance(loaded, type) or not issubclass(loaded, base) or getattr(loaded, "name", None) != name:
