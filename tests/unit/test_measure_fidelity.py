@@ -203,11 +203,7 @@ def test_metric_that_is_not_there(metrics: Path, name: str) -> None:
         find_metric(name)
 
 
-def test_no_samples() -> None:
-    with pytest.raises(DataError, match="no labelled samples"):
-        evaluate("top1", {"y": np.ones((0, 3))}, {"y": np.ones((0, 3))}, np.ones(0))
-
-
-def test_outputs_that_are_no_logits() -> None:
-    with pytest.raises(DataError, match="top1"):
-        evaluate("top1", {"y": np.ones((4, 3, 2))}, {"y": np.ones((4, 3, 2))}, np.ones(4))
+@pytest.mark.parametrize(("shape", "words"), [((0, 3), "no labelled samples"), ((4, 3, 2), "top1")])
+def test_no_samples_and_no_logits(shape: tuple[int, ...], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        evaluate("top1", {"y": np.ones(shape)}, {"y": np.ones(shape)}, np.ones(shape[0]))

@@ -216,9 +216,7 @@ def test_a_build_has_a_large_stack_and_other_threads_keep_theirs(monkeypatch: py
     assert threading.stack_size() == before
 
 
-def test_what_a_builder_takes_is_counted_and_later_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_builder_takes_is_counted_and_later_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", lambda size, device, stream: 0x1000 * size)
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", done.append)
@@ -380,11 +378,8 @@ def test_of_several_profiles_the_largest_figure_counts() -> None:
     assert infos("\n".join(reversed(TWO_PROFILES.splitlines()))).figures == expected
 
 
-def test_what_the_builder_did_not_say_is_unknown() -> None:
+def test_what_the_builder_did_not_say_is_unknown_and_its_own_peak_is_read_in_bytes() -> None:
     assert taken(("INFO", "Compiler backend is used during engine build.")).figures == Figures()
-
-
-def test_the_builders_own_peak_is_read_in_bytes() -> None:
     line = "[MemUsageStats] Peak memory usage of TRT CPU/GPU memory allocators: CPU 3 MiB, GPU 17 MiB"
     assert infos(line).figures == Figures(build_device_peak_bytes=17 << 20)
 

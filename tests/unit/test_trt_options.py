@@ -258,9 +258,7 @@ def test_without_figures_there_is_nothing_to_sweep(given: EngineFacts) -> None:
 def test_points_lie_evenly_on_a_log_scale_up_to_the_activations() -> None:
     found = builder.points(facts(64 * MIB), 4 * MIB, 5)
     assert found == (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
-
-
-def test_a_tiny_smallest_limit_does_not_stretch_the_scale() -> None:
+    # a tiny smallest limit does not stretch the scale
     first, second, *_, last = builder.points(facts(16 * MIB), 1, 5)
     assert (first, second, last) == (1, 2 * MIB, 16 * MIB)
 
