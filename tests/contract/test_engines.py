@@ -195,12 +195,16 @@ def test_feeds_may_be_views_and_read_only(session: Session, module: torch.nn.Mod
     np.testing.assert_allclose(session.run(given)["scores"], wanted["scores"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"x": np.ones((2, 4), np.float64)}, "float64"),
-    ({"x": np.ones((2, 7), np.float32)}, "7"),
-    ({"ids": np.ones((3, 3), np.int64)}, "batch"),
-    ({"y": np.ones(1, np.float32)}, "y"),
-], ids=["dtype", "shape", "batches-differ", "name"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": np.ones((2, 4), np.float64)}, "float64"),
+        ({"x": np.ones((2, 7), np.float32)}, "7"),
+        ({"ids": np.ones((3, 3), np.int64)}, "batch"),
+        ({"y": np.ones(1, np.float32)}, "y"),
+    ],
+    ids=["dtype", "shape", "batches-differ", "name"],
+)
 def test_feeds_that_do_not_fit_are_refused(session: Session, change: dict[str, Array], message: str) -> None:
     with pytest.raises(SignatureError, match=message):
         session.run(feeds(2) | change)

@@ -41,10 +41,13 @@ def test_only_passes_and_planning_name_a_pass() -> None:
     assert {str(file): names for file in files if (names := named_classes(file.read_text()))} == {}
 
 
-@pytest.mark.parametrize("source", [
-    "from enginesmith.pipeline.passes.simplify import Simplify as Other",
-    "def run(step):\n    return isinstance(step, simplify.Simplify)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from enginesmith.pipeline.passes.simplify import Simplify as Other",
+        "def run(step):\n    return isinstance(step, simplify.Simplify)",
+    ],
+)
 def test_a_named_pass_is_seen(source: str) -> None:
     assert named_classes(source) == {"Simplify"}
 

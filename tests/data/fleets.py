@@ -37,12 +37,15 @@ def row(ms: float, times: float, batch: int = 1) -> LatencyRow:
 def variant(name: str, ms: float, times: float, **changes: Any) -> VariantRecord:
     """A variant that was measured at two batch sizes."""
     found = VariantRecord(
-        id=name, engine="onnxruntime", precision=name.rpartition("-")[2], status="measured",
+        id=name,
+        engine="onnxruntime",
+        precision=name.rpartition("-")[2],
+        status="measured",
         latency=(row(ms, times), row(6 * ms, times, batch=8)),
         artifact=StoredArtifact(path=f"variants/{name}/model.onnx", sha256="aa", bytes=200_000),
         memory=MemoryRow(device="cpu", batch=8, peak_bytes=100 << 20),
         quality=Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, samples=100),
-    )  # fmt: skip
+    )
     return found.model_copy(update=changes)
 
 
@@ -115,7 +118,13 @@ def entry(asked: Entry, folder: Path, found: Run | EnginesmithError | None) -> E
 def record(asked: Fleet, *entries: EntryRecord, **changes: Any) -> FleetRecord:
     """The record of a fleet that has ended so."""
     values = {
-        "name": "nightly", "file": "fleet.yaml", "folder": "/somewhere", "created": "2026-01-02T00:00:00+00:00",
-        "seconds": 75.0, "fleet": asked, "packages": {"torch": "2.11"}, "entries": entries,
-    }  # fmt: skip
+        "name": "nightly",
+        "file": "fleet.yaml",
+        "folder": "/somewhere",
+        "created": "2026-01-02T00:00:00+00:00",
+        "seconds": 75.0,
+        "fleet": asked,
+        "packages": {"torch": "2.11"},
+        "entries": entries,
+    }
     return FleetRecord.model_validate({**values, **changes})

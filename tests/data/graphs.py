@@ -111,8 +111,11 @@ def channel_statistics(value: Any, axis: int) -> ChannelStatistics:
     value = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis]).astype(np.float64)
     size = np.abs(value)
     numbers = {
-        "amax": size.max(0), "mean": value.mean(0), "mean_absolute": size.mean(0), "mean_square": (value**2).mean(0),
-    }  # fmt: skip
+        "amax": size.max(0),
+        "mean": value.mean(0),
+        "mean_absolute": size.mean(0),
+        "mean_square": (value**2).mean(0),
+    }
     return ChannelStatistics(axis=axis, **{name: tuple(each) for name, each in numbers.items()})
 
 

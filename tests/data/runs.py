@@ -21,11 +21,20 @@ def variant(name: str, **fields: Any) -> VariantRecord:
 def small(baseline: VariantRecord, /, *variants: VariantRecord, **changes: Any) -> Run:
     """A finished run of digits with these variants, of which the one called a won; ``changes`` are other fields."""
     values = {
-        "name": "demo", "created": "2026-01-01T00:00:00+00:00", "seconds": 1.5, "complete": True,
-        "recipe": make({"model": "digits"}), "environment": {},
-        "model": ModelRecord(source="digits", signature=None, data="digits"), "steps": (), "baseline": baseline,
-        "variants": variants, "winner": "a", "pareto": (), "verdicts": (),
-    }  # fmt: skip
+        "name": "demo",
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.5,
+        "complete": True,
+        "recipe": make({"model": "digits"}),
+        "environment": {},
+        "model": ModelRecord(source="digits", signature=None, data="digits"),
+        "steps": (),
+        "baseline": baseline,
+        "variants": variants,
+        "winner": "a",
+        "pareto": (),
+        "verdicts": (),
+    }
     return Run.model_validate({**values, **changes})
 
 

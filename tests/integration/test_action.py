@@ -27,10 +27,14 @@ class Runner:
         self.output, self.summary = home / "output", home / "summary.md"
         self.output.touch()
         self.environment = {
-            **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "ENGINESMITH_STORE": str(store), "RUNNER_TEMP": str(home), "GITHUB_OUTPUT": str(self.output),
-            "GITHUB_STEP_SUMMARY": str(self.summary), "GITHUB_ACTIONS": "true",
-        }  # fmt: skip
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "ENGINESMITH_STORE": str(store),
+            "RUNNER_TEMP": str(home),
+            "GITHUB_OUTPUT": str(self.output),
+            "GITHUB_STEP_SUMMARY": str(self.summary),
+            "GITHUB_ACTIONS": "true",
+        }
 
     def step(self, name: str) -> subprocess.CompletedProcess[str]:
         """Run a step as GitHub's shell ``bash`` does."""
@@ -40,9 +44,13 @@ class Runner:
         script.write_text(step["run"])
         values = {key: EXPRESSION.sub(self._value, str(value)) for key, value in step.get("env", {}).items()}
         return subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)], cwd=self.home,
-            env={**self.environment, **values}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)],
+            cwd=self.home,
+            env={**self.environment, **values},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     def _value(self, found: re.Match[str]) -> str:
         name = found[1]

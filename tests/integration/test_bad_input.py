@@ -200,8 +200,13 @@ MODEL = (
     Case("wrong factory", "export net.py:biuld", 2, "no 'biuld'|build, bare"),
     Case("factory raises", "export faulty.py:raises", 2, f"ValueError: no weights|{at('faulty.py', '# raises')}"),
     Case("factory exits", "export faulty.py:leaves", 2, f"SystemExit: called exit|{at('faulty.py', 'called exit')}"),
-    Case("syntax error", "export bad.py:build", 2, "SyntaxError: invalid syntax|bad.py:2",
-        file("bad.py", "\ndef build(:\n")),
+    Case(
+        "syntax error",
+        "export bad.py:build",
+        2,
+        "SyntaxError: invalid syntax|bad.py:2",
+        file("bad.py", "\ndef build(:\n"),
+    ),
     Case("factory gives None", "export faulty.py:nothing", 2, "returned None|nn.Module|example_inputs"),
     Case("factory gives weights", "export faulty.py:state_dict", 2, "state dict|weights without a model|nn.Module"),
     Case("factory takes other arguments", "export 'net.py:build(depth=3)'", 2, "'depth'|parameters are ()"),
@@ -214,20 +219,34 @@ MODEL = (
     Case("branch on values", "export odd.py:branches", 1, f"{at('odd.py', '# depends')}|torch.where"),
     Case("weights as MODEL", "export net.pt", 2, "holds weights|file.py:factory", file("net.pt", b"PK")),
     Case("folder as MODEL", "export bert", 2, "a folder|hf:bert", lambda folder: (folder / "bert").mkdir()),
-    Case("a pickle", "export pickled.py:build", 2, "net.Net|any code|safetensors|--allow-pickle",
-        file("pickled.py", PICKLED)),
+    Case(
+        "a pickle",
+        "export pickled.py:build",
+        2,
+        "net.Net|any code|safetensors|--allow-pickle",
+        file("pickled.py", PICKLED),
+    ),
     Case("broken archive", "export m.pt2", 2, "m.pt2|torch.export.save", file("m.pt2", b"PK nothing")),
     Case("unknown zoo model", "export resnet51", 2, "'resnet51'|did you mean resnet50|zoo: digits"),
-    Case("hf: without config", "export hf:./bert", 2, "bert|no config.json|save_pretrained",
-        lambda folder: (folder / "bert").mkdir()),
+    Case(
+        "hf: without config",
+        "export hf:./bert",
+        2,
+        "bert|no config.json|save_pretrained",
+        lambda folder: (folder / "bert").mkdir(),
+    ),
     Case("hf: with broken config", "export hf:.", 2, "config.json", file("config.json", "{")),
     Case("hf: without weights", "export hf:.", 2, "safetensors", file("config.json", '{"model_type": "bert"}')),
-)  # fmt: skip
+)
 INPUTS = (
     Case("wrong name", "export net.py:named --input y:float32:batch,4", 2, "--input names y|inputs are x|same names"),
     Case("wrong dtype", "export net.py:build --input x:int64:batch,4", 2, "float32[2, 4]|expected x:int64:batch,4"),
-    Case("wrong shape", "export net.py:build --input x:float32:batch,5", 2,
-        "float32[2, 4]|expected x:float32:batch,5|agree"),
+    Case(
+        "wrong shape",
+        "export net.py:build --input x:float32:batch,5",
+        2,
+        "float32[2, 4]|expected x:float32:batch,5|agree",
+    ),
     Case(
         "shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")
     ),
@@ -241,22 +260,37 @@ INPUTS = (
     Case("range without dimension", "export net.py:build --shape 1:8:64", 2, "1:8:64|batch=1:8:64"),
     Case("batch out of range", "export net.py:build --shape batch=1:2:4 --batch 8", 2, "--batch 8|1:2:4|widen"),
     Case("batch of zero", "export net.py:build --batch 0", 2, "batch|at least 1|0"),
-)  # fmt: skip
+)
 GRAPHS = (
     Case("truncated", "simplify m.onnx", 1, "m.onnx|truncated|copy it again", file("m.onnx", ONNX[:60])),
-    Case("random bytes", "simplify m.onnx", 1, "m.onnx|not an ONNX file",
-        file("m.onnx", np.random.default_rng(0).bytes(999))),
+    Case(
+        "random bytes",
+        "simplify m.onnx",
+        1,
+        "m.onnx|not an ONNX file",
+        file("m.onnx", np.random.default_rng(0).bytes(999)),
+    ),
     Case("empty", "simplify m.onnx", 1, "m.onnx is empty|again", file("m.onnx", b"")),
     Case("text", "simplify m.onnx", 1, "m.onnx|not an ONNX file|exporter", file("m.onnx", "version https://git-lfs\n")),
     Case("future opset", "simplify m.onnx", 1, "needs opset 99|knows up to|upgrade", file("m.onnx", FUTURE)),
     Case("weights missing", "simplify m.onnx", 1, "'w'|'w.bin'|no such file|beside m.onnx", external("w.bin")),
     Case("inspected", "inspect m.onnx", 1, "m.onnx|truncated", file("m.onnx", ONNX[:60])),
     Case("exported", "export m.onnx", 2, "m.onnx is an ONNX file already|simplify", file("m.onnx", ONNX)),
-    Case("with another input", "simplify m.onnx --input z:float32:4", 2, "z:float32:4|x:float32:batch,4|--input",
-        file("m.onnx", ONNX)),
-    Case("for the compiled engine", "optimize m.onnx --engine compiled", 2, "'compiled'|file.py:factory",
-        file("m.onnx", ONNX)),
-)  # fmt: skip
+    Case(
+        "with another input",
+        "simplify m.onnx --input z:float32:4",
+        2,
+        "z:float32:4|x:float32:batch,4|--input",
+        file("m.onnx", ONNX),
+    ),
+    Case(
+        "for the compiled engine",
+        "optimize m.onnx --engine compiled",
+        2,
+        "'compiled'|file.py:factory",
+        file("m.onnx", ONNX),
+    ),
+)
 CHOICES = (
     Case("unknown engine", "optimize net.py:build --engine openvino", 2, "'openvino'|eager, compiled, onnxruntime"),
     Case("unknown device", "optimize net.py:build --device tpu", 2, "'tpu'|cpu, cuda or cuda:1"),
@@ -266,22 +300,42 @@ CHOICES = (
     Case("output of another kind", "export net.py:build -o m.trt", 2, "m.trt|.onnx"),
     Case("not a run", "resume .", 2, "no run|optimize"),
     Case("recipe missing", "optimize net.py:build --recipe gone.yaml", 2, "gone.yaml|check the path"),
-    Case("recipe not YAML", "optimize digits --recipe r.yaml", 2, "r.yaml is not YAML|line 2|init",
-        file("r.yaml", "a: [1\nb: }")),
-    Case("unknown field", "optimize digits --recipe r.yaml", 2, "'bach'|did you mean batch",
-        file("r.yaml", "bach: [1]\n")),
-)  # fmt: skip
+    Case(
+        "recipe not YAML",
+        "optimize digits --recipe r.yaml",
+        2,
+        "r.yaml is not YAML|line 2|init",
+        file("r.yaml", "a: [1\nb: }"),
+    ),
+    Case(
+        "unknown field",
+        "optimize digits --recipe r.yaml",
+        2,
+        "'bach'|did you mean batch",
+        file("r.yaml", "bach: [1]\n"),
+    ),
+)
 DATA = (
     Case("missing", "optimize net.py:build --eval gone.npz", 2, "gone.npz|check the path"),
     Case("wrong names", "optimize net.py:build --eval data.npz", 2, "holds 'y'|takes 'x'|name the arrays", arrays(y=X)),
     Case("NaN", "optimize net.py:build --eval data.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
-    Case("no labels for the metric", "optimize net.py:build --eval data.npz --metric top5", 2,
-        "no labels|top5|--labels KEY", arrays(x=X)),
+    Case(
+        "no labels for the metric",
+        "optimize net.py:build --eval data.npz --metric top5",
+        2,
+        "no labels|top5|--labels KEY",
+        arrays(x=X),
+    ),
     Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),
     Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "the budget max_drop|--eval"),
-    Case("metric raises", "optimize net.py:build --eval data.npz --metric metrics:odd", 2, "metrics:odd|out of order",
-        arrays(x=X, labels=LABELS)),
-)  # fmt: skip
+    Case(
+        "metric raises",
+        "optimize net.py:build --eval data.npz --metric metrics:odd",
+        2,
+        "metrics:odd|out of order",
+        arrays(x=X, labels=LABELS),
+    ),
+)
 
 
 def hide_packages(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -341,22 +395,46 @@ def refuse_to_copy(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 STORAGE = (
-    Case("output below a file", "export net.py:build -o net.py/m.onnx", 1,
-        "net.py/m.onnx|a file is where a folder|another place"),
-    Case("output on a full disk", "export net.py:build", 1, "out.onnx|no space left|free some space",
-        patch=fill_the_disk_while_saving),
+    Case(
+        "output below a file",
+        "export net.py:build -o net.py/m.onnx",
+        1,
+        "net.py/m.onnx|a file is where a folder|another place",
+    ),
+    Case(
+        "output on a full disk",
+        "export net.py:build",
+        1,
+        "out.onnx|no space left|free some space",
+        patch=fill_the_disk_while_saving,
+    ),
     Case("run directory below a file", "optimize net.py:build --out net.py/run", 1, "net.py/run|not a directory|path"),
     Case(
         "full disk below a run", "optimize net.py:build", 1, "out|no space left|free some space", patch=refuse_to_copy
     ),
-    Case("full disk below the graph", "export net.py:build", 1, "no space left|free some space",
-        patch=fill_disk("model.onnx")),
-    Case("full disk below the manifest", "export net.py:build", 1, "the store|no space left|free",
-        patch=fill_disk("artifact.json")),
+    Case(
+        "full disk below the graph",
+        "export net.py:build",
+        1,
+        "no space left|free some space",
+        patch=fill_disk("model.onnx"),
+    ),
+    Case(
+        "full disk below the manifest",
+        "export net.py:build",
+        1,
+        "the store|no space left|free",
+        patch=fill_disk("artifact.json"),
+    ),
     Case("store below a file", "export net.py:build --store net.py/s", 1, "net.py/s|not a directory|path"),
-    Case("run.json is damaged", "resume out", 2, "out/run.json|damaged|again",
-        both(lambda at: (at / "out").mkdir(), file("out/run.json", "{"))),
-)  # fmt: skip
+    Case(
+        "run.json is damaged",
+        "resume out",
+        2,
+        "out/run.json|damaged|again",
+        both(lambda at: (at / "out").mkdir(), file("out/run.json", "{")),
+    ),
+)
 MACHINE = (
     Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install 'onnxruntime-gpu>="),
     Case("no timm", "export timm:resnet18", 4, "timm|not installed|pip install", patch=hide_packages),
@@ -364,9 +442,14 @@ MACHINE = (
     Case("broken timm", "export timm:resnet18", 4, "timm|torchvision::nms|--force-reinstall 'timm>=", patch=break_timm),
 )
 TABLE = {
-    "model": MODEL, "inputs": INPUTS, "graph": GRAPHS, "choice": CHOICES, "data": DATA, "storage": STORAGE,
+    "model": MODEL,
+    "inputs": INPUTS,
+    "graph": GRAPHS,
+    "choice": CHOICES,
+    "data": DATA,
+    "storage": STORAGE,
     "machine": MACHINE,
-}  # fmt: skip
+}
 LONG = ("no translation", "branch on values")
 """Exported by torch.export, which takes ten seconds of a processor; ``test_passes.py`` has the same in this process."""
 CASES = [

@@ -56,13 +56,16 @@ def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., 
     assert taken(net, math.ceil(1.1 * found["largest_batch"]), net.parent) > MEMORY
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), [
-    (("--memory", "lots"), 2, "cannot read the size 'lots'"),
-    (("--memory", "1GiB", "--engine", "eager"), 2, "was given eager"),
-    (("--memory", "1GiB", "--engine", "onnxruntime", "--engine", "tensorrt"), 2, "onnxruntime, tensorrt"),
-    (("--memory", "1KiB", "--engine", "onnxruntime"), 3, "even batch 1 needs"),
-    ((), 2, "give --memory SIZE"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--memory", "lots"), 2, "cannot read the size 'lots'"),
+        (("--memory", "1GiB", "--engine", "eager"), 2, "was given eager"),
+        (("--memory", "1GiB", "--engine", "onnxruntime", "--engine", "tensorrt"), 2, "onnxruntime, tensorrt"),
+        (("--memory", "1KiB", "--engine", "onnxruntime"), 3, "even batch 1 needs"),
+        ((), 2, "give --memory SIZE"),
+    ],
+)
 def test_cannot_answer(arguments: tuple[str, ...], code: int, said: str, cli: Callable[..., Any], net: Path) -> None:
     answer = cli("fit", net, "--quiet", *arguments)
     assert answer.code == code

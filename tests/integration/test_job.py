@@ -175,11 +175,14 @@ def test_the_time_limit_leaves_a_run_to_resume(tmp_path: Path) -> None:
     assert run.variants[0].artifact is not None
 
 
-@pytest.mark.parametrize(("sent", "code"), [
-    (signal.SIGKILL, -9),
-    pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough),
-    pytest.param(signal.SIGTERM, 130, marks=pytest.mark.thorough),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGTERM, 130, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     marker = tmp_path / "marker"
     marker.touch()

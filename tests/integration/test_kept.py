@@ -111,10 +111,13 @@ def test_what_is_made_anew_is_held_against_eager_anew(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET.format(weight=0.5))
     recipe = make(
         {
-            "model": f"{tmp_path}/net.py:build", "engines": ["tensorrt_rtx", "onnxruntime"], "targets": ["sm86"],
-            "inputs": ["x:float32:batch,8"], "measure": {"latency": False, "memory": False},
+            "model": f"{tmp_path}/net.py:build",
+            "engines": ["tensorrt_rtx", "onnxruntime"],
+            "targets": ["sm86"],
+            "inputs": ["x:float32:batch,8"],
+            "measure": {"latency": False, "memory": False},
         }
-    )  # fmt: skip
+    )
     optimize.optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
     there = Elsewhere(tmp_path / "other")
     optimize.resume(tmp_path / "run", there.settings)

@@ -168,12 +168,15 @@ def test_a_sweep_ends_where_memory_does(cli, folder: Path) -> None:
     assert re.search(r"good\.onnx +1 .*\n +2 .*\n +4 .*", answer.stdout), answer.stdout
 
 
-@pytest.mark.parametrize(("command", "code", "words"), [
-    ("net.py:crashes --batch 1", 1, "nothing was measured|SIGSEGV"),
-    ("good.onnx --batch 0", 2, "at least 1|0 was given"),
-    ("good.onnx --batch 1 --measure-time 0", 2, "measure.seconds|greater than 0"),
-    ("net.py:build good.onnx --batch 1 --device cuda", 4, "eager cannot run on cuda:0|pip install"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("net.py:crashes --batch 1", 1, "nothing was measured|SIGSEGV"),
+        ("good.onnx --batch 0", 2, "at least 1|0 was given"),
+        ("good.onnx --batch 1 --measure-time 0", 2, "measure.seconds|greater than 0"),
+        ("net.py:build good.onnx --batch 1 --device cuda", 4, "eager cannot run on cuda:0|pip install"),
+    ],
+)
 def test_what_cannot_be_measured_at_all(command: str, code: int, words: str, cli, folder: Path) -> None:
     answer = cli("benchmark", *QUICK, "--no-memory", *command.split())
     assert answer.code == code, answer.text

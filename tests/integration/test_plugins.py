@@ -108,12 +108,15 @@ def test_its_pass_and_its_metric_are_used(site: Path, home: Path) -> None:
     assert (variant["quality"]["metric"], variant["quality"]["value"]) == ("within_one", 0.75)
 
 
-@pytest.mark.parametrize(("words", "code", "message"), [
-    (("--pass", "sharpen"), 2, "there is no pass 'sharpen'"),
-    (("--pass", "sharpen"), 2, "clear-docs (of enginesmith-example)"),
-    (("--metric", "top7"), 2, "use top1, top5, mse, within_one (of enginesmith-example)"),
-    (("--pass", "clear-docs"), 4, "'clear-docs' of enginesmith-example 0.1 cannot be loaded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--pass", "sharpen"), 2, "there is no pass 'sharpen'"),
+        (("--pass", "sharpen"), 2, "clear-docs (of enginesmith-example)"),
+        (("--metric", "top7"), 2, "use top1, top5, mse, within_one (of enginesmith-example)"),
+        (("--pass", "clear-docs"), 4, "'clear-docs' of enginesmith-example 0.1 cannot be loaded"),
+    ],
+)
 def test_the_unusable_is_explained(site: Path, home: Path, words: tuple[str, ...], code: int, message: str) -> None:
     broken = shutil.copytree(site, home / "broken")
     for name in ("pass", "metric"):

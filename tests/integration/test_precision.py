@@ -40,10 +40,14 @@ def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precisi
     graph = onnx.load(out).graph
     kinds = {tensor.data_type for tensor in graph.initializer}
     wanted = {
-        "fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16, "int8": onnx.TensorProto.INT8,
-        "int8+fp16": onnx.TensorProto.INT8, "int8-dynamic": onnx.TensorProto.INT8,
-        "fp8": onnx.TensorProto.FLOAT8E4M3FN, "int4-weights": onnx.TensorProto.INT4,
-    }  # fmt: skip
+        "fp16": onnx.TensorProto.FLOAT16,
+        "bf16": onnx.TensorProto.BFLOAT16,
+        "int8": onnx.TensorProto.INT8,
+        "int8+fp16": onnx.TensorProto.INT8,
+        "int8-dynamic": onnx.TensorProto.INT8,
+        "fp8": onnx.TensorProto.FLOAT8E4M3FN,
+        "int4-weights": onnx.TensorProto.INT4,
+    }
     assert wanted[precision] in kinds
     assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
 
@@ -101,14 +105,17 @@ def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Pa
     assert "made up" in made_up.text
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"image": np.zeros((8, 1, 8, 8), np.float32)}, "zero"),
-    ({"image": np.full((8, 1, 8, 8), np.nan, np.float32)}, "NaN"),
-    ({"image": np.ones((8, 1, 8, 8), np.float32)}, "same"),
-    ({"image": np.ones((8, 1, 9, 9), np.float32)}, "shape"),
-    ({"other": np.ones((8, 1), np.float32)}, "other"),
-    ({"image": np.ones((0, 1, 8, 8), np.float32)}, "empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": np.zeros((8, 1, 8, 8), np.float32)}, "zero"),
+        ({"image": np.full((8, 1, 8, 8), np.nan, np.float32)}, "NaN"),
+        ({"image": np.ones((8, 1, 8, 8), np.float32)}, "same"),
+        ({"image": np.ones((8, 1, 9, 9), np.float32)}, "shape"),
+        ({"other": np.ones((8, 1), np.float32)}, "other"),
+        ({"image": np.ones((0, 1, 8, 8), np.float32)}, "empty"),
+    ],
+)
 def test_bad_calibration_data(cli: Cli, tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
     out = tmp_path / "digits.onnx"
     done = cli("precision", "digits", "-o", out, "--precision", "int8", "--calibration", data(tmp_path, **changes))

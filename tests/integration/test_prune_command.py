@@ -45,19 +45,22 @@ def test_a_latency_is_searched_for_and_no_trial_done_twice(
     assert json.loads((tmp_path / "again" / TRIALS).read_text()) == trials
 
 
-@pytest.mark.parametrize(("command", "words"), [
-    ("optimize given.onnx --prune 0.3", "channels are pruned in a module"),
-    ("prune given.onnx -o small --prune 0.3", "channels are pruned in a module"),
-    ("prune digits -o small --prune 0.3 --recover los.py:loss", "there is no file los.py"),
-    ("prune digits -o small --prune 0.3 --recover loss.py:los", "did you mean loss.py:loss?"),
-    ("prune digits -o small --prune 0.3 --recover distil --recover-time 0", "recovery.seconds: "),
-    ("optimize digits --prune 0.3 --metric loss:metric", "loss has no function 'metric'"),
-    ("prune digits -o small --prune latency=-40% --engine compiled", "give --engine onnxruntime"),
-    ("sparsify given.onnx -o given.onnx", "given.onnx is the model itself, and would be overwritten"),
-    ("simplify given.onnx -o ./given.onnx", "is the model itself"),
-    ("precision given.onnx -o given.onnx --precision fp16", "is the model itself"),
-    ("sparsify given.onnx -o other.onnx", "other.onnx.data has the weights of given.onnx"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("optimize given.onnx --prune 0.3", "channels are pruned in a module"),
+        ("prune given.onnx -o small --prune 0.3", "channels are pruned in a module"),
+        ("prune digits -o small --prune 0.3 --recover los.py:loss", "there is no file los.py"),
+        ("prune digits -o small --prune 0.3 --recover loss.py:los", "did you mean loss.py:loss?"),
+        ("prune digits -o small --prune 0.3 --recover distil --recover-time 0", "recovery.seconds: "),
+        ("optimize digits --prune 0.3 --metric loss:metric", "loss has no function 'metric'"),
+        ("prune digits -o small --prune latency=-40% --engine compiled", "give --engine onnxruntime"),
+        ("sparsify given.onnx -o given.onnx", "given.onnx is the model itself, and would be overwritten"),
+        ("simplify given.onnx -o ./given.onnx", "is the model itself"),
+        ("precision given.onnx -o given.onnx --precision fp16", "is the model itself"),
+        ("sparsify given.onnx -o other.onnx", "other.onnx.data has the weights of given.onnx"),
+    ],
+)
 def test_refused_at_once(command: str, words: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _onnx_with_weights_beside_it(Path("given.onnx"), "other.onnx.data")

@@ -88,10 +88,13 @@ class Teller:
 
     def __call__(self, name: str, task: Task, place: Place | None = None, **inputs: Result) -> Result:
         request = StepRequest(
-            Step(name, task, place=place), {role: found.artifact for role, found in inputs.items()},
-            self.logs / f"{name}.log", lambda: self.started.append(name), self.lines.append,
+            Step(name, task, place=place),
+            {role: found.artifact for role, found in inputs.items()},
+            self.logs / f"{name}.log",
+            lambda: self.started.append(name),
+            self.lines.append,
             on_note=lambda text: self.note(name, text),
-        )  # fmt: skip
+        )
         return self.executor.run(request)
 
     def note(self, name: str, text: str) -> None:

@@ -143,9 +143,13 @@ def test_hugging_face_folder(export, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
         max_position_embeddings=40,
-    )  # fmt: skip
+    )
     module = transformers.BertModel(config).eval()
     module.save_pretrained(folder / "bert")
     exported = export("hf:./bert", exporter="auto")

@@ -60,13 +60,16 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
     assert cli("inspect", folder / "near.onnx").stdout.count("unstructured=0.05") == 1
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    (("--sparsity", "1:2"), "write 2:4, or unstructured=0.5"),
-    (("--sparsity", "unstructured=1"), "not at least 0 and less than 1"),
-    (("--protect", "model.layer1.0.conv9"), "did you mean model.layer1.0.conv"),
-    (("--per-layer",), "a threshold for each layer has no effect"),
-    (("--protect", "*"), "all 16 weights of the graph are protected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--sparsity", "1:2"), "write 2:4, or unstructured=0.5"),
+        (("--sparsity", "unstructured=1"), "not at least 0 and less than 1"),
+        (("--protect", "model.layer1.0.conv9"), "did you mean model.layer1.0.conv"),
+        (("--per-layer",), "a threshold for each layer has no effect"),
+        (("--protect", "*"), "all 16 weights of the graph are protected"),
+    ],
+)
 def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: Cli, tmp_path: Path) -> None:
     done = cli("sparsify", "digits", "-o", tmp_path / "m.onnx", *options)
     assert done.code == 2

@@ -65,11 +65,14 @@ MLP = model(
     weights=(tensor("w", 64, 64), tensor("v", 64, 64, seed=1)),
 )
 CONVNET = model(
-    node("Conv", "x w", "h", pads=[1] * 4), node("Relu", "h", "r"), node("Conv", "r v", "y", pads=[1] * 4),
-    x=("batch", 8, 32, 32), y=("batch", 8, 32, 32),
+    node("Conv", "x w", "h", pads=[1] * 4),
+    node("Relu", "h", "r"),
+    node("Conv", "r v", "y", pads=[1] * 4),
+    x=("batch", 8, 32, 32),
+    y=("batch", 8, 32, 32),
     weights=(tensor("w", 16, 8, 3, 3, dtype="float16"), tensor("v", 8, 16, 3, 3, dtype="float16", seed=1)),
     kind=T.FLOAT16,
-)  # fmt: skip
+)
 SCALE = numpy_helper.from_array(np.float32(0.1), "s")
 
 
@@ -118,10 +121,18 @@ def test_build_as_json_is_one_document(cli, here: Path) -> None:
 def test_more_profiles_come_before_the_whole_range(cli, here: Path) -> None:
     found = parsed(
         cli(
-            "build", "mlp.onnx", "-o", "m.engine", *SM86, *RANGE, "--optimization-profile", "batch=1:1:1", "--json",
+            "build",
+            "mlp.onnx",
+            "-o",
+            "m.engine",
+            *SM86,
+            *RANGE,
+            "--optimization-profile",
+            "batch=1:1:1",
+            "--json",
             "--quiet",
         )
-    )  # fmt: skip
+    )
     assert [profile["x"][2] for profile in found["manifest"]["profiles"]] == [[1, 64], [64, 64]]
 
 
@@ -170,15 +181,19 @@ def test_profiles_reach_the_engine_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("option", [
-    {"sparse_weights": True},
-    {"optimization_level": 0},
-    {"optimization_level": 5},
-    {"aux_streams": 2},
-    {"tiling": "full"},
-    {"tactic_dram": 1 << 28},
-    {"hardware_compatibility": "ampere_plus"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sparse_weights": True},
+        {"optimization_level": 0},
+        {"optimization_level": 5},
+        {"aux_streams": 2},
+        {"tiling": "full"},
+        {"tactic_dram": 1 << 28},
+        {"hardware_compatibility": "ampere_plus"},
+    ],
+    ids=str,
+)
 def test_options_said_to_have_no_effect_have_none(option: dict[str, Any], plain: bytes, tmp_path: Path) -> None:
     assert set(option) <= set(RTX.no_effect)
     assert in_process(tmp_path, **option)[0] == plain
@@ -239,30 +254,49 @@ CASES = (
     Case("limit of nothing", MLP, f"{T86} --workspace 0", 2, "workspace|at least 1 byte"),
     Case("limit too small", MLP, f"{T86} --workspace 4KiB", 1, "a workspace of 4 KiB|--workspace sweep"),
     Case("missing plugin library", MLP, f"{T86} --plugins gone.so", 2, "gone.so|not there"),
-    Case("unknown operator", model(node("Wobble", "x", "y", "encoder.act", domain="acme"), domain="acme"), T86, 1,
-        "Wobble 'y_op'|of the module 'encoder.act'|--plugins"),
-    Case("unsupported operator", model(node("Det", "x", "y", "head.det"), x=("batch", 3, 3), y=("batch",)), T86, 1,
-        "Det 'y_op'|of the module 'head.det'|does not have this operator"),
+    Case(
+        "unknown operator",
+        model(node("Wobble", "x", "y", "encoder.act", domain="acme"), domain="acme"),
+        T86,
+        1,
+        "Wobble 'y_op'|of the module 'encoder.act'|--plugins",
+    ),
+    Case(
+        "unsupported operator",
+        model(node("Det", "x", "y", "head.det"), x=("batch", 3, 3), y=("batch",)),
+        T86,
+        1,
+        "Det 'y_op'|of the module 'head.det'|does not have this operator",
+    ),
     Case(
         "int32 bias",
-        model(node("DequantizeLinear", "b s", "d"), node("Add", "x d", "y"),
-            weights=(SCALE, numpy_helper.from_array(np.ones(64, np.int32), "b"))),
+        model(
+            node("DequantizeLinear", "b s", "d"),
+            node("Add", "x d", "y"),
+            weights=(SCALE, numpy_helper.from_array(np.ones(64, np.int32), "b")),
+        ),
         T86,
         1,
         "DequantizeLinear 'd_op'|int32|biases in float",
     ),
     Case(
         "uint8 quantisation",
-        model(node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y"),
-            weights=(SCALE, numpy_helper.from_array(np.uint8(128), "z"))),
+        model(
+            node("QuantizeLinear", "x s z", "q"),
+            node("DequantizeLinear", "q s z", "y"),
+            weights=(SCALE, numpy_helper.from_array(np.uint8(128), "z")),
+        ),
         T86,
         1,
         "QuantizeLinear 'q_op'|uint8|zero point 0",
     ),
     Case(
         "asymmetric",
-        model(node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y"),
-            weights=(SCALE, numpy_helper.from_array(np.int8(3), "z"))),
+        model(
+            node("QuantizeLinear", "x s z", "q"),
+            node("DequantizeLinear", "q s z", "y"),
+            weights=(SCALE, numpy_helper.from_array(np.int8(3), "z")),
+        ),
         T86,
         1,
         "QuantizeLinear 'q_op'|zero point is not 0|symmetrically",
@@ -270,25 +304,36 @@ CASES = (
     Case("float64", model(node("Relu", "x", "y"), kind=T.DOUBLE), T86, 1, "'x' is float64|cast"),
     Case(
         "fp8 for a device without it",
-        model(node("QuantizeLinear", "x s", "q", output_dtype=T.FLOAT8E4M3FN), node("DequantizeLinear", "q s", "y"),
-            **WITH_SCALE),
+        model(
+            node("QuantizeLinear", "x s", "q", output_dtype=T.FLOAT8E4M3FN),
+            node("DequantizeLinear", "q s", "y"),
+            **WITH_SCALE,
+        ),
         T86,
         1,
         "float8e4m3fn|sm89 or later|sm86",
     ),
-    Case("NaN weights",
-        model(node("Mul", "x w", "y"), weights=(numpy_helper.from_array(np.full(64, np.nan, np.float32), "w"),)), T86,
-        1, "'w'|NaN"),
+    Case(
+        "NaN weights",
+        model(node("Mul", "x w", "y"), weights=(numpy_helper.from_array(np.full(64, np.nan, np.float32), "w"),)),
+        T86,
+        1,
+        "'w'|NaN",
+    ),
     Case("opset too new", model(node("Relu", "x", "y"), opset=99), T86, 1, "opset 99|knows up to"),
     Case(
         "crash of the parser",
-        model(node("DepthToSpace", "x", "y", domain="acme", blocksize=0), x=("batch", 4, 2, 2),
-            y=("batch", "a", "b", "c"), domain="acme"),
+        model(
+            node("DepthToSpace", "x", "y", domain="acme", blocksize=0),
+            x=("batch", 4, 2, 2),
+            y=("batch", "a", "b", "c"),
+            domain="acme",
+        ),
         T86,
         1,
         "crashed (SIGFPE)",
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
@@ -305,19 +350,22 @@ def test_bad_builds_end_in_one_message_and_write_nothing(case: Case, cli, here: 
     assert set(here.iterdir()) == before
 
 
-@pytest.mark.parametrize(("command", "words"), [
-    ("build m.onnx", "either -o FILE.engine"),
-    ("build m.onnx --check -o m.engine", "either -o FILE.engine"),
-    ("build m.onnx -o m.plan --target sm86", "no .engine file"),
-    ("build digits -o m.engine --target sm86", "not an ONNX file"),
-    ("build gone.onnx -o m.engine --target sm86", "gone.onnx"),
-    ("optimize m.onnx --engine onnxruntime --target sm86", "--target has no effect on onnxruntime"),
-    ("optimize m.onnx --engine onnxruntime --workspace sweep", "--workspace has no effect"),
-    ("optimize m.onnx --engine onnxruntime --sparse-weights", "--sparse-weights has no effect"),
-    ("fit fixed.onnx --memory 1GiB --target sm86", "no dynamic batch"),
-    ("fit m.onnx --memory 1GiB --target sm86 --target sm89", "2 targets"),
-    ("fit m.onnx --memory lots --target sm86", "lots"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("build m.onnx", "either -o FILE.engine"),
+        ("build m.onnx --check -o m.engine", "either -o FILE.engine"),
+        ("build m.onnx -o m.plan --target sm86", "no .engine file"),
+        ("build digits -o m.engine --target sm86", "not an ONNX file"),
+        ("build gone.onnx -o m.engine --target sm86", "gone.onnx"),
+        ("optimize m.onnx --engine onnxruntime --target sm86", "--target has no effect on onnxruntime"),
+        ("optimize m.onnx --engine onnxruntime --workspace sweep", "--workspace has no effect"),
+        ("optimize m.onnx --engine onnxruntime --sparse-weights", "--sparse-weights has no effect"),
+        ("fit fixed.onnx --memory 1GiB --target sm86", "no dynamic batch"),
+        ("fit m.onnx --memory 1GiB --target sm86 --target sm89", "2 targets"),
+        ("fit m.onnx --memory lots --target sm86", "lots"),
+    ],
+)
 def test_commands_that_make_no_sense(command: str, words: str, cli, here: Path) -> None:
     onnx.save(MLP, "m.onnx")
     onnx.save(model(node("Relu", "x", "y"), x=(2, 4), y=(2, 4)), "fixed.onnx")
@@ -474,11 +522,19 @@ def test_a_crash_of_the_builder_takes_no_other_variant_down(cli, here: Path) -> 
     onnx.save(made, "m.onnx")
     answer = cli(
         *(
-            "optimize", "m.onnx", "--no-simplify", "--engine", "tensorrt_rtx", "--engine", "onnxruntime", *SM86,
-            "--batch", "1,2",
+            "optimize",
+            "m.onnx",
+            "--no-simplify",
+            "--engine",
+            "tensorrt_rtx",
+            "--engine",
+            "onnxruntime",
+            *SM86,
+            "--batch",
+            "1,2",
         ),
         *("--measure-time", "0.2s", "--out", "run"),
-    )  # fmt: skip
+    )
     assert answer.code in (0, 1, 3), answer.text
     variants = {one.id.split("-")[0]: one for one in load_run(here / "run").variants}
     assert variants["tensorrt_rtx"].status == "failed"

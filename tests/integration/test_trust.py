@@ -61,11 +61,15 @@ def answer(
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 
 
-@pytest.mark.parametrize(("init", "forward"), [
-    ("self.noise = torch.randn(4)", "self.layer(x) + self.noise"),
-    ("self.inverse = torch.linalg.inv(self.layer.weight.detach())", "self.layer(x) @ self.inverse"),
-    ("assert self.layer.weight.min() > -0.51 and self.layer.weight.std() > 0.1", "self.layer(x)"),
-], ids=["random attribute", "inverse of a weight", "expected to be drawn"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("init", "forward"),
+    [
+        ("self.noise = torch.randn(4)", "self.layer(x) + self.noise"),
+        ("self.inverse = torch.linalg.inv(self.layer.weight.detach())", "self.layer(x) @ self.inverse"),
+        ("assert self.layer.weight.min() > -0.51 and self.layer.weight.std() > 0.1", "self.layer(x)"),
+    ],
+    ids=["random attribute", "inverse of a weight", "expected to be drawn"],
+)
 def test_what_is_made_while_building_is_kept(init: str, forward: str, tmp_path: Path) -> None:
     model = write(forward, init)
     found = answer(model, X, Settings(store=tmp_path / "store"))
@@ -81,10 +85,14 @@ def test_a_factory_that_builds_something_else_each_time_is_refused(tmp_path: Pat
         answer(model, X, Settings(store=tmp_path / "store"))
 
 
-@pytest.mark.parametrize(("init", "forward"), [
-    ("pass", "torch.nn.functional.dropout(self.layer(x), training=True)"),
-    ("self.calls = torch.zeros(1)", "self.layer(x) + self.calls.add_(1)"),
-], ids=["random", "remembers"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("init", "forward"),
+    [
+        ("pass", "torch.nn.functional.dropout(self.layer(x), training=True)"),
+        ("self.calls = torch.zeros(1)", "self.layer(x) + self.calls.add_(1)"),
+    ],
+    ids=["random", "remembers"],
+)
 def test_a_model_that_does_not_repeat_itself_is_refused(init: str, forward: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="differently each time"):
         answer(write(forward, init), X, Settings(store=tmp_path / "store"))

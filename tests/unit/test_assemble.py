@@ -29,10 +29,13 @@ HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx
 BASELINE = Variant(VariantName("eager"), Eager(), "fp32", LOAD, Device())
 FLOAT = Variant(VariantName("onnxruntime", "fp32"), OnnxRuntime(), "fp32", StepRef("build", "fp32"), Device())
 INT8 = Variant(
-    *(VariantName("onnxruntime", "int8"), OnnxRuntime(), "int8", StepRef("build", "int8"), Device()), lowering="int8",
-    calibration="calibrate", assignment="assign", search=("search-1", "search-2", "search-3"),
+    *(VariantName("onnxruntime", "int8"), OnnxRuntime(), "int8", StepRef("build", "int8"), Device()),
+    lowering="int8",
+    calibration="calibrate",
+    assignment="assign",
+    search=("search-1", "search-2", "search-3"),
     audits=("audit-graph", "audit-engine"),
-)  # fmt: skip
+)
 
 
 class Outcomes:
@@ -201,34 +204,43 @@ def test_fields_that_were_not_there_yet_have_their_defaults(tmp_path: Path) -> N
     assert read(tmp_path, remove).model.sha256 is None
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda found: found.update(schema="enginesmith.run/0"), "older schema enginesmith.run/0"),
-    (lambda found: found.update(schema="enginesmith.run/2"), "newer schema enginesmith.run/2"),
-    (lambda found: found.update(schema="enginesmith.comparison/1"), "its schema is"),
-    (lambda found: found.update(schema=["enginesmith.run/1"]), "its schema is"),
-    (lambda found: found.pop("schema"), "names no schema"),
-    (lambda found: found.pop("recipe"), "recipe is missing"),
-    (lambda found: found["baseline"].pop("engine"), r"baseline\.engine is missing"),
-    (lambda found: found["variants"][0]["latency"][0].update(p50_ms="fast"), r"variants\[0\]\.latency\[0\]\.p50_ms"),
-    (lambda found: found.update(variants={}), "variants: Input should be a valid tuple"),
-    (lambda found: found["environment"].update(warnings="busy"), 'environment: warnings: .*it is "busy"'),
-    (lambda found: found["environment"].update(gpus=[3]), r"environment: gpus\[0\]"),
-    (lambda found: found.update(seconds=float("nan")), "NaN is no number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found.update(schema="enginesmith.run/0"), "older schema enginesmith.run/0"),
+        (lambda found: found.update(schema="enginesmith.run/2"), "newer schema enginesmith.run/2"),
+        (lambda found: found.update(schema="enginesmith.comparison/1"), "its schema is"),
+        (lambda found: found.update(schema=["enginesmith.run/1"]), "its schema is"),
+        (lambda found: found.pop("schema"), "names no schema"),
+        (lambda found: found.pop("recipe"), "recipe is missing"),
+        (lambda found: found["baseline"].pop("engine"), r"baseline\.engine is missing"),
+        (
+            lambda found: found["variants"][0]["latency"][0].update(p50_ms="fast"),
+            r"variants\[0\]\.latency\[0\]\.p50_ms",
+        ),
+        (lambda found: found.update(variants={}), "variants: Input should be a valid tuple"),
+        (lambda found: found["environment"].update(warnings="busy"), 'environment: warnings: .*it is "busy"'),
+        (lambda found: found["environment"].update(gpus=[3]), r"environment: gpus\[0\]"),
+        (lambda found: found.update(seconds=float("nan")), "NaN is no number"),
+    ],
+)
 def test_what_is_wrong_is_said_by_field(tmp_path: Path, change: Callable[[Values], object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read(tmp_path, change)
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (b"", "ends in the middle"),
-    (json.dumps({"schema": "enginesmith.run/1"}).encode()[:-5], "ends in the middle"),
-    (b'{"schema": "enginesmith.run/1", "name": }', "Expecting value at line 1"),
-    (b'{"name": "\xff\xfe"}', "not UTF-8"),
-    (b"[" * 200_000, "nested too deeply"),
-    (b"[]", "names no schema"),
-    (b"null", "names no schema"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "ends in the middle"),
+        (json.dumps({"schema": "enginesmith.run/1"}).encode()[:-5], "ends in the middle"),
+        (b'{"schema": "enginesmith.run/1", "name": }', "Expecting value at line 1"),
+        (b'{"name": "\xff\xfe"}', "not UTF-8"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b"[]", "names no schema"),
+        (b"null", "names no schema"),
+    ],
+)
 def test_what_is_no_document_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(UsageError, match=words):

@@ -22,9 +22,12 @@ from enginesmith.pipeline.tasks.measure import Latency
 from enginesmith.pipeline.tasks.prune import Prune, TryLatency
 
 FULL = {
-    "engines": ["onnxruntime", "compiled", "tensorrt_rtx"], "targets": ["sm86"], "precisions": ["fp32", "fp16"],
-    "prune": ["macs=-50%", "30%"], "sparsity": ["2:4"],
-}  # fmt: skip
+    "engines": ["onnxruntime", "compiled", "tensorrt_rtx"],
+    "targets": ["sm86"],
+    "precisions": ["fp32", "fp16"],
+    "prune": ["macs=-50%", "30%"],
+    "sparsity": ["2:4"],
+}
 
 
 def planned(**values: Any) -> Plan:
@@ -117,19 +120,22 @@ def test_a_searched_precision_is_planned_for_a_sparse_model() -> None:
     assert made["assign-int8-onnxruntime-sparse24"].inputs["sensitivity"] == "sensitivity-int8-onnxruntime-sparse24"
 
 
-@pytest.mark.parametrize(("values", "said"), [
-    ({"prune": ["1.5"]}, "the share of the channels that is removed"),
-    ({"prune": ["speed=0.5"]}, "nothing that pruning can aim at"),
-    ({"sparsity": ["1:2"]}, "cannot read the sparsity"),
-    ({"recover": True}, "nothing is"),
-    ({"model": "resnet18", "prune": ["0.3"], "recover": True}, "recovery needs data"),
-    ({"model": "resnet18", "prune": ["0.3"], "pruning": {"importance": "taylor"}}, "taylor needs data"),
-    ({"prune": ["0.3"], "recover": True, "recovery": {"method": "distill"}}, "did you mean distil"),
-    ({"prune": ["0.5", "0.50"]}, "given twice as prune50"),
-    ({"pruning": {"importance": "l1"}}, "pruning.importance has no effect"),
-    ({"prune": ["0.5"], "recovery": {"seconds": 10}}, "recovery.seconds has no effect"),
-    ({"sparsifying": {"scope": "layer"}}, "sparsifying.scope has no effect"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"prune": ["1.5"]}, "the share of the channels that is removed"),
+        ({"prune": ["speed=0.5"]}, "nothing that pruning can aim at"),
+        ({"sparsity": ["1:2"]}, "cannot read the sparsity"),
+        ({"recover": True}, "nothing is"),
+        ({"model": "resnet18", "prune": ["0.3"], "recover": True}, "recovery needs data"),
+        ({"model": "resnet18", "prune": ["0.3"], "pruning": {"importance": "taylor"}}, "taylor needs data"),
+        ({"prune": ["0.3"], "recover": True, "recovery": {"method": "distill"}}, "did you mean distil"),
+        ({"prune": ["0.5", "0.50"]}, "given twice as prune50"),
+        ({"pruning": {"importance": "l1"}}, "pruning.importance has no effect"),
+        ({"prune": ["0.5"], "recovery": {"seconds": 10}}, "recovery.seconds has no effect"),
+        ({"sparsifying": {"scope": "layer"}}, "sparsifying.scope has no effect"),
+    ],
+)
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         make({"model": "digits", **values})

@@ -48,39 +48,63 @@ def latency(batch: int, ms: float) -> LatencyRow:
     )
     rate = max(level.samples_per_s.median for level in levels)
     return LatencyRow(
-        batch=batch, n=900, p50_ms=ms, p99_ms=1.3 * ms, median_ms=around(ms), throughput_per_s=rate, concurrency=levels,
+        batch=batch,
+        n=900,
+        p50_ms=ms,
+        p99_ms=1.3 * ms,
+        median_ms=around(ms),
+        throughput_per_s=rate,
+        concurrency=levels,
         knee=2,
-    )  # fmt: skip
+    )
 
 
 def stages(*sqnr: float) -> tuple[StageFidelity, ...]:
     names = ("export", "simplify", "precision-int8-onnxruntime", "engine")
     return tuple(
         StageFidelity(
-            stage=stage, point=point, batch=1, sqnr_db=value + shift, cosine=1.0, max_abs_error=0.0,
-            argmax_agreement=1.0, passed=value > 10,
+            stage=stage,
+            point=point,
+            batch=1,
+            sqnr_db=value + shift,
+            cosine=1.0,
+            max_abs_error=0.0,
+            argmax_agreement=1.0,
+            passed=value > 10,
         )
         for stage, value in zip(names, sqnr, strict=False)
         for point, shift in (("min", 3.25), ("opt", 0.0))
-    )  # fmt: skip
+    )
 
 
 def profiled(name: str, ms: float, modules: int) -> Profile:
     rows = tuple(
         ProfileRow(
-            module=f"layers.{i}.conv", modules=(f"layers.{i}.conv",), operators={"Conv": 1}, calls=1,
-            ms=ms / (i + 1), share=0.1,
+            module=f"layers.{i}.conv",
+            modules=(f"layers.{i}.conv",),
+            operators={"Conv": 1},
+            calls=1,
+            ms=ms / (i + 1),
+            share=0.1,
         )
         for i in range(modules)
-    )  # fmt: skip
+    )
     return Profile(variant=name, batch=1, device="cpu", calls=10, rows=rows, total_ms=sum(row.ms for row in rows))
 
 
 def bound(ms: float) -> LimitRow:
     return LimitRow(
-        batch=1, work=Work(batch=1, flops={}, least_bytes=1), measured_ms=ms, arithmetic_ms=ms / 4, memory_ms=ms / 8,
-        launch_ms=None, floor_ms=ms / 4, measured_over_floor=4.0, bound_by="arithmetic", summary="4× its floor",
-    )  # fmt: skip
+        batch=1,
+        work=Work(batch=1, flops={}, least_bytes=1),
+        measured_ms=ms,
+        arithmetic_ms=ms / 4,
+        memory_ms=ms / 8,
+        launch_ms=None,
+        floor_ms=ms / 4,
+        measured_over_floor=4.0,
+        bound_by="arithmetic",
+        summary="4× its floor",
+    )
 
 
 def record(name: str, ms: float, mib: float, drop: float | None, modules: int = 6, **more: Any) -> VariantRecord:
@@ -91,14 +115,18 @@ def record(name: str, ms: float, mib: float, drop: float | None, modules: int = 
         "status": "measured",
         "latency": tuple(latency(batch, ms * batch**0.8) for batch in (1, 8, 32)),
         "memory": MemoryRow(
-            device="cpu", batch=32, peak_bytes=int(mib * 2**20), weights_bytes=int(mib * 2**19),
-            activation_bytes=int(mib * 2**18), host_peak_bytes=300 << 20,
+            device="cpu",
+            batch=32,
+            peak_bytes=int(mib * 2**20),
+            weights_bytes=int(mib * 2**19),
+            activation_bytes=int(mib * 2**18),
+            host_peak_bytes=300 << 20,
         ),
         "quality": None if drop is None else Quality(metric="top1", value=0.9, baseline=0.9, drop=drop, samples=200),
         "fidelity": () if name == "eager" else stages(135.5, 135.5, 34.25 if "int8" in name else 130.0, 33.0),
         "profile": (profiled(name, ms, modules),),
         "limits": (bound(ms),),
-    }  # fmt: skip
+    }
     return VariantRecord(**{**values, **more})
 
 
@@ -108,31 +136,58 @@ def pruned(name: str, ms: float) -> VariantRecord:
     )
     curve = tuple(
         Point(
-            step=step, loss=None if step == 0 else 2.0 / step, metric=1 - 0.5 / (1 + step), held_back_loss=None,
+            step=step,
+            loss=None if step == 0 else 2.0 / step,
+            metric=1 - 0.5 / (1 + step),
+            held_back_loss=None,
             learning_rate=1e-3,
         )
         for step in range(0, 21, 2)
-    )  # fmt: skip
+    )
     back = Recovery(
-        method="distil", metric="top1", teacher=0.9875, before=0.5, after=0.976, best_step=20, steps=20,
-        ending="planned", reason="all 20 planned steps are done", samples=960, held_back=240, data="digits", plan=plan,
+        method="distil",
+        metric="top1",
+        teacher=0.9875,
+        before=0.5,
+        after=0.976,
+        best_step=20,
+        steps=20,
+        ending="planned",
+        reason="all 20 planned steps are done",
+        samples=960,
+        held_back=240,
+        data="digits",
+        plan=plan,
         curve=curve,
-    )  # fmt: skip
+    )
     facts = PruningFacts(
-        target="macs=-50%", importance="l2", scope="global", macs_before=10, macs_after=5, parameters_before=10,
-        parameters_after=5, channels_before=16, channels_after=8, groups=(), whole={},
-    )  # fmt: skip
+        target="macs=-50%",
+        importance="l2",
+        scope="global",
+        macs_before=10,
+        macs_after=5,
+        parameters_before=10,
+        parameters_after=5,
+        channels_before=16,
+        channels_after=8,
+        groups=(),
+        whole={},
+    )
     return record(name, ms, 30, 0.011, prune="macs=-50%", pruning=(facts,), recovery=(back,))
 
 
 def assigned(groups: int) -> tuple[Assignment, ...]:
     return tuple(
         Assignment(
-            group=f"/layers/{i}/Conv", operator="Conv", precision="fp32" if i == 0 else "int8", why="lowest SQNR",
-            sqnr_db=20.0 + i, macs=10,
+            group=f"/layers/{i}/Conv",
+            operator="Conv",
+            precision="fp32" if i == 0 else "int8",
+            why="lowest SQNR",
+            sqnr_db=20.0 + i,
+            macs=10,
         )
         for i in range(groups)
-    )  # fmt: skip
+    )
 
 
 def run(*variants: VariantRecord, **changes: Any) -> Run:
@@ -176,9 +231,12 @@ def many() -> Run:
     ]
     large = record("onnxruntime-int8-large", 0.4, 60, 0.01, modules=10_000, assignment=assigned(10_000))
     return run(
-        *variants, large, pruned("onnxruntime-int8-prune-macs50", 0.3), winner=large.id,
+        *variants,
+        large,
+        pruned("onnxruntime-int8-prune-macs50", 0.3),
+        winner=large.id,
         pareto=tuple(one.id for one in variants),
-    )  # fmt: skip
+    )
 
 
 def odd() -> Run:

@@ -33,12 +33,16 @@ def row(ms: float, times: float, batch: int = 1, **changes: Any) -> LatencyRow:
 
 def variant(*rows: LatencyRow, name: str = ENGINE, **changes: Any) -> VariantRecord:
     found = VariantRecord(
-        id=name, engine="onnxruntime", precision="fp32", status="measured", latency=rows,
+        id=name,
+        engine="onnxruntime",
+        precision="fp32",
+        status="measured",
+        latency=rows,
         artifact=StoredArtifact(path="model.onnx", sha256="aa", bytes=1000),
         memory=MemoryRow(device="cpu", batch=1, peak_bytes=100 << 20),
         quality=Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, drop_low=0.0, drop_high=0.02, samples=100),
         build=BuildRecord(seconds=1.0, host_peak_bytes=None, engine_bytes=1000),
-    )  # fmt: skip
+    )
     return found.model_copy(update=changes)
 
 
@@ -48,9 +52,12 @@ def eager(*rows: LatencyRow) -> VariantRecord:
 
 def run(*variants: VariantRecord, recipe: dict[str, Any] | None = None, **changes: Any) -> Run:
     environment = {
-        "processor": "Some CPU", "usable_cores": 2, "python": "3.11.7",
-        "packages": {"torch": "2.11", "onnxruntime": "1.23"}, **changes.pop("environment", {}),
-    }  # fmt: skip
+        "processor": "Some CPU",
+        "usable_cores": 2,
+        "python": "3.11.7",
+        "packages": {"torch": "2.11", "onnxruntime": "1.23"},
+        **changes.pop("environment", {}),
+    }
     values = {
         "recipe": make({"model": "digits", **(recipe or {})}),
         "environment": environment,
@@ -105,14 +112,17 @@ def test_intervals_hold_the_true_change_and_find_large_ones() -> None:
     assert detected >= 0.9
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"model": ModelRecord(source="digits", sha256="other", signature=None, data="digits/test")}, "other models"),
-    ({"environment": {"packages": {"torch": "2.12"}}}, "torch: 2.11 and 2.12"),
-    ({"environment": {"python": "3.12"}}, "python: 3.11.7 and 3.12"),
-    ({"recipe": {"threads": 1}}, "threads: 0 and 1"),
-    ({"environment": {"thread_variables": {"OMP_NUM_THREADS": "1"}}}, "thread_variables.OMP_NUM_THREADS: none and"),
-    ({"environment": {"gpus": [{"name": "X", "driver": "1"}]}}, "gpus"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": ModelRecord(source="digits", sha256="other", signature=None, data="digits/test")}, "other models"),
+        ({"environment": {"packages": {"torch": "2.12"}}}, "torch: 2.11 and 2.12"),
+        ({"environment": {"python": "3.12"}}, "python: 3.11.7 and 3.12"),
+        ({"recipe": {"threads": 1}}, "threads: 0 and 1"),
+        ({"environment": {"thread_variables": {"OMP_NUM_THREADS": "1"}}}, "thread_variables.OMP_NUM_THREADS: none and"),
+        ({"environment": {"gpus": [{"name": "X", "driver": "1"}]}}, "gpus"),
+    ],
+)
 def test_another_baseline_is_no_yardstick(changes: dict[str, Any], words: str) -> None:
     found = compare_latency(FIRST, run(variant(row(0.6, 2.0)), **changes), ENGINE, 1)
     assert found.basis == "milliseconds"
@@ -131,12 +141,15 @@ def test_the_baseline_itself_is_compared_in_milliseconds() -> None:
     assert "baseline itself" in found.note
 
 
-@pytest.mark.parametrize(("after", "words"), [
-    (run(), "the second run has no such variant"),
-    (run(variant(row(1, 2, batch=8))), "not measured at batch 1 in the second run: it was at 8"),
-    (run(variant(LatencyRow(batch=1, failure="out of memory"))), "the second run: out of memory"),
-    (run(variant(reasons={"latency": "not asked for"})), "not measured in the second run: not asked for"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (run(), "the second run has no such variant"),
+        (run(variant(row(1, 2, batch=8))), "not measured at batch 1 in the second run: it was at 8"),
+        (run(variant(LatencyRow(batch=1, failure="out of memory"))), "the second run: out of memory"),
+        (run(variant(reasons={"latency": "not asked for"})), "not measured in the second run: not asked for"),
+    ],
+)
 def test_what_was_not_measured_has_a_reason(after: Run, words: str) -> None:
     found = compare_latency(FIRST, after, ENGINE, 1)
     assert (found.median, found.low, found.significant, found.basis) == (None, None, None, None)

@@ -16,14 +16,22 @@ H100 = GpuState(
 )
 ASKED = (Requirement("nvidia-cuda-runtime", "~=13.0", "cuda"), Requirement("nvidia-cudnn-cu13", "~=9.0", "cudnn"))
 ALL_IS_WELL = Stack(
-    driver="580.65.06", driver_cuda=(13, 0), gpus=(H100,),
-    versions={"torch": "2.13.0", "onnxruntime-gpu": "1.31.1", "tensorrt": "10.13.3"}, torch_cuda="13.0",
-    torch_targets=("sm_80", "sm_90", "compute_90"), onnxruntime_cuda="13.0", cudnn="9.15.1.9",
+    driver="580.65.06",
+    driver_cuda=(13, 0),
+    gpus=(H100,),
+    versions={"torch": "2.13.0", "onnxruntime-gpu": "1.31.1", "tensorrt": "10.13.3"},
+    torch_cuda="13.0",
+    torch_targets=("sm_80", "sm_90", "compute_90"),
+    onnxruntime_cuda="13.0",
+    cudnn="9.15.1.9",
     requirements={"torch": (Requirement("nvidia-cudnn-cu13", "==9.15.1.9", ""),), "onnxruntime-gpu": ASKED},
     packages={"nvidia-cuda-runtime": "13.0.96", "nvidia-cudnn-cu13": "9.15.1.9"},
-    variants={"tensorrt": {13: ["tensorrt-cu13", "tensorrt-cu13-libs"]}}, glibc="2.36", glibc_needed={"torch": "2.28"},
-    written=Formats(ir=11, opset=24), taken=Formats(ir=11, opset=24),
-)  # fmt: skip
+    variants={"tensorrt": {13: ["tensorrt-cu13", "tensorrt-cu13-libs"]}},
+    glibc="2.36",
+    glibc_needed={"torch": "2.28"},
+    written=Formats(ir=11, opset=24),
+    taken=Formats(ir=11, opset=24),
+)
 
 
 def found(**change: Any) -> dict[str, Check]:
@@ -43,31 +51,46 @@ def test_what_fits_needs_no_fix() -> None:
     assert {"driver for torch", "cuDNN", "C library", "ONNX format", "tensorrt on cuda:0"} < set(verdicts)
 
 
-@pytest.mark.parametrize(("change", "name", "fix"), [
-    ({"driver_cuda": (12, 4), "driver": "550.54"}, "driver for torch", "apt-get install nvidia-driver-580"),
-    ({"driver_cuda": (12, 4), "driver": "550.54"}, "driver for tensorrt", "pip install tensorrt-cu12"),
-    ({"driver_cuda": None, "gpus": (), "gpu_without_driver": True}, "driver for torch", "nvidia-driver-580"),
-    (gpu(compute_mode="exclusive process"), "compute mode of cuda:0", "nvidia-smi -i 0000:17:00.0 -c DEFAULT"),
-    (gpu(driver=None), "state of cuda:0", "NVIDIA_DRIVER_CAPABILITIES"),
-    ({"torch_cuda": None}, "torch", "pip uninstall -y torch && pip install torch"),
-    ({"torch_targets": ("sm_80", "sm_100")}, "torch's kernels for cuda:0", "pip install --upgrade torch"),
-    ({"packages": {}}, "CUDA libraries of torch", "pip install 'nvidia-cudnn-cu13==9.15.1.9'"),
-    ({"packages": {}}, "CUDA libraries of onnxruntime-gpu", "'onnxruntime-gpu[cuda,cudnn]==1.31.1'"),
-    ({"torch_cuda": "12.8"}, "CUDA of torch and onnxruntime-gpu", "'onnxruntime-gpu[cuda,cudnn]==1.31.1'"),
-    ({"cudnn": "8.9.7"}, "cuDNN", "pip install 'nvidia-cudnn-cu13==9.*'"),
-    ({"cudnn": None}, "cuDNN", "pip install 'nvidia-cudnn-cu13==9.*'"),
-    ({"versions": {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}}, "packages of ONNX Runtime",
-        "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"),
-    ({"taken": Formats(ir=10, opset=22)}, "ONNX format", "pip install --upgrade onnxruntime-gpu"),
-    ({"variants": {"tensorrt": {12: ["tensorrt-cu12"], 13: ["tensorrt-cu13"]}}}, "packages of tensorrt",
-        "pip uninstall -y tensorrt tensorrt-cu12 tensorrt-cu13 && pip install tensorrt-cu13"),
-    ({"requirements": {"tensorrt-cu13": (Requirement("tensorrt-cu13-libs", "==10.13.3", ""),)}},
-        "parts of tensorrt", "pip install --force-reinstall tensorrt-cu13"),
-    ({"variants": {"tensorrt-rtx": {13: ["tensorrt-rtx-cu13"]}}}, "tensorrt-rtx on cuda:0",
-        "pip install tensorrt:"),
-    (gpu(compute_capability="7.0"), "tensorrt on cuda:0", "pip install onnxruntime-gpu"),
-    ({"glibc": "2.17"}, "C library", "pip install --force-reinstall torch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "name", "fix"),
+    [
+        ({"driver_cuda": (12, 4), "driver": "550.54"}, "driver for torch", "apt-get install nvidia-driver-580"),
+        ({"driver_cuda": (12, 4), "driver": "550.54"}, "driver for tensorrt", "pip install tensorrt-cu12"),
+        ({"driver_cuda": None, "gpus": (), "gpu_without_driver": True}, "driver for torch", "nvidia-driver-580"),
+        (gpu(compute_mode="exclusive process"), "compute mode of cuda:0", "nvidia-smi -i 0000:17:00.0 -c DEFAULT"),
+        (gpu(driver=None), "state of cuda:0", "NVIDIA_DRIVER_CAPABILITIES"),
+        ({"torch_cuda": None}, "torch", "pip uninstall -y torch && pip install torch"),
+        ({"torch_targets": ("sm_80", "sm_100")}, "torch's kernels for cuda:0", "pip install --upgrade torch"),
+        ({"packages": {}}, "CUDA libraries of torch", "pip install 'nvidia-cudnn-cu13==9.15.1.9'"),
+        ({"packages": {}}, "CUDA libraries of onnxruntime-gpu", "'onnxruntime-gpu[cuda,cudnn]==1.31.1'"),
+        ({"torch_cuda": "12.8"}, "CUDA of torch and onnxruntime-gpu", "'onnxruntime-gpu[cuda,cudnn]==1.31.1'"),
+        ({"cudnn": "8.9.7"}, "cuDNN", "pip install 'nvidia-cudnn-cu13==9.*'"),
+        ({"cudnn": None}, "cuDNN", "pip install 'nvidia-cudnn-cu13==9.*'"),
+        (
+            {"versions": {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}},
+            "packages of ONNX Runtime",
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu",
+        ),
+        ({"taken": Formats(ir=10, opset=22)}, "ONNX format", "pip install --upgrade onnxruntime-gpu"),
+        (
+            {"variants": {"tensorrt": {12: ["tensorrt-cu12"], 13: ["tensorrt-cu13"]}}},
+            "packages of tensorrt",
+            "pip uninstall -y tensorrt tensorrt-cu12 tensorrt-cu13 && pip install tensorrt-cu13",
+        ),
+        (
+            {"requirements": {"tensorrt-cu13": (Requirement("tensorrt-cu13-libs", "==10.13.3", ""),)}},
+            "parts of tensorrt",
+            "pip install --force-reinstall tensorrt-cu13",
+        ),
+        (
+            {"variants": {"tensorrt-rtx": {13: ["tensorrt-rtx-cu13"]}}},
+            "tensorrt-rtx on cuda:0",
+            "pip install tensorrt:",
+        ),
+        (gpu(compute_capability="7.0"), "tensorrt on cuda:0", "pip install onnxruntime-gpu"),
+        ({"glibc": "2.17"}, "C library", "pip install --force-reinstall torch"),
+    ],
+)
 def test_what_does_not_fit_has_a_fix(change: dict[str, Any], name: str, fix: str) -> None:
     check = found(**change)[name]
     assert check.ok is False
@@ -91,14 +114,17 @@ def test_a_driver_of_the_same_major_version_will_do() -> None:
     assert found(driver_cuda=(12, 0), driver="525.60.13", variants=tensorrt)["driver for tensorrt"].ok is False
 
 
-@pytest.mark.parametrize(("capability", "targets", "fits"), [
-    ("9.0", ("sm_80",), False),
-    ("8.6", ("sm_80",), True),
-    ("8.0", ("sm_86",), False),
-    ("12.0", ("sm_90", "compute_90"), True),
-    ("9.0", ("sm_90a",), True),
-    ("12.1", ("sm_90a", "compute_90a"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("capability", "targets", "fits"),
+    [
+        ("9.0", ("sm_80",), False),
+        ("8.6", ("sm_80",), True),
+        ("8.0", ("sm_86",), False),
+        ("12.0", ("sm_90", "compute_90"), True),
+        ("9.0", ("sm_90a",), True),
+        ("12.1", ("sm_90a", "compute_90a"), False),
+    ],
+)
 def test_kernels_run_within_a_major_version(capability: str, targets: tuple[str, ...], fits: bool) -> None:
     check = found(torch_targets=targets, **gpu(compute_capability=capability))["torch's kernels for cuda:0"]
     assert check.ok is fits
@@ -115,17 +141,20 @@ def test_what_cannot_be_known_says_so() -> None:
     assert "not used here" in provider.note
 
 
-@pytest.mark.parametrize(("version", "wanted", "fits"), [
-    ("9.15.1.9", "==9.15.1.9", True),
-    ("9.15.1.8", "==9.15.1.9", False),
-    ("13.0.96", "~=13.0", True),
-    ("12.9", "~=13.0", False),
-    ("14.0", "~=13.0", False),
-    ("12.9", ">=12,<13", True),
-    ("13.0", ">=12, <13", False),
-    ("9.1", "==9.*", True),
-    ("9.1", "", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "wanted", "fits"),
+    [
+        ("9.15.1.9", "==9.15.1.9", True),
+        ("9.15.1.8", "==9.15.1.9", False),
+        ("13.0.96", "~=13.0", True),
+        ("12.9", "~=13.0", False),
+        ("14.0", "~=13.0", False),
+        ("12.9", ">=12,<13", True),
+        ("13.0", ">=12, <13", False),
+        ("9.1", "==9.*", True),
+        ("9.1", "", True),
+    ],
+)
 def test_versions_are_held_against_what_is_asked(version: str, wanted: str, fits: bool) -> None:
     assert meets(version, wanted) is fits
 

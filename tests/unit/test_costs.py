@@ -24,11 +24,14 @@ BATCH = {"batch": 2}
 RESNET = resnet.ResNet
 SHALLOW = ((resnet, "ResNet", lambda block, depths, classes: RESNET(block, (1,) * len(depths), classes)),)
 SMALLER: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "resnet18": SHALLOW, "resnet50": SHALLOW, "unet": ((unet, "WIDTHS", (8, 16, 32, 64, 128)),),
-    "lstm": ((lstm, "HIDDEN", 32),), "bert_base": ((bert, "DEPTH", 1), (bert, "VOCABULARY", 1000)),
+    "resnet18": SHALLOW,
+    "resnet50": SHALLOW,
+    "unet": ((unet, "WIDTHS", (8, 16, 32, 64, 128)),),
+    "lstm": ((lstm, "HIDDEN", 32),),
+    "bert_base": ((bert, "DEPTH", 1), (bert, "VOCABULARY", 1000)),
     "vit_b16": ((vit, "DEPTH", 1),),
     "mobilenet_v2": ((mobilenet, "STAGES", tuple((*stage[:2], 1, stage[3]) for stage in mobilenet.STAGES)),),
-}  # fmt: skip
+}
 """What is smaller of a network of the zoo; its whole size is counted where its table is held against it."""
 
 
@@ -69,58 +72,183 @@ STANDARD: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], 
     ("gemm", node("Gemm", "x w", transA=1, transB=1), {"x": [16, 3]}, {"w": zeros(7, 16)}, 3 * 16 * 7),
     ("einsum", node("Einsum", "x w", equation="bij,jk->bk"), ROWS, MATRIX, 2 * 5 * 16 * 7),
     ("ellipsis", node("Einsum", "x w", equation="...j,jk->...k"), ROWS, MATRIX, 2 * 5 * 16 * 7),
-    ("lstm", node("LSTM", "x w r", hidden_size=3), {"x": [9, "batch", 5]}, {"w": zeros(1, 12, 5), "r": zeros(1, 12, 3)},
-     9 * 2 * 12 * 8),
-    ("attention", node("Attention", "q k v"),
-     {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6]}, {}, 2 * 8 * 5 * 7 * (4 + 6)),
-    ("attention with a past", node("Attention", "q k v - p o"),
-     {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6], "p": ["batch", 2, 3, 4],
-      "o": ["batch", 2, 3, 6]}, {}, 2 * 8 * 5 * (7 + 3) * (4 + 6)),
-    ("flat attention", node("Attention", "q k v", q_num_heads=8, kv_num_heads=2),
-     {"q": ["batch", 5, 32], "k": ["batch", 7, 8], "v": ["batch", 7, 12]}, {}, 2 * 8 * 5 * 7 * (4 + 6)),
-]  # fmt: skip
+    (
+        "lstm",
+        node("LSTM", "x w r", hidden_size=3),
+        {"x": [9, "batch", 5]},
+        {"w": zeros(1, 12, 5), "r": zeros(1, 12, 3)},
+        9 * 2 * 12 * 8,
+    ),
+    (
+        "attention",
+        node("Attention", "q k v"),
+        {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6]},
+        {},
+        2 * 8 * 5 * 7 * (4 + 6),
+    ),
+    (
+        "attention with a past",
+        node("Attention", "q k v - p o"),
+        {
+            "q": ["batch", 8, 5, 4],
+            "k": ["batch", 2, 7, 4],
+            "v": ["batch", 2, 7, 6],
+            "p": ["batch", 2, 3, 4],
+            "o": ["batch", 2, 3, 6],
+        },
+        {},
+        2 * 8 * 5 * (7 + 3) * (4 + 6),
+    ),
+    (
+        "flat attention",
+        node("Attention", "q k v", q_num_heads=8, kv_num_heads=2),
+        {"q": ["batch", 5, 32], "k": ["batch", 7, 8], "v": ["batch", 7, 12]},
+        {},
+        2 * 8 * 5 * 7 * (4 + 6),
+    ),
+]
 
 FOREIGN: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
-    ("fused conv", node("FusedConv", "x w", domain=MICROSOFT, activation="Relu"), IMAGE, FILTERS,
-     2 * 6 * 36 * 36, Value("float32", (2, 6, 6, 6))),
-    ("channels last", node("NhwcFusedConv", "x w", domain=MICROSOFT), {"x": ["batch", 8, 8, 4]}, FILTERS,
-     2 * 6 * 36 * 36, Value("float32", (2, 6, 6, 6))),
-    ("blocks of channels", node("Conv", "x w", domain=BLOCKED, kernel_shape=[3, 3]), IMAGE, {"w": zeros(16, 4, 3, 3)},
-     2 * 16 * 36 * 36, Value("float32", (2, 16, 6, 6))),
-    ("turned", node("FusedMatMul", "x w", domain=MICROSOFT, transB=1), ROWS, {"w": zeros(7, 16)},
-     2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
-    ("packed", node("MatMulNBits", "x w s", domain=MICROSOFT, K=16, N=7, bits=4, block_size=16), ROWS,
-     {"w": zeros(7, 1, 8, dtype="uint8"), "s": zeros(7)}, 2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
-    ("dynamic", node("DynamicQuantizeMatMul", "x w s", domain=MICROSOFT), ROWS,
-     {"w": zeros(16, 7, dtype="int8"), "s": ONE}, 2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
-    ("dynamic lstm", node("DynamicQuantizeLSTM", "x w r", domain=MICROSOFT, hidden_size=3), {"x": [9, "batch", 5]},
-     {"w": zeros(1, 5, 12, dtype="int8"), "r": zeros(1, 3, 12, dtype="int8")},
-     9 * 2 * 12 * 8, Value("float32", (9, 1, 2, 3))),
-    ("attention with projections", node("Attention", "x w b", domain=MICROSOFT, num_heads=2), ROWS,
-     {"w": zeros(16, 24), "b": zeros(24)}, 2 * (5 * 16 * 24 + 2 * 5 * 5 * 8), Value("float32", (2, 5, 8))),
-    ("heads", node("MultiHeadAttention", "x k v", domain=MICROSOFT, num_heads=2),
-     {**ROWS, "k": ["batch", 7, 16], "v": ["batch", 7, 16]}, {}, 2 * 2 * 5 * 7 * 16, Value("float32", (2, 5, 16))),
-]  # fmt: skip
+    (
+        "fused conv",
+        node("FusedConv", "x w", domain=MICROSOFT, activation="Relu"),
+        IMAGE,
+        FILTERS,
+        2 * 6 * 36 * 36,
+        Value("float32", (2, 6, 6, 6)),
+    ),
+    (
+        "channels last",
+        node("NhwcFusedConv", "x w", domain=MICROSOFT),
+        {"x": ["batch", 8, 8, 4]},
+        FILTERS,
+        2 * 6 * 36 * 36,
+        Value("float32", (2, 6, 6, 6)),
+    ),
+    (
+        "blocks of channels",
+        node("Conv", "x w", domain=BLOCKED, kernel_shape=[3, 3]),
+        IMAGE,
+        {"w": zeros(16, 4, 3, 3)},
+        2 * 16 * 36 * 36,
+        Value("float32", (2, 16, 6, 6)),
+    ),
+    (
+        "turned",
+        node("FusedMatMul", "x w", domain=MICROSOFT, transB=1),
+        ROWS,
+        {"w": zeros(7, 16)},
+        2 * 5 * 16 * 7,
+        Value("float32", (2, 5, 7)),
+    ),
+    (
+        "packed",
+        node("MatMulNBits", "x w s", domain=MICROSOFT, K=16, N=7, bits=4, block_size=16),
+        ROWS,
+        {"w": zeros(7, 1, 8, dtype="uint8"), "s": zeros(7)},
+        2 * 5 * 16 * 7,
+        Value("float32", (2, 5, 7)),
+    ),
+    (
+        "dynamic",
+        node("DynamicQuantizeMatMul", "x w s", domain=MICROSOFT),
+        ROWS,
+        {"w": zeros(16, 7, dtype="int8"), "s": ONE},
+        2 * 5 * 16 * 7,
+        Value("float32", (2, 5, 7)),
+    ),
+    (
+        "dynamic lstm",
+        node("DynamicQuantizeLSTM", "x w r", domain=MICROSOFT, hidden_size=3),
+        {"x": [9, "batch", 5]},
+        {"w": zeros(1, 5, 12, dtype="int8"), "r": zeros(1, 3, 12, dtype="int8")},
+        9 * 2 * 12 * 8,
+        Value("float32", (9, 1, 2, 3)),
+    ),
+    (
+        "attention with projections",
+        node("Attention", "x w b", domain=MICROSOFT, num_heads=2),
+        ROWS,
+        {"w": zeros(16, 24), "b": zeros(24)},
+        2 * (5 * 16 * 24 + 2 * 5 * 5 * 8),
+        Value("float32", (2, 5, 8)),
+    ),
+    (
+        "heads",
+        node("MultiHeadAttention", "x k v", domain=MICROSOFT, num_heads=2),
+        {**ROWS, "k": ["batch", 7, 16], "v": ["batch", 7, 16]},
+        {},
+        2 * 2 * 5 * 7 * 16,
+        Value("float32", (2, 5, 16)),
+    ),
+]
 
 INTEGERS: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
-    ("quantised conv", node("QLinearConv", "x s z w s z s z"), IMAGE, {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
-     2 * 6 * 36 * 36, Value("uint8", (2, 6, 6, 6))),
-    ("channels last", node("QLinearConv", "x s z w s z s z", domain=MICROSOFT, channels_last=1),
-     {"x": ["batch", 8, 8, 4]}, {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
-     2 * 6 * 36 * 36, Value("uint8", (2, 6, 6, 6))),
-    ("quantised product", node("QLinearMatMul", "x s z w s z s z"), ROWS, {"w": zeros(16, 7, dtype="uint8"), **SCALES},
-     2 * 5 * 16 * 7, Value("uint8", (2, 5, 7))),
-    ("integers", node("MatMulInteger", "x w"), ROWS, {"w": zeros(16, 7, dtype="int8")}, 2 * 5 * 16 * 7,
-     Value("int32", (2, 5, 7))),
-    ("to floats", node("MatMulIntegerToFloat", "x w s s", domain=MICROSOFT), ROWS,
-     {"w": zeros(16, 7, dtype="int8"), **SCALES}, 2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
-    ("convolution of integers", node("ConvInteger", "x w"), IMAGE, {"w": zeros(6, 4, 3, 3, dtype="uint8")},
-     2 * 6 * 36 * 36, Value("int32", (2, 6, 6, 6))),
-    ("gemm to floats", node("QGemm", "x s z w s z", domain=MICROSOFT, transB=1), {"x": ["batch", 16]},
-     {"w": zeros(7, 16, dtype="uint8"), **SCALES}, 2 * 16 * 7, Value("float32", (2, 7))),
-    ("gemm", node("QGemm", "x s z w s z - s z", domain=MICROSOFT, transB=1), {"x": ["batch", 16]},
-     {"w": zeros(7, 16, dtype="uint8"), **SCALES}, 2 * 16 * 7, Value("uint8", (2, 7))),
-]  # fmt: skip
+    (
+        "quantised conv",
+        node("QLinearConv", "x s z w s z s z"),
+        IMAGE,
+        {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
+        2 * 6 * 36 * 36,
+        Value("uint8", (2, 6, 6, 6)),
+    ),
+    (
+        "channels last",
+        node("QLinearConv", "x s z w s z s z", domain=MICROSOFT, channels_last=1),
+        {"x": ["batch", 8, 8, 4]},
+        {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
+        2 * 6 * 36 * 36,
+        Value("uint8", (2, 6, 6, 6)),
+    ),
+    (
+        "quantised product",
+        node("QLinearMatMul", "x s z w s z s z"),
+        ROWS,
+        {"w": zeros(16, 7, dtype="uint8"), **SCALES},
+        2 * 5 * 16 * 7,
+        Value("uint8", (2, 5, 7)),
+    ),
+    (
+        "integers",
+        node("MatMulInteger", "x w"),
+        ROWS,
+        {"w": zeros(16, 7, dtype="int8")},
+        2 * 5 * 16 * 7,
+        Value("int32", (2, 5, 7)),
+    ),
+    (
+        "to floats",
+        node("MatMulIntegerToFloat", "x w s s", domain=MICROSOFT),
+        ROWS,
+        {"w": zeros(16, 7, dtype="int8"), **SCALES},
+        2 * 5 * 16 * 7,
+        Value("float32", (2, 5, 7)),
+    ),
+    (
+        "convolution of integers",
+        node("ConvInteger", "x w"),
+        IMAGE,
+        {"w": zeros(6, 4, 3, 3, dtype="uint8")},
+        2 * 6 * 36 * 36,
+        Value("int32", (2, 6, 6, 6)),
+    ),
+    (
+        "gemm to floats",
+        node("QGemm", "x s z w s z", domain=MICROSOFT, transB=1),
+        {"x": ["batch", 16]},
+        {"w": zeros(7, 16, dtype="uint8"), **SCALES},
+        2 * 16 * 7,
+        Value("float32", (2, 7)),
+    ),
+    (
+        "gemm",
+        node("QGemm", "x s z w s z - s z", domain=MICROSOFT, transB=1),
+        {"x": ["batch", 16]},
+        {"w": zeros(7, 16, dtype="uint8"), **SCALES},
+        2 * 16 * 7,
+        Value("uint8", (2, 7)),
+    ),
+]
 
 
 @pytest.mark.parametrize("case", STANDARD, ids=lambda case: case[0])
@@ -146,15 +274,21 @@ def test_products_of_integers_are_counted(tmp_path: Path, case: Any) -> None:
 
 
 AROUND: list[tuple[str, list[onnx.NodeProto], tuple[int, ...]]] = [
-    ("reordered", [node("ReorderInput", "x", domain=BLOCKED, output="a"),
-                   node("MaxPool", "a", domain=BLOCKED, kernel_shape=[2, 2], strides=[2, 2], output="b"),
-                   node("ReorderOutput", "b", domain=BLOCKED, channels=3)], (2, 3, 4, 4)),
+    (
+        "reordered",
+        [
+            node("ReorderInput", "x", domain=BLOCKED, output="a"),
+            node("MaxPool", "a", domain=BLOCKED, kernel_shape=[2, 2], strides=[2, 2], output="b"),
+            node("ReorderOutput", "b", domain=BLOCKED, channels=3),
+        ],
+        (2, 3, 4, 4),
+    ),
     ("added", [node("QLinearAdd", "x s z x s z s z", domain=MICROSOFT)], (2, 4, 8, 8)),
     ("joined", [node("QLinearConcat", "s z x s z x s z", domain=MICROSOFT, axis=1)], (2, 8, 8, 8)),
     ("pooled", [node("QLinearGlobalAveragePool", "x s z s z", domain=MICROSOFT, channels_last=0)], (2, 4, 1, 1)),
     ("pooled, channels last", [node("NhwcMaxPool", "x", domain=MICROSOFT, kernel_shape=[2, 2])], (2, 3, 7, 8)),
     ("normalised", [node("SkipLayerNormalization", "x x s", domain=MICROSOFT)], (2, 4, 8, 8)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", AROUND, ids=lambda case: case[0])

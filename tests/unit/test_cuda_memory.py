@@ -87,11 +87,14 @@ class Gpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = Gpu()
     functions = {
-        "caching_allocator_alloc": device.take, "caching_allocator_delete": device.give, "memory_stats": device.stats,
+        "caching_allocator_alloc": device.take,
+        "caching_allocator_delete": device.give,
+        "memory_stats": device.stats,
         "reset_peak_memory_stats": device.reset,
-        "mem_get_info": lambda index: (device.total - device.used(), device.total), "empty_cache": device.empty_cache,
+        "mem_get_info": lambda index: (device.total - device.used(), device.total),
+        "empty_cache": device.empty_cache,
         "synchronize": lambda index: None,
-    }  # fmt: skip
+    }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(peak, "used_bytes", lambda one: (device.used(), ""))

@@ -62,10 +62,13 @@ class TestDataset:
     def test_digest_is_of_names_dtypes_shapes_bytes_and_labels(self):
         x = np.zeros((4, 2), np.float32)
         different = [
-            Dataset("a", {"x": x}), Dataset("a", {"y": x}), Dataset("a", {"x": x.astype(np.int32)}),
-            Dataset("a", {"x": x.reshape(2, 4)}), Dataset("a", {"x": x + 1}),
+            Dataset("a", {"x": x}),
+            Dataset("a", {"y": x}),
+            Dataset("a", {"x": x.astype(np.int32)}),
+            Dataset("a", {"x": x.reshape(2, 4)}),
+            Dataset("a", {"x": x + 1}),
             Dataset("a", {"x": x}, np.zeros(4, np.int64)),
-        ]  # fmt: skip
+        ]
         assert len({data.digest for data in different}) == len(different)
 
     def test_digest_ignores_the_name_and_the_order_of_arrays(self):
@@ -172,12 +175,15 @@ class TestEmbedded:
 class TestOpen:
     DIGITS = (TensorSpec.parse("image:float32:batch,1,8,8"),)
 
-    @pytest.mark.parametrize(("reference", "name"), [
-        ("digits", "digits/calibration"),
-        ("digits/calibration", "digits/calibration"),
-        ("digits/test", "digits/test"),
-        ("digits/train", "digits/train"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("reference", "name"),
+        [
+            ("digits", "digits/calibration"),
+            ("digits/calibration", "digits/calibration"),
+            ("digits/test", "digits/test"),
+            ("digits/train", "digits/train"),
+        ],
+    )
     def test_embedded(self, reference, name):
         data = open_dataset(reference, self.DIGITS)
         assert data.name == name
@@ -273,20 +279,23 @@ class TestOpen:
         with pytest.raises(DataError, match=f"'x' is {np.dtype(given)}, expected {wanted}"):
             open_dataset(saved(x=np.ones((2, 3), given)), (TensorSpec.parse(f"x:{wanted}:batch,3"),))
 
-    @pytest.mark.parametrize(("arrays", "said"), [
-        ({}, "holds nothing, and the model takes 'image'"),
-        ({"picture": rows()}, "holds 'picture', and the model takes 'image'"),
-        ({"image": rows(), "label": np.arange(5)}, "holds 'image', 'label'"),
-        ({"image": rows().reshape(5, 6)}, r"\[5, 6\], expected \[samples, 2, 3\]"),
-        ({"image": rows().reshape(5, 3, 2)}, r"\[5, 3, 2\], expected \[samples, 2, 3\]"),
-        ({"image": np.float32(1)}, r"has the shape \[\]"),
-        ({"image": rows(0)}, "is empty"),
-        ({"image": rows(), "labels": np.arange(4)}, r"'labels' has the shape \[4\], and the inputs have 5 rows"),
-        ({"image": rows(), "labels": np.int64(1)}, r"'labels' has the shape \[\]"),
-        ({"image": np.where(rows() == 13, np.nan, rows()).astype(np.float32)}, "first in row 2"),
-        ({"image": np.where(rows() == 29, np.inf, rows()).astype(np.float32)}, "first in row 4"),
-        ({"image": rows().astype(np.float64) * 1e300}, "NaN or infinity"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("arrays", "said"),
+        [
+            ({}, "holds nothing, and the model takes 'image'"),
+            ({"picture": rows()}, "holds 'picture', and the model takes 'image'"),
+            ({"image": rows(), "label": np.arange(5)}, "holds 'image', 'label'"),
+            ({"image": rows().reshape(5, 6)}, r"\[5, 6\], expected \[samples, 2, 3\]"),
+            ({"image": rows().reshape(5, 3, 2)}, r"\[5, 3, 2\], expected \[samples, 2, 3\]"),
+            ({"image": np.float32(1)}, r"has the shape \[\]"),
+            ({"image": rows(0)}, "is empty"),
+            ({"image": rows(), "labels": np.arange(4)}, r"'labels' has the shape \[4\], and the inputs have 5 rows"),
+            ({"image": rows(), "labels": np.int64(1)}, r"'labels' has the shape \[\]"),
+            ({"image": np.where(rows() == 13, np.nan, rows()).astype(np.float32)}, "first in row 2"),
+            ({"image": np.where(rows() == 29, np.inf, rows()).astype(np.float32)}, "first in row 4"),
+            ({"image": rows().astype(np.float64) * 1e300}, "NaN or infinity"),
+        ],
+    )
     def test_refused(self, saved, arrays, said):
         with pytest.raises(DataError, match=said) as caught:
             open_dataset(saved(**arrays), IMAGE)
@@ -301,11 +310,14 @@ class TestOpen:
         with pytest.raises(DataError, match=r"'mask' has the shape \[3, 5\], expected \[samples, 4\]"):
             open_dataset(saved(ids=np.zeros((3, 4), np.int64), mask=np.zeros((3, 5), np.int64)), TEXT)
 
-    @pytest.mark.parametrize(("reference", "said"), [
-        ("nowhere.npz", r"no data file nowhere\.npz"),
-        ("images", "cannot tell what data 'images' is"),
-        ("digits/tset", "no embedded data set digits/tset"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("reference", "said"),
+        [
+            ("nowhere.npz", r"no data file nowhere\.npz"),
+            ("images", "cannot tell what data 'images' is"),
+            ("digits/tset", "no embedded data set digits/tset"),
+        ],
+    )
     def test_unknown_references(self, reference, said):
         with pytest.raises(DataError, match=said) as caught:
             open_dataset(reference, IMAGE)
@@ -379,11 +391,14 @@ class TestSynthetic:
         with pytest.raises(SignatureError, match="sequence"):
             synthetic(TEXT[:1], {"ids": np.ones((1, 4), np.int64)}, {}, 2, 0)
 
-    @pytest.mark.parametrize(("spec", "example"), [
-        ("x:float32:", np.float32(1)),
-        ("x:float32:batch,3", np.ones((0, 3), np.float32)),
-        ("x:float32:batch,1", np.full((1, 1), -np.inf, np.float32)),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("spec", "example"),
+        [
+            ("x:float32:", np.float32(1)),
+            ("x:float32:batch,3", np.ones((0, 3), np.float32)),
+            ("x:float32:batch,1", np.full((1, 1), -np.inf, np.float32)),
+        ],
+    )
     def test_refused(self, spec, example):
         with pytest.raises(DataError, match="input x:float32"):
             synthetic((TensorSpec.parse(spec),), {"x": np.asarray(example)}, {}, 2, 0)

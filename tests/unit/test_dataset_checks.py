@@ -42,11 +42,14 @@ class Counted(LazyRows):
 
 
 class TestZeros:
-    @pytest.mark.parametrize("arrays", [
-        {"image": np.zeros((3, 2), np.float32)},
-        {"ids": np.zeros((3, 2), np.int64)},
-        {"image": np.zeros((3, 2), np.float32), "mask": np.zeros((3, 2), bool)},
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "arrays",
+        [
+            {"image": np.zeros((3, 2), np.float32)},
+            {"ids": np.zeros((3, 2), np.int64)},
+            {"image": np.zeros((3, 2), np.float32), "mask": np.zeros((3, 2), bool)},
+        ],
+    )
     def test_nothing_but_zeros(self, tmp_path, arrays):
         with pytest.raises(DataError, match="nothing but zeros in " + ", ".join(map(repr, arrays))) as caught:
             opened(tmp_path, **arrays)
@@ -72,11 +75,14 @@ class TestForCalibration:
         assert held.notes == ()
         assert (held.whole, held.rows) == (data, data.rows)
 
-    @pytest.mark.parametrize("arrays", [
-        {"image": IMAGE[[1, 1, 1]]},
-        {"ids": IDS[[1, 1, 1]]},
-        {"image": IMAGE[[1, 1, 1]], "mask": np.ones((3, 2), np.int64)},
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "arrays",
+        [
+            {"image": IMAGE[[1, 1, 1]]},
+            {"ids": IDS[[1, 1, 1]]},
+            {"image": IMAGE[[1, 1, 1]], "mask": np.ones((3, 2), np.int64)},
+        ],
+    )
     def test_one_sample_many_times(self, tmp_path, arrays):
         data = opened(tmp_path, **arrays)  # an evaluation may do with that
         names = ", ".join(map(repr, arrays))

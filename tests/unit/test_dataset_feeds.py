@@ -159,31 +159,37 @@ class TestEndless:
         assert len(opened("endless")) == 16
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("none", "yielded nothing"),
-    ("raises", "raised KeyError: 'no more disk'"),
-    ("raises_at_once", "raised OSError: the server is gone"),
-    ("no_dict", "yielded ndarray, expected a dict"),
-    ("one_dict", "gives dict, expected dicts one after another"),
-    ("number", "gives int, expected dicts"),
-    ("other_names", "yield 0 holds 'y', and the model takes 'x'"),
-    ("more_names", "holds 'x', 'y', and the model takes 'x'"),
-    ("other_rank", r"yield 0 has the shapes x \[1, 6, 2\], expected those of x:float32:batch,2"),
-    ("uneven", r"yield 1, is x: float32\[3\], and the first x: float32\[2\]"),
-    ("fewer_labels", r"has the shapes x \[6, 2\], labels \[5\]"),
-    ("objects", "yield 0: 'x' is no array of numbers"),
-    ("absent", "my_data.py has no function 'absent'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "yielded nothing"),
+        ("raises", "raised KeyError: 'no more disk'"),
+        ("raises_at_once", "raised OSError: the server is gone"),
+        ("no_dict", "yielded ndarray, expected a dict"),
+        ("one_dict", "gives dict, expected dicts one after another"),
+        ("number", "gives int, expected dicts"),
+        ("other_names", "yield 0 holds 'y', and the model takes 'x'"),
+        ("more_names", "holds 'x', 'y', and the model takes 'x'"),
+        ("other_rank", r"yield 0 has the shapes x \[1, 6, 2\], expected those of x:float32:batch,2"),
+        ("uneven", r"yield 1, is x: float32\[3\], and the first x: float32\[2\]"),
+        ("fewer_labels", r"has the shapes x \[6, 2\], labels \[5\]"),
+        ("objects", "yield 0: 'x' is no array of numbers"),
+        ("absent", "my_data.py has no function 'absent'"),
+    ],
+)
 def test_functions_that_do_not_work(name, said):
     with pytest.raises(DataError, match=said) as caught:
         opened(name)
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize(("reference", "said"), [
-    ("nowhere_at_all:f", "importing the data's module nowhere_at_all raised ModuleNotFoundError"),
-    ("nowhere.py:f", "there is no file nowhere.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("nowhere_at_all:f", "importing the data's module nowhere_at_all raised ModuleNotFoundError"),
+        ("nowhere.py:f", "there is no file nowhere.py"),
+    ],
+)
 def test_modules_that_are_not_there(reference, said):
     with pytest.raises(DataError, match=said):
         open_dataset(reference, INPUTS)

@@ -75,12 +75,15 @@ class TestFiles:
         configure(root, do_rescale=True)  # then nothing is looked for beside the folder
         assert {str(each.relative_to(tmp_path)) for each in open_dataset(str(root), (RAW,)).folders} == known
 
-    @pytest.mark.parametrize(("files", "said"), [
-        ((), "holds no images"),
-        (("cat/a.txt",), "holds no images"),
-        (("a.png", "cat/b.png"), r"itself and in sub-folders \(cat/b.png\)"),
-        (("cat/a.png", "dog/a.txt", "owl/a.png"), "sub-folder dog of .* holds no images"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("files", "said"),
+        [
+            ((), "holds no images"),
+            (("cat/a.txt",), "holds no images"),
+            (("a.png", "cat/b.png"), r"itself and in sub-folders \(cat/b.png\)"),
+            (("cat/a.png", "dog/a.txt", "owl/a.png"), "sub-folder dog of .* holds no images"),
+        ],
+    )
     def test_refused(self, tmp_path, files, said):
         for name in files:
             path = put((tmp_path / name).with_suffix(".png"), pixels())
@@ -148,12 +151,15 @@ class TestDefaults:
         data = open_dataset(str(tmp_path), (RAW,)).arrays["x"][:]
         assert data[:, :, 1:-1, 1:-1].min() == 255
 
-    @pytest.mark.parametrize(("spec", "expected"), [
-        ("x:uint8:batch,1,8,8", (1, 8, 8)),
-        ("x:uint8:batch,4,8,8", (4, 8, 8)),
-        ("x:float16:batch,3,8,8", (3, 8, 8)),
-        ("x:uint8:batch,8,8,3", (8, 8, 3)),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("spec", "expected"),
+        [
+            ("x:uint8:batch,1,8,8", (1, 8, 8)),
+            ("x:uint8:batch,4,8,8", (4, 8, 8)),
+            ("x:float16:batch,3,8,8", (3, 8, 8)),
+            ("x:uint8:batch,8,8,3", (8, 8, 3)),
+        ],
+    )
     def test_channels_order_and_dtype_are_the_models(self, folder, spec, expected):
         spec = TensorSpec.parse(spec)
         made = one(folder, spec)
@@ -168,12 +174,15 @@ class TestDefaults:
         image.save(tmp_path / "p.png", transparency=bytes(range(8)))
         assert np.array_equal(one(tmp_path, RAW).transpose(1, 2, 0), np.asarray(image.convert("RGB")))
 
-    @pytest.mark.parametrize(("spec", "said"), [
-        ("x:float32:batch,192", "no images can be made into"),
-        ("x:int64:batch,3,8,8", "no images can be made into"),
-        ("x:float32:batch,5,8,8", "images have 1, 3 or 4 channels"),
-        ("x:float32:batch,3,height,width", "height and width of .* are dynamic"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("spec", "said"),
+        [
+            ("x:float32:batch,192", "no images can be made into"),
+            ("x:int64:batch,3,8,8", "no images can be made into"),
+            ("x:float32:batch,5,8,8", "images have 1, 3 or 4 channels"),
+            ("x:float32:batch,3,height,width", "height and width of .* are dynamic"),
+        ],
+    )
     def test_inputs_that_are_no_image(self, folder, spec, said):
         with pytest.raises(DataError, match=said) as caught:
             open_dataset(str(folder), (TensorSpec.parse(spec),))
@@ -188,13 +197,16 @@ class TestGiven:
         put(tmp_path / "wide.png", pixels(12, 20))
         return tmp_path
 
-    @pytest.mark.parametrize(("options", "resized", "box"), [
-        ({"resize": 6, "crop": 4}, (10, 6), (3, 1, 7, 5)),
-        ({"resize": 6}, (10, 6), (2, 0, 8, 6)),
-        ({"resize": (5, 7)}, (7, 5), None),
-        ({"resize": (10, 14), "crop": (4, 6)}, (14, 10), (4, 3, 10, 7)),
-        ({"crop": (4, 6)}, (20, 12), (7, 4, 13, 8)),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("options", "resized", "box"),
+        [
+            ({"resize": 6, "crop": 4}, (10, 6), (3, 1, 7, 5)),
+            ({"resize": 6}, (10, 6), (2, 0, 8, 6)),
+            ({"resize": (5, 7)}, (7, 5), None),
+            ({"resize": (10, 14), "crop": (4, 6)}, (14, 10), (4, 3, 10, 7)),
+            ({"crop": (4, 6)}, (20, 12), (7, 4, 13, 8)),
+        ],
+    )
     def test_resize_and_crop(self, wide, options, resized, box):
         image = Image.fromarray(pixels(12, 20)).resize(resized, Image.Resampling.BILINEAR)
         expected = np.asarray(image.crop(box) if box else image)
@@ -207,10 +219,13 @@ class TestGiven:
         (note,) = open_dataset(str(folder), (RGB,), options=DataOptions(mean=(1, 0.5, 0), std=(2,))).notes
         assert "mean 1 0.5 0, standard deviation 2 (mean, std as given" in note
 
-    @pytest.mark.parametrize(("options", "said"), [
-        ({"crop": 4}, "the options make images of 4×4, and the model takes x:float32:batch,3,8,8"),
-        ({"mean": (1, 2)}, r"the mean \[1.0, 2.0\] does not fit images of 3 channels"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"crop": 4}, "the options make images of 4×4, and the model takes x:float32:batch,3,8,8"),
+            ({"mean": (1, 2)}, r"the mean \[1.0, 2.0\] does not fit images of 3 channels"),
+        ],
+    )
     def test_refused(self, folder, options, said):
         with pytest.raises(DataError, match=said):
             one(folder, **options)
@@ -224,21 +239,28 @@ class TestGiven:
 # preprocessor_config.json as the image processors of Hugging Face write it
 VIT = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2}
 CLIP = {
-    "size": {"shortest_edge": 10}, "crop_size": {"height": 8, "width": 8}, "resample": 3,
-    "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "do_center_crop": True,
-}  # fmt: skip
+    "size": {"shortest_edge": 10},
+    "crop_size": {"height": 8, "width": 8},
+    "resample": 3,
+    "image_mean": [0.48, 0.46, 0.41],
+    "image_std": [0.27, 0.26, 0.28],
+    "do_center_crop": True,
+}
 OLD = {"size": 8, "do_resize": True, "do_normalize": False}
 CONVNEXT = {**VIT, "size": {"shortest_edge": 8}, "crop_pct": 0.8}
 
 
 class TestConfiguration:
-    @pytest.mark.parametrize(("processor", "config"), [
-        ("ViTImageProcessor", VIT),
-        ("CLIPImageProcessor", CLIP),
-        ("ViTImageProcessor", OLD),
-        ("ConvNextImageProcessor", CONVNEXT),
-        ("DeiTImageProcessor", {**CLIP, "size": {"height": 11, "width": 11}}),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("processor", "config"),
+        [
+            ("ViTImageProcessor", VIT),
+            ("CLIPImageProcessor", CLIP),
+            ("ViTImageProcessor", OLD),
+            ("ConvNextImageProcessor", CONVNEXT),
+            ("DeiTImageProcessor", {**CLIP, "size": {"height": 11, "width": 11}}),
+        ],
+    )
     def test_does_what_transformers_does(self, tmp_path, processor, config):
         transformers = pytest.importorskip("transformers")
         put(tmp_path / "a.png", pixels(23, 31))
@@ -255,18 +277,30 @@ class TestConfiguration:
 
     def test_steps_that_are_turned_off(self, folder):
         configure(
-            folder, do_resize=False, size=4, do_center_crop=False, crop_size=4, do_rescale=False, do_normalize=False,
+            folder,
+            do_resize=False,
+            size=4,
+            do_center_crop=False,
+            crop_size=4,
+            do_rescale=False,
+            do_normalize=False,
             image_mean=[9.0],
-        )  # fmt: skip
+        )
         assert np.array_equal(one(folder), pixels().transpose(2, 0, 1))
 
-    @pytest.mark.parametrize(("text", "said"), [
-        ("{", "Invalid JSON"),
-        ('{"size": "large"}', "size"),
-        ('{"size": {"longest_edge": 8}}', "shortest_edge, or height and width"),
-        ('{"size": {"height": 4, "width": 4}}', "preprocessor_config.json makes images of 4×4, and the model takes"),
-        ('{"image_std": [1, 0, 1]}', r"the std \[1.0, 0.0, 1.0\] does not fit"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("{", "Invalid JSON"),
+            ('{"size": "large"}', "size"),
+            ('{"size": {"longest_edge": 8}}', "shortest_edge, or height and width"),
+            (
+                '{"size": {"height": 4, "width": 4}}',
+                "preprocessor_config.json makes images of 4×4, and the model takes",
+            ),
+            ('{"image_std": [1, 0, 1]}', r"the std \[1.0, 0.0, 1.0\] does not fit"),
+        ],
+    )
     def test_refused(self, folder, text, said):
         (folder / "preprocessor_config.json").write_text(text)
         with pytest.raises(DataError, match=said) as caught:

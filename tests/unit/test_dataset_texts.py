@@ -148,12 +148,15 @@ class TestTokenizer:
 
 
 class TestLines:
-    @pytest.mark.parametrize(("labels", "expected", "dtype"), [
-        ([1, 0], [1, 0], np.int64),
-        ([True, False], [1, 0], np.int64),
-        ([0.5, 1], [0.5, 1.0], np.float64),
-        (["no", "maybe"], [1, 0], np.int64),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("labels", "expected", "dtype"),
+        [
+            ([1, 0], [1, 0], np.int64),
+            ([True, False], [1, 0], np.int64),
+            ([0.5, 1], [0.5, 1.0], np.float64),
+            (["no", "maybe"], [1, 0], np.int64),
+        ],
+    )
     def test_labels(self, write, labels, expected, dtype):
         data = open_dataset(write(*({"text": "one", "label": label} for label in labels)), IDS)
         assert (data.labels.tolist(), data.labels.dtype) == (expected, dtype)
@@ -164,16 +167,19 @@ class TestLines:
         data = open_dataset(write({"review": "one", "stars": 4, "label": "x"}), IDS, options=options)
         assert data.labels.tolist() == [4]
 
-    @pytest.mark.parametrize(("second", "said"), [
-        ("{", r"texts\.jsonl, line 3 is no JSON"),
-        (b"\xff".decode("latin-1"), "line 3 is no JSON"),
-        ("[]", "line 3 is a JSON list, expected an object"),
-        ({"texts": "one"}, "line 3 has the keys 'texts', and no 'text'"),
-        ({"text": 3}, "line 3: 'text' is no text"),
-        ({"text": "one"}, "line 3: the label is not there, and the first one is a number"),
-        ({"text": "one", "label": "good"}, "line 3: the label is a word, and the first one is a number"),
-        ({"text": "one", "label": [1]}, "line 3: the label is no number and no word"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("second", "said"),
+        [
+            ("{", r"texts\.jsonl, line 3 is no JSON"),
+            (b"\xff".decode("latin-1"), "line 3 is no JSON"),
+            ("[]", "line 3 is a JSON list, expected an object"),
+            ({"texts": "one"}, "line 3 has the keys 'texts', and no 'text'"),
+            ({"text": 3}, "line 3: 'text' is no text"),
+            ({"text": "one"}, "line 3: the label is not there, and the first one is a number"),
+            ({"text": "one", "label": "good"}, "line 3: the label is a word, and the first one is a number"),
+            ({"text": "one", "label": [1]}, "line 3: the label is no number and no word"),
+        ],
+    )
     def test_refused(self, write, second, said):
         with pytest.raises(DataError, match=said) as caught:
             open_dataset(write({"text": "one", "label": 1}, "", second), IDS)

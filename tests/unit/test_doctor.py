@@ -49,10 +49,14 @@ def test_people_read_the_fixes_last(found: Diagnosis) -> None:
 
 def test_gpus_with_units_and_reasons(found: Diagnosis) -> None:
     gpu = GpuState(
-        name="NVIDIA H100", compute_capability="9.0", memory_bytes=80 << 30, clock_limits=("power limit",),
-        persistence=True, processes=(GpuProcess(pid=7, used_bytes=1 << 30), GpuProcess(pid=8, used_bytes=None)),
+        name="NVIDIA H100",
+        compute_capability="9.0",
+        memory_bytes=80 << 30,
+        clock_limits=("power limit",),
+        persistence=True,
+        processes=(GpuProcess(pid=7, used_bytes=1 << 30), GpuProcess(pid=8, used_bytes=None)),
         reasons={"power_watts": "no permission"},
-    )  # fmt: skip
+    )
     machine = found.environment.model_copy(update={"gpus": (gpu,)})
     facts = inspect.readable(found.model_copy(update={"environment": machine}))["cuda:0"]
     assert facts["memory"] == "80 GiB"
@@ -64,10 +68,18 @@ def test_gpus_with_units_and_reasons(found: Diagnosis) -> None:
 
 def test_a_machine_that_shows_everything(found: Diagnosis) -> None:
     shown = {
-        "quota_cores": 1.5, "turbo": False, "governor": "performance", "throttled_periods": 4, "thermal_throttles": 2,
-        "stolen_seconds": 3.4, "memory_limit_bytes": 2 << 30, "memory_limit_left_bytes": 1 << 30,
-        "frequency_mhz": 2400.0, "frequency_max_mhz": 3600.0, "frequency_min_mhz": None,
-    }  # fmt: skip
+        "quota_cores": 1.5,
+        "turbo": False,
+        "governor": "performance",
+        "throttled_periods": 4,
+        "thermal_throttles": 2,
+        "stolen_seconds": 3.4,
+        "memory_limit_bytes": 2 << 30,
+        "memory_limit_left_bytes": 1 << 30,
+        "frequency_mhz": 2400.0,
+        "frequency_max_mhz": 3600.0,
+        "frequency_min_mhz": None,
+    }
     facts = inspect.readable(found.model_copy(update={"environment": machine.environment().model_copy(update=shown)}))
     processor = facts["processor"]
     assert processor["container's limit"] == "1.5 cores"

@@ -81,23 +81,29 @@ def test_a_cast_module_answers_in_the_models_own_types(artifact: Artifact, dtype
     np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(("options", "row"), [
-    ({}, "fp32"),
-    ({"tf32": True}, "tf32"),
-    ({"dtype": "float16"}, "fp16"),
-    ({"dtype": "bfloat16", "tf32": True}, "bf16"),
-    ({"cuda_graphs": True}, "fp32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        ({}, "fp32"),
+        ({"tf32": True}, "tf32"),
+        ({"dtype": "float16"}, "fp16"),
+        ({"dtype": "bfloat16", "tf32": True}, "bf16"),
+        ({"cuda_graphs": True}, "fp32"),
+    ],
+)
 def test_each_option_is_held_to_its_own_thresholds(options: dict[str, Any], row: str) -> None:
     assert Eager(**options).arithmetic == row
     assert thresholds_for(row)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"tf32": True}, "TF32 can"),
-    ({"cuda_graphs": True}, "replays of CUDA graphs can"),
-    ({"tf32": True, "cuda_graphs": True}, "and"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tf32": True}, "TF32 can"),
+        ({"cuda_graphs": True}, "replays of CUDA graphs can"),
+        ({"tf32": True, "cuda_graphs": True}, "and"),
+    ],
+)
 def test_what_only_cuda_has_is_refused_on_the_cpu(artifact: Artifact, options: dict[str, Any], words: str) -> None:
     with pytest.raises(MissingCapability, match=words) as caught:
         Eager(**options).load(artifact, CPU)
@@ -245,10 +251,13 @@ def test_the_third_call_is_captured_and_replayed(current: list[FakeStream]) -> N
 
 
 @pytest.mark.usefixtures("current")
-@pytest.mark.parametrize(("error", "kind", "words"), [
-    (RuntimeError("operation not permitted when stream is capturing"), ModelError, "not permitted when stream"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), StepOutOfMemory, "2 GiB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), ModelError, "not permitted when stream"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), StepOutOfMemory, "2 GiB"),
+    ],
+)
 def test_what_cannot_be_captured_is_said_in_words(error: Exception, kind: type[Exception], words: str) -> None:
     session = opened(GraphedSession, Doubling(error))
     bound = session.bind(feeds())

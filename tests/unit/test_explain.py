@@ -32,14 +32,17 @@ def record(
     return VariantRecord.model_validate({**values, "latency": rows, **more})
 
 
-@pytest.mark.parametrize(("precision", "low"), [
-    ("fp32", None),
-    ("fp16", "fp16"),
-    ("int8", "int8"),
-    ("int8-dynamic", "int8"),
-    ("int8+fp16", "int8"),
-    ("int4-weights", "int4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "low"),
+    [
+        ("fp32", None),
+        ("fp16", "fp16"),
+        ("int8", "int8"),
+        ("int8-dynamic", "int8"),
+        ("int8+fp16", "int8"),
+        ("int4-weights", "int4"),
+    ],
+)
 def test_names_promise_their_narrowest_type(precision: str, low: str | None) -> None:
     assert narrowest_type(precision) == low
 
@@ -168,15 +171,18 @@ def test_it_is_compared_with_the_best_float_variant_of_the_same_engine() -> None
     assert explain_gain(int8.model_copy(update={"status": "failed"}), others, given()) == ()
 
 
-@pytest.mark.parametrize(("low", "where", "environment", "words"), [
-    ("int8", CPU, {"vector_units": ["avx512_vnni", "fma"]}, "instructions for int8 dot products (avx512_vnni)"),
-    ("int8", CPU, {}, ""),
-    ("fp16", CPU, {"vector_units": ["avx2"]}, ""),
-    ("fp8", GPU, {"gpus": [{"name": "A10", "compute_capability": "8.6"}]}, "matrix units for fp8 begin with 8.9"),
-    ("int8", GPU, {"gpus": [{"name": "A10", "compute_capability": "8.6"}]}, "with it matrix units for int8"),
-    ("int8", GPU, {"gpus": [{"name": "A10", "compute_capability": "[N/A]"}]}, ""),
-    ("int8", GPU, {"gpus": None}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "where", "environment", "words"),
+    [
+        ("int8", CPU, {"vector_units": ["avx512_vnni", "fma"]}, "instructions for int8 dot products (avx512_vnni)"),
+        ("int8", CPU, {}, ""),
+        ("fp16", CPU, {"vector_units": ["avx2"]}, ""),
+        ("fp8", GPU, {"gpus": [{"name": "A10", "compute_capability": "8.6"}]}, "matrix units for fp8 begin with 8.9"),
+        ("int8", GPU, {"gpus": [{"name": "A10", "compute_capability": "8.6"}]}, "with it matrix units for int8"),
+        ("int8", GPU, {"gpus": [{"name": "A10", "compute_capability": "[N/A]"}]}, ""),
+        ("int8", GPU, {"gpus": None}, ""),
+    ],
+)
 def test_hardware_is_told_as_far_as_it_is_known(low: str, where: Device, environment: Any, words: str) -> None:
     found = explain.describe_hardware(low, where, environment)
     assert words in found

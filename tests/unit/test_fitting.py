@@ -30,9 +30,14 @@ def record(
 ) -> VariantRecord:
     rows = tuple(LatencyRow(batch=1 << index, throughput_per_s=rate) for index, rate in enumerate(rates))
     return VariantRecord.model_construct(
-        id=name, engine="tensorrt_rtx", precision="fp16", workspace_limit_bytes=limit, target=target, status=status,
+        id=name,
+        engine="tensorrt_rtx",
+        precision="fp16",
+        workspace_limit_bytes=limit,
+        target=target,
+        status=status,
         latency=rows,
-    )  # fmt: skip
+    )
 
 
 def run(*records: VariantRecord) -> Run:
@@ -247,11 +252,14 @@ def test_without_a_sweep_only_what_did_not_fit_is_looked_into(monkeypatch: pytes
     assert fitting(benchmark, "engine") == [5]
 
 
-@pytest.mark.parametrize(("room", "options", "fit"), [
-    (0, {}, []),
-    (10_000, {"most": 48}, [1, 2, 4, 8, 16, 32, 48]),  # the end of the range is measured last
-    (11, {"less": 2}, [1, 2, 4, 8, 9]),  # it fits alone, and not while it is measured
-    (13, {}, [1, 2, 4, 8, 12]),  # a size that fails otherwise is not used
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "options", "fit"),
+    [
+        (0, {}, []),
+        (10_000, {"most": 48}, [1, 2, 4, 8, 16, 32, 48]),  # the end of the range is measured last
+        (11, {"less": 2}, [1, 2, 4, 8, 9]),  # it fits alone, and not while it is measured
+        (13, {}, [1, 2, 4, 8, 12]),  # a size that fails otherwise is not used
+    ],
+)
 def test_sizes_of_a_sweep(room: int, options: dict[str, int], fit: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert fitting(swept({"eager": room}, monkeypatch, **options), "eager") == fit

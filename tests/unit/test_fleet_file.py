@@ -93,61 +93,77 @@ def changed(**changes: Any) -> dict[str, Any]:
     return merge_layers(SMALL, changes)
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({}, "the fleet file has no models"),
-    ({"models": {}}, "the fleet file has no models"),
-    ({"modles": {"digits": {}}}, "has no field 'modles'; did you mean models"),
-    ({**SMALL, 1: {}}, "has no field '1'"),
-    ({"models": ["digits", "lenet", "digits"]}, "models has 'digits' twice"),
-    ({"models": ["digits"], "targets": ["cpu", "cpu"]}, "targets has 'cpu' twice"),
-    (changed(models={"digits": {"targets": ["cpu", "cpu"]}}), "models.digits.targets has 'cpu' twice"),
-    (changed(models={"../x": {"model": "digits"}}), "models: '../x' can be no name"),
-    (changed(models={"hf:a/b@main": {}}), "models: 'hf:a/b@main' can be no name"),
-    (changed(models={"a" * 101: {"model": "digits"}}), "can be no name"),
-    (changed(targets={"c p u": {}}), "targets: 'c p u' can be no name"),
-    (changed(target={}), "has no field 'target'; did you mean targets"),
-    (changed(models={"digits": {"recipie": {}}}), "no field 'recipie' in models.digits; did you mean recipe"),
-    (changed(targets={"cpu": {"devise": "cpu"}}), "no field 'devise' in targets.cpu; did you mean device"),
-    (changed(models={1: {}}), "models: the name 1 is no text"),
-    (changed(recipe={"precisons": ["fp32"]}), "^recipe: the recipe has no field 'precisons'; did you mean precis"),
-    (changed(targets={"gpu": {"recipe": {"measure": {"secs": 1}}}}), "^targets.gpu.recipe: .*no field 'secs' in mea"),
-    (changed(models={"digits": {"recipe": {"batch": "x"}}}), "^models.digits.recipe: batch"),
-    (changed(overrides={"digits@cpu": {"batch": [0]}}), "^overrides.digits@cpu: batch: a batch size"),
-    (changed(recipe={"model": "digits"}), "recipe names a model"),
-    (changed(overrides={"digit@cpu": {}}), "overrides names 'digit@cpu'.*did you mean digits@cpu"),
-    (changed(skip=["digits@cpus"]), "skip names 'digits@cpus'.*did you mean digits@cpu"),
-    (changed(skip=["*@tpu"]), "skip names"),
-    (changed(models={"digits": {"targets": ["cpus"]}}), "models.digits.targets names 'cpus'.*did you mean cpu"),
-    (changed(targets={"gpu": {"device": "cpu"}}), "targets.gpu has the accelerator H100, and its device is cpu"),
-    (changed(targets={"cpu": {"device": "tpu"}}), "targets.cpu: there is no device 'tpu'"),
-    (changed(targets={"cpu": {"device": "cpu", "recipe": {"device": "cpu"}}}), "says twice what its device is"),
-    (changed(targets={"cpu": {"resources": {"edge": 0}}}), "resources: of edge more than 0 is needed"),
-    (changed(models={"Digits": {"model": "digits"}}), "digits@cpu and Digits@cpu would both have the folder"),
-    (changed(models={"a/b": {}, "a:b": {}}), "a/b@cpu and a:b@cpu would both have the folder a-b@cpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "the fleet file has no models"),
+        ({"models": {}}, "the fleet file has no models"),
+        ({"modles": {"digits": {}}}, "has no field 'modles'; did you mean models"),
+        ({**SMALL, 1: {}}, "has no field '1'"),
+        ({"models": ["digits", "lenet", "digits"]}, "models has 'digits' twice"),
+        ({"models": ["digits"], "targets": ["cpu", "cpu"]}, "targets has 'cpu' twice"),
+        (changed(models={"digits": {"targets": ["cpu", "cpu"]}}), "models.digits.targets has 'cpu' twice"),
+        (changed(models={"../x": {"model": "digits"}}), "models: '../x' can be no name"),
+        (changed(models={"hf:a/b@main": {}}), "models: 'hf:a/b@main' can be no name"),
+        (changed(models={"a" * 101: {"model": "digits"}}), "can be no name"),
+        (changed(targets={"c p u": {}}), "targets: 'c p u' can be no name"),
+        (changed(target={}), "has no field 'target'; did you mean targets"),
+        (changed(models={"digits": {"recipie": {}}}), "no field 'recipie' in models.digits; did you mean recipe"),
+        (changed(targets={"cpu": {"devise": "cpu"}}), "no field 'devise' in targets.cpu; did you mean device"),
+        (changed(models={1: {}}), "models: the name 1 is no text"),
+        (changed(recipe={"precisons": ["fp32"]}), "^recipe: the recipe has no field 'precisons'; did you mean precis"),
+        (
+            changed(targets={"gpu": {"recipe": {"measure": {"secs": 1}}}}),
+            "^targets.gpu.recipe: .*no field 'secs' in mea",
+        ),
+        (changed(models={"digits": {"recipe": {"batch": "x"}}}), "^models.digits.recipe: batch"),
+        (changed(overrides={"digits@cpu": {"batch": [0]}}), "^overrides.digits@cpu: batch: a batch size"),
+        (changed(recipe={"model": "digits"}), "recipe names a model"),
+        (changed(overrides={"digit@cpu": {}}), "overrides names 'digit@cpu'.*did you mean digits@cpu"),
+        (changed(skip=["digits@cpus"]), "skip names 'digits@cpus'.*did you mean digits@cpu"),
+        (changed(skip=["*@tpu"]), "skip names"),
+        (changed(models={"digits": {"targets": ["cpus"]}}), "models.digits.targets names 'cpus'.*did you mean cpu"),
+        (changed(targets={"gpu": {"device": "cpu"}}), "targets.gpu has the accelerator H100, and its device is cpu"),
+        (changed(targets={"cpu": {"device": "tpu"}}), "targets.cpu: there is no device 'tpu'"),
+        (changed(targets={"cpu": {"device": "cpu", "recipe": {"device": "cpu"}}}), "says twice what its device is"),
+        (changed(targets={"cpu": {"resources": {"edge": 0}}}), "resources: of edge more than 0 is needed"),
+        (changed(models={"Digits": {"model": "digits"}}), "digits@cpu and Digits@cpu would both have the folder"),
+        (changed(models={"a/b": {}, "a:b": {}}), "a/b@cpu and a:b@cpu would both have the folder a-b@cpu"),
+    ],
+)
 def test_what_makes_no_sense_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make(values)
 
 
-@pytest.mark.parametrize(("values", "only", "options", "words"), [
-    (SMALL, ["digitz"], {}, "--only names 'digitz'.*did you mean digits"),
-    (changed(skip=["*"]), [], {}, "nothing is left"),
-    (SMALL, ["gpu"], {"device": "cpu"}, "^digits@gpu: the target has the accelerator H100"),
-    (changed(overrides={"lenet@cpu": {"budgets": {"max_drop": 0.1}}}), [], {},
-        "^lenet@cpu: the budget max_drop needs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "only", "options", "words"),
+    [
+        (SMALL, ["digitz"], {}, "--only names 'digitz'.*did you mean digits"),
+        (changed(skip=["*"]), [], {}, "nothing is left"),
+        (SMALL, ["gpu"], {"device": "cpu"}, "^digits@gpu: the target has the accelerator H100"),
+        (
+            changed(overrides={"lenet@cpu": {"budgets": {"max_drop": 0.1}}}),
+            [],
+            {},
+            "^lenet@cpu: the budget max_drop needs",
+        ),
+    ],
+)
 def test_what_breaks_for_an_entry_names_it(values: Any, only: list[str], options: dict[str, Any], words: str) -> None:
     fleet = make(values)
     with pytest.raises(UsageError, match=words):
         fleet.entries(only, options)
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("models: [", "the fleet file .* is not YAML: .* in line"),
-    ("- digits", "the fleet file .* is no mapping"),
-    ("models:\n  digits: {}\n  digits: {}\n", "'digits' stands there twice in line 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: [", "the fleet file .* is not YAML: .* in line"),
+        ("- digits", "the fleet file .* is no mapping"),
+        ("models:\n  digits: {}\n  digits: {}\n", "'digits' stands there twice in line 3"),
+    ],
+)
 def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "fleet.yaml").write_text(text)
     with pytest.raises(UsageError, match=words):

@@ -116,14 +116,17 @@ def test_options_and_patterns_of_the_command_line(jobs: Jobs) -> None:
     assert found.options == {"batch": "4", "budgets": {"max_latency_ms": "5ms"}}
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["optimize", "fleet.yaml", "--recipe", "r.yaml"], "has its own recipe"),
-    (["optimize", "gone.yml"], "the fleet file gone.yml cannot be read"),
-    (["optimize", "fleet.yaml", "--only", "digitz"], "did you mean digits"),
-    (["optimize", "fleet.yaml", "--changed-since", "nowhere"], "there is no fleet in nowhere"),
-    (["optimize", "digits", "--only", "digits"], "--only is for fleet files"),
-    (["optimize", "digits", "--changed-since", "runs/a"], "--changed-since is for fleet files"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["optimize", "fleet.yaml", "--recipe", "r.yaml"], "has its own recipe"),
+        (["optimize", "gone.yml"], "the fleet file gone.yml cannot be read"),
+        (["optimize", "fleet.yaml", "--only", "digitz"], "did you mean digits"),
+        (["optimize", "fleet.yaml", "--changed-since", "nowhere"], "there is no fleet in nowhere"),
+        (["optimize", "digits", "--only", "digits"], "--only is for fleet files"),
+        (["optimize", "digits", "--changed-since", "runs/a"], "--changed-since is for fleet files"),
+    ],
+)
 def test_wrong_usage(jobs: Jobs, arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(cli.main, arguments)
     assert done.exit_code == 2

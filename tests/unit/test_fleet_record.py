@@ -34,12 +34,15 @@ def test_it_reads_back_as_itself(tmp_path: Path) -> None:
     assert not records.is_fleet(tmp_path / "runs")
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ('{"schema": "enginesmith.fleet/2"}', "newer schema"),
-    ('{"schema": "enginesmith.run/1"}', "not of the schema"),
-    ('{"schema": "enginesmith.fleet/1"}', "is damaged: .* is missing"),
-    ("{", "is damaged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"schema": "enginesmith.fleet/2"}', "newer schema"),
+        ('{"schema": "enginesmith.run/1"}', "not of the schema"),
+        ('{"schema": "enginesmith.fleet/1"}', "is damaged: .* is missing"),
+        ("{", "is damaged"),
+    ],
+)
 def test_a_damaged_record_is_told(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / records.FILE).write_text(text)
     with pytest.raises(UsageError, match=words):
@@ -59,28 +62,35 @@ def test_what_is_not_known_is_left_out_unless_it_is_to_be_done(tmp_path: Path) -
 def made(folder: Path, kind: str) -> EntryRecord:
     (one, *_) = fleets.fleet().entries()
     kinds: dict[str, Run | EnginesmithError | None] = {
-        "won": fleets.run(one), "partly": fleets.partly(one), "breached": fleets.breached(one),
-        "lacking": fleets.ERRORS[0], "usage": fleets.ERRORS[1], "failed": fleets.ERRORS[2],
+        "won": fleets.run(one),
+        "partly": fleets.partly(one),
+        "breached": fleets.breached(one),
+        "lacking": fleets.ERRORS[0],
+        "usage": fleets.ERRORS[1],
+        "failed": fleets.ERRORS[2],
         "built": fleets.run(one, winner=None, winner_reason="2 variants are built", complete=False),
         "unmeasured": fleets.run(one, winner=None, winner_reason="nothing was measured that has a latency"),
         "waiting": None,
-    }  # fmt: skip
+    }
     found = fleets.entry(one, folder, kinds[kind])
     assert isinstance(found, EntryRecord)
     return found
 
 
-@pytest.mark.parametrize(("kind", "status", "code"), [
-    ("won", "done", 0),
-    ("partly", "done", 0),
-    ("unmeasured", "done", 0),
-    ("breached", "breached", 3),
-    ("lacking", "lacking", 4),
-    ("built", "lacking", 4),
-    ("failed", "failed", 1),
-    ("usage", "failed", 2),
-    ("waiting", "pending", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        ("won", "done", 0),
+        ("partly", "done", 0),
+        ("unmeasured", "done", 0),
+        ("breached", "breached", 3),
+        ("lacking", "lacking", 4),
+        ("built", "lacking", 4),
+        ("failed", "failed", 1),
+        ("usage", "failed", 2),
+        ("waiting", "pending", 0),
+    ],
+)
 def test_how_an_entry_ends(tmp_path: Path, kind: str, status: str, code: int) -> None:
     found = made(tmp_path, kind)
     assert (found.status, found.exit_code) == (status, code)
@@ -88,16 +98,19 @@ def test_how_an_entry_ends(tmp_path: Path, kind: str, status: str, code: int) ->
     assert bool(found.reason) == (kind not in ("won", "partly"))
 
 
-@pytest.mark.parametrize(("kinds", "code"), [
-    (["won", "partly"], 0),
-    (["won", "lacking"], 4),
-    (["won", "lacking", "breached"], 3),
-    (["won", "lacking", "breached", "failed"], 1),
-    (["won", "usage"], 1),
-    (["lacking", "usage"], 1),
-    (["usage", "failed"], 1),
-    (["usage", "usage"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [
+        (["won", "partly"], 0),
+        (["won", "lacking"], 4),
+        (["won", "lacking", "breached"], 3),
+        (["won", "lacking", "breached", "failed"], 1),
+        (["won", "usage"], 1),
+        (["lacking", "usage"], 1),
+        (["usage", "failed"], 1),
+        (["usage", "usage"], 2),
+    ],
+)
 def test_the_worst_exit_code_counts(tmp_path: Path, kinds: list[str], code: int) -> None:
     entries = [made(tmp_path / str(number), kind) for number, kind in enumerate(kinds)]
     assert fleets.record(fleets.fleet(), *entries).exit_code == code
@@ -224,10 +237,14 @@ def test_what_is_missing_is_said(before: Earlier, asked: Entry, tmp_path: Path) 
 
 def test_the_last_fleet_is_the_newest_of_its_name(asked: Entry, tmp_path: Path) -> None:
     others: dict[str, dict[str, Any]] = {
-        "old": {"created": "2026-01-01"}, "newer": {"created": "2026-01-03"},
-        "part": {"created": "2026-01-04", "only": ["cpu"]}, "other": {"created": "2026-01-05", "file": "other.yaml"},
-        "interrupted": {"created": "2026-01-05"}, "now": {"created": "2026-01-06"}, "later": {"created": "2026-01-07"},
-    }  # fmt: skip
+        "old": {"created": "2026-01-01"},
+        "newer": {"created": "2026-01-03"},
+        "part": {"created": "2026-01-04", "only": ["cpu"]},
+        "other": {"created": "2026-01-05", "file": "other.yaml"},
+        "interrupted": {"created": "2026-01-05"},
+        "now": {"created": "2026-01-06"},
+        "later": {"created": "2026-01-07"},
+    }
     for name, changes in others.items():
         found = None if name == "interrupted" else fleets.run(asked)
         fleet_in(asked, tmp_path / name, found, **changes)
@@ -241,16 +258,19 @@ def test_the_last_fleet_is_the_newest_of_its_name(asked: Entry, tmp_path: Path) 
     assert records.find_last(tmp_path / "now", now.model_copy(update={"file": "none.yaml"})) is None
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"recipe": {"batch": [4]}}, "its recipe changed: batch"),
-    ({"targets": {"cpu": {"resources": {"big": 1}}}}, "its target changed"),
-    ({"state": replace(STATE, model_sha256="another")}, "its model changed"),
-    ({"state": replace(STATE, model_sha256=None)}, "its model cannot be loaded"),
-    ({"state": replace(STATE, files={"data.npz": "e"})}, "data.npz changed"),
-    ({"state": replace(STATE, files={})}, "data.npz changed"),
-    ({"state": replace(STATE, packages={"torch": "2.12"})}, "torch 2.11 → 2.12"),
-    ({"models": {"lenet": {}}}, "it was not there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recipe": {"batch": [4]}}, "its recipe changed: batch"),
+        ({"targets": {"cpu": {"resources": {"big": 1}}}}, "its target changed"),
+        ({"state": replace(STATE, model_sha256="another")}, "its model changed"),
+        ({"state": replace(STATE, model_sha256=None)}, "its model cannot be loaded"),
+        ({"state": replace(STATE, files={"data.npz": "e"})}, "data.npz changed"),
+        ({"state": replace(STATE, files={})}, "data.npz changed"),
+        ({"state": replace(STATE, packages={"torch": "2.12"})}, "torch 2.11 → 2.12"),
+        ({"models": {"lenet": {}}}, "it was not there"),
+    ],
+)
 def test_changes_are_done_again(before: Earlier, change: dict[str, Any], words: str) -> None:
     state = change.pop("state", STATE)
     assert records.find_unchanged(before, fleets.fleet(**change).entries()[0], state) == words

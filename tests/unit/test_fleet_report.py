@@ -41,11 +41,15 @@ def fleet(folder: Path) -> FleetRecord:
     other = {**fleets.MACHINE, "processor": "Another CPU"}
     synthetic = fleets.variant(fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
-        fleets.run(entries[0], ms=0.6), fleets.run(entries[1], ms=0.4),
-        fleets.run(entries[2], environment=other), fleets.run(entries[3], ms=1.0, winner=fleets.FP32),
-        fleets.breached(entries[4]), fleets.ERRORS[0], fleets.partly(entries[6]),
+        fleets.run(entries[0], ms=0.6),
+        fleets.run(entries[1], ms=0.4),
+        fleets.run(entries[2], environment=other),
+        fleets.run(entries[3], ms=1.0, winner=fleets.FP32),
+        fleets.breached(entries[4]),
+        fleets.ERRORS[0],
+        fleets.partly(entries[6]),
         fleets.run(entries[7], variants=(synthetic,)),
-    ]  # fmt: skip
+    ]
     now = folder / "now"
     made: list[EntryRecord] = []
     for entry, kind in zip(entries, kinds, strict=True):
@@ -221,9 +225,13 @@ def test_markdown_has_it_in_short(some: FleetRecord) -> None:
 
 def test_all_rows_of_a_large_fleet_stand_in_the_page_with_links(some: FleetRecord) -> None:
     many = some.model_copy(
-        update={"entries": tuple(one.model_copy(update={"name": f"{number}-{one.name}", "run": f"runs/{number}"})
-                                 for number, one in enumerate(some.entries * 25))}
-    )  # fmt: skip
+        update={
+            "entries": tuple(
+                one.model_copy(update={"name": f"{number}-{one.name}", "run": f"runs/{number}"})
+                for number, one in enumerate(some.entries * 25)
+            )
+        }
+    )
     text = fleet_page.render(many)
     assert text.count('href="runs/') >= 2 * 200
     assert '"rows":{}' in text

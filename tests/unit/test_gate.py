@@ -174,10 +174,13 @@ def test_any_other_tolerance_is_refused(text: str) -> None:
         parse_tolerance(text)
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    ({"engine": {"graph_optimization": "most"}}, "what a was built with cannot be read: graph_optimization"),
-    ({"engine": {}, "device": {"threads": "many"}}, "where a ran cannot be read: threads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"engine": {"graph_optimization": "most"}}, "what a was built with cannot be read: graph_optimization"),
+        ({"engine": {}, "device": {"threads": "many"}}, "where a ran cannot be read: threads"),
+    ],
+)
 def test_what_the_history_says_unreadably_is_refused(tmp_path: Path, fields: dict[str, object], words: str) -> None:
     made = HistoryEntry(
         step="build", parameters={"fields": fields}, tools={}, seconds=1.0, host_peak_bytes=None, effect=""
@@ -356,10 +359,13 @@ def test_every_entry_is_held_against_its_own_budgets_and_those_given(make_fleet:
     assert sum(line.startswith("held: ") for line in text.splitlines()) == 4
     assert "fleet: 1 of 4 entries broken: lenet@cpu" in text
     code, text = said("gate", "fleet", "--max-latency", "1ms")
-    assert (code, text.splitlines()) == (0, [
-        *(f"held: {name}: p50 latency is 0.5 ms, and has to be at most 1 ms" for name in NAMES),
-        "fleet: all 4 held, of 4 entries",
-    ])  # fmt: skip
+    assert (code, text.splitlines()) == (
+        0,
+        [
+            *(f"held: {name}: p50 latency is 0.5 ms, and has to be at most 1 ms" for name in NAMES),
+            "fleet: all 4 held, of 4 entries",
+        ],
+    )
     make_fleet("other")
     assert said("gate", "other")[1].splitlines()[-1] == "other: nothing was judged"
 
@@ -369,13 +375,14 @@ def test_what_came_to_nothing_is_broken(make_fleet: Make) -> None:
     code, text = said("gate", "fleet", "--max-latency", "1ms", "--json")
     found = json.loads(text)
     assert (code, found["schema"], found["passed"]) == (3, "enginesmith.fleet-gate/1", False)
-    assert {name: [one["text"] for one in gate["verdicts"] if not one["passed"]] for name, gate in
-            found["entries"].items()} == {
+    assert {
+        name: [one["text"] for one in gate["verdicts"] if not one["passed"]] for name, gate in found["entries"].items()
+    } == {
         "digits@cpu": [],
         "digits@edge": [],
         "lenet@cpu": ["failed: aten::odd cannot be exported"],
         "lenet@edge": ["lacking: no node has the accelerator L4"],
-    }  # fmt: skip
+    }
 
 
 def test_what_was_not_ended_is_broken_whatever_its_folder_has(make_fleet: Make) -> None:
@@ -457,19 +464,22 @@ def test_a_fleet_is_inspected(make_fleet: Make) -> None:
     assert json.loads(said("inspect", "fleet/fleet.json", "--json")[1])["kind"] == "fleet"
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ("gate fleet --variant eager", "--variant is of one run: give one of those in fleet/runs"),
-    ("gate fleet --update-baseline", "needs --baseline DIR"),
-    ("gate fleet --max-latency -1ms", "cannot read the duration"),
-    ("gate fleet --baseline fleet --update-baseline", "fleet holds fleet itself"),
-    ("gate fleet --baseline full --update-baseline", "full is there already, and is no baseline"),
-    ("gate fleet --baseline full/notes --update-baseline", "full/notes is a file"),
-    ("gate fleet --baseline fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
-    ("gate fleet/runs/digits@cpu --baseline fleet", "give one of its own: fleet/runs/digits@cpu, fleet/runs/"),
-    ("package fleet -f bundle -o bundle", "fleet is a fleet, and this takes single runs"),
-    ("compare fleet fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
-    ("compare fleet fleet fleet", "two at a time"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("gate fleet --variant eager", "--variant is of one run: give one of those in fleet/runs"),
+        ("gate fleet --update-baseline", "needs --baseline DIR"),
+        ("gate fleet --max-latency -1ms", "cannot read the duration"),
+        ("gate fleet --baseline fleet --update-baseline", "fleet holds fleet itself"),
+        ("gate fleet --baseline full --update-baseline", "full is there already, and is no baseline"),
+        ("gate fleet --baseline full/notes --update-baseline", "full/notes is a file"),
+        ("gate fleet --baseline fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
+        ("gate fleet/runs/digits@cpu --baseline fleet", "give one of its own: fleet/runs/digits@cpu, fleet/runs/"),
+        ("package fleet -f bundle -o bundle", "fleet is a fleet, and this takes single runs"),
+        ("compare fleet fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
+        ("compare fleet fleet fleet", "two at a time"),
+    ],
+)
 def test_what_makes_no_sense_is_refused(make_fleet: Make, words: str, told: str) -> None:
     make_fleet("fleet")
     Path("full").mkdir()

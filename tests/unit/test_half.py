@@ -72,9 +72,12 @@ NET = """(float[N,3,8,8] x) => (float[N,5] y) {
     y = Gemm(f, w3, b3)
 }"""
 NET_WEIGHTS = {
-    "w1": weights(4, 3, 3, 3), "b1": weights(4, scale=1e-6), "w2": weights(4, 4, 3, 3), "w3": weights(4, 5),
+    "w1": weights(4, 3, 3, 3),
+    "b1": weights(4, scale=1e-6),
+    "w2": weights(4, 4, 3, 3),
+    "w3": weights(4, 5),
     "b3": weights(5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("fp16", FLOAT16), ("bf16", BFLOAT16)])
@@ -196,8 +199,11 @@ def test_constants_beyond_float16_stay(tmp_path: Path) -> None:
         y = MatMul(e, w)
     }"""
     constants = {
-        "w": weights(8, 8), "huge": np.float32(1e6), "tiny": np.float32(1e-12), "bias": np.full(8, 1e-6, np.float32),
-    }  # fmt: skip
+        "w": weights(8, 8),
+        "huge": np.float32(1e6),
+        "tiny": np.float32(1e-12),
+        "bias": np.full(8, 1e-6, np.float32),
+    }
     low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(3, 8, scale=1)})
     assert set(low.kept) == {"b", "c", "d"}
     assert low.kept["b"] == "'huge' reaches 1e+06, and float16 ends at 65504"
@@ -386,10 +392,16 @@ PAIRS = """(float[N,8] x) => (float[N,8] y) {
     y = MatMul(sd, v)
 }"""
 PAIR_WEIGHTS = {
-    "zero": np.int8(0), "w": RNG.integers(-127, 128, (8, 8)).astype(np.int8),
-    "sw": np.array([0.01] * 7 + [1e-5], np.float32), "bias": weights(8), "v": weights(8, 8), "sx": np.float32(0.031),
-    "sb": np.float32(0.052), "ss": np.float32(1e-6), "st": np.float32(1e-6),
-}  # fmt: skip
+    "zero": np.int8(0),
+    "w": RNG.integers(-127, 128, (8, 8)).astype(np.int8),
+    "sw": np.array([0.01] * 7 + [1e-5], np.float32),
+    "bias": weights(8),
+    "v": weights(8, 8),
+    "sx": np.float32(0.031),
+    "sb": np.float32(0.052),
+    "ss": np.float32(1e-6),
+    "st": np.float32(1e-6),
+}
 
 
 def test_quantised_graphs_have_their_rest_in_float16(tmp_path: Path) -> None:

@@ -81,10 +81,16 @@ def rate(per_second: float) -> Rate:
 
 def device(**more: Any) -> DeviceLimits:
     known: dict[str, Any] = {
-        "device": "cpu", "copy_bandwidth": rate(10e9), "read_bandwidth": rate(20e9), "cache_bandwidth": rate(100e9),
-        "cache_bytes": 1_000_000, "products": {"fp32": rate(100e9), "int8": rate(400e9), "fp16": rate(5e9)},
-        "operators": rate(1e6), "calls": rate(200e3), "seconds": 4.0,
-    }  # fmt: skip
+        "device": "cpu",
+        "copy_bandwidth": rate(10e9),
+        "read_bandwidth": rate(20e9),
+        "cache_bandwidth": rate(100e9),
+        "cache_bytes": 1_000_000,
+        "products": {"fp32": rate(100e9), "int8": rate(400e9), "fp16": rate(5e9)},
+        "operators": rate(1e6),
+        "calls": rate(200e3),
+        "seconds": 4.0,
+    }
     return DeviceLimits(**(known | more))
 
 
@@ -260,9 +266,12 @@ def caches(folder: Path, core: int, *rows: tuple[str, str, str, str]) -> None:
 def test_each_cache_counts_once(tmp_path: Path) -> None:
     for core in range(3):
         caches(
-            tmp_path, core, ("1", "Data", "32K", str(core)), ("2", "Unified", "1024K", str(core)),
+            tmp_path,
+            core,
+            ("1", "Data", "32K", str(core)),
+            ("2", "Unified", "1024K", str(core)),
             ("3", "Unified", "32M", "0-2"),
-        )  # fmt: skip
+        )
     assert device_rates.cpu_cache_bytes(tmp_path, {0, 1}) == 2 * MIB + 32 * MIB
     assert device_rates.cpu_cache_bytes(tmp_path / "nothing", {0, 1}) is None
 

@@ -45,10 +45,13 @@ def test_a_usual_run_is_short_and_says_what_matters() -> None:
     failed = twice_measured("f", status="failed", reason="build: no kernel", latency=())
     text = markdown.render(
         usual_run(
-            twice_measured("a", fidelity=checks(33.3)), *others, failed, verdicts=(held, broken),
+            twice_measured("a", fidelity=checks(33.3)),
+            *others,
+            failed,
+            verdicts=(held, broken),
             environment={"warnings": ("busy",)},
         )
-    )  # fmt: skip
+    )
     assert len(text.splitlines()) <= 60
     for part in (
         "a is 2.00× [1.90, 2.10] faster than eager",

@@ -14,9 +14,16 @@ from enginesmith.pipeline.system.machine import Environment, environment, finger
 from enginesmith.pipeline.system.nvidia import CudaDevice, Driver, GpuProcess, GpuState
 
 QUIET = {
-    "load_average": 0.1, "usable_cores": 8, "quota_cores": None, "governor": "performance", "stolen_seconds": 0.0,
-    "cpu_seconds": 100.0, "memory_limit_bytes": None, "memory_limit_left_bytes": None, "gpus": None,
-}  # fmt: skip
+    "load_average": 0.1,
+    "usable_cores": 8,
+    "quota_cores": None,
+    "governor": "performance",
+    "stolen_seconds": 0.0,
+    "cpu_seconds": 100.0,
+    "memory_limit_bytes": None,
+    "memory_limit_left_bytes": None,
+    "gpus": None,
+}
 FOREIGN = (1 << 22) + 1
 """A number that the kernel gives to no process here."""
 GPU = GpuState(name="NVIDIA H100", compute_capability="9.0", clock_limits=("idle",), processes=(), sm_clock_mhz=345)
@@ -42,20 +49,23 @@ def test_says_what_it_knows_and_why_not(here: Environment) -> None:
     assert all(here.reasons.values())
 
 
-@pytest.mark.parametrize(("change", "word"), [
-    ({"load_average": 5.0, "usable_cores": 8}, "busy"),
-    ({"quota_cores": 1.5, "usable_cores": 4}, "throttled"),
-    ({"governor": "powersave"}, "governor"),
-    ({"stolen_seconds": 5.0}, "given 5% of its cores' time to others"),
-    ({"memory_limit_bytes": 1 << 30, "memory_limit_left_bytes": 64 << 20}, "only 64 MiB is left"),
-    ({"gpus": (GPU.model_copy(update={"clock_limits": ("idle", "power limit")}),)}, "held down by: power limit"),
-    ({"gpus": (GPU, GPU.model_copy(update={"utilisation_percent": 90}))}, "cuda:1 is busy"),
-    (
-        {"gpus": (GPU.model_copy(update={"processes": (GpuProcess(pid=FOREIGN, used_bytes=None),)}),)},
-        f"(process {FOREIGN})",
-    ),
-    ({"gpus": (GPU.model_copy(update={"mig": True}),)}, "MIG"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"load_average": 5.0, "usable_cores": 8}, "busy"),
+        ({"quota_cores": 1.5, "usable_cores": 4}, "throttled"),
+        ({"governor": "powersave"}, "governor"),
+        ({"stolen_seconds": 5.0}, "given 5% of its cores' time to others"),
+        ({"memory_limit_bytes": 1 << 30, "memory_limit_left_bytes": 64 << 20}, "only 64 MiB is left"),
+        ({"gpus": (GPU.model_copy(update={"clock_limits": ("idle", "power limit")}),)}, "held down by: power limit"),
+        ({"gpus": (GPU, GPU.model_copy(update={"utilisation_percent": 90}))}, "cuda:1 is busy"),
+        (
+            {"gpus": (GPU.model_copy(update={"processes": (GpuProcess(pid=FOREIGN, used_bytes=None),)}),)},
+            f"(process {FOREIGN})",
+        ),
+        ({"gpus": (GPU.model_copy(update={"mig": True}),)}, "MIG"),
+    ],
+)
 def test_warns_of_what_spoils_numbers(here: Environment, change: dict[str, Any], word: str) -> None:
     assert not warnings_of(here.model_copy(update={**QUIET, "gpus": (GPU,)}))
     assert word in warnings_of(here.model_copy(update={**QUIET, **change}))[0]
@@ -95,18 +105,29 @@ def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
     assert interference(before, after, [(GPU,), (working,)]) == ()  # rest is slow, and no work
 
 
-@pytest.mark.parametrize(("before", "after", "word"), [
-    ({"quota_periods": 100, "throttled_periods": 5, "throttled_seconds": 1.0},
-        {"quota_periods": 150, "throttled_periods": 25, "throttled_seconds": 3.5},
-        "in 20 of 50 periods and was throttled for 2.5 s"),
-    ({}, {"cpu_seconds": 200.0, "stolen_seconds": 4.0}, "gave 4% of its cores' time"),
-    ({"thermal_throttles": 3}, {"thermal_throttles": 10}, "heat slowed the processor down 7 times"),
-    ({"frequency_mhz": 3000.0}, {"frequency_mhz": 2000.0}, "fell from 3000 to 2000 MHz"),
-    ({"gpus": (busy(held_back_by_heat_seconds=1.0),)}, {"gpus": (busy(held_back_by_heat_seconds=4.0),)},
-        "heat for 3.0"),
-    ({"gpus": (GPU,)}, {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},
-        "cuda:0 is used by others"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [
+        (
+            {"quota_periods": 100, "throttled_periods": 5, "throttled_seconds": 1.0},
+            {"quota_periods": 150, "throttled_periods": 25, "throttled_seconds": 3.5},
+            "in 20 of 50 periods and was throttled for 2.5 s",
+        ),
+        ({}, {"cpu_seconds": 200.0, "stolen_seconds": 4.0}, "gave 4% of its cores' time"),
+        ({"thermal_throttles": 3}, {"thermal_throttles": 10}, "heat slowed the processor down 7 times"),
+        ({"frequency_mhz": 3000.0}, {"frequency_mhz": 2000.0}, "fell from 3000 to 2000 MHz"),
+        (
+            {"gpus": (busy(held_back_by_heat_seconds=1.0),)},
+            {"gpus": (busy(held_back_by_heat_seconds=4.0),)},
+            "heat for 3.0",
+        ),
+        (
+            {"gpus": (GPU,)},
+            {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},
+            "cuda:0 is used by others",
+        ),
+    ],
+)
 def test_what_happened_meanwhile(here: Environment, before: Any, after: Any, word: str) -> None:
     first = here.model_copy(update={**QUIET, **before})
     found = interference(first, first.model_copy(update=after))

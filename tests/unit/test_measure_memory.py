@@ -311,23 +311,29 @@ class TestRunHeld:
         assert "the kernel killed" in held(StepOutOfMemory("killed"), killed=1).message
         assert held(StepOutOfMemory("killed")).message == "killed"
 
-    @pytest.mark.parametrize(("said", "gap", "words"), [
-        ("what():  std::bad_alloc", None, "an allocation failed"),
-        ("MemoryError", 10 * LIMIT, "an allocation failed"),
-        ("libgomp: Thread creation failed", 8 * MEBIBYTE, "a thread's stack"),
-        ("", 3 * MEBIBYTE, f"{3 * MEBIBYTE} bytes left"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("said", "gap", "words"),
+        [
+            ("what():  std::bad_alloc", None, "an allocation failed"),
+            ("MemoryError", 10 * LIMIT, "an allocation failed"),
+            ("libgomp: Thread creation failed", 8 * MEBIBYTE, "a thread's stack"),
+            ("", 3 * MEBIBYTE, f"{3 * MEBIBYTE} bytes left"),
+        ],
+    )
     def test_a_crash_at_the_limit_is_it(self, held: Callable[..., Any], said: str, gap: int | None, words: str) -> None:
         found = held(StepCrashed("its process crashed (SIGABRT)"), said, gap)
         assert words in found.message
         assert "SIGABRT" in found.message
 
-    @pytest.mark.parametrize(("said", "gap", "limit"), [
-        ("", 40 * MEBIBYTE, LIMIT),
-        ("", None, LIMIT),
-        ("Thread creation failed", 40 * MEBIBYTE, LIMIT),
-        ("", 0, None),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("said", "gap", "limit"),
+        [
+            ("", 40 * MEBIBYTE, LIMIT),
+            ("", None, LIMIT),
+            ("Thread creation failed", 40 * MEBIBYTE, LIMIT),
+            ("", 0, None),
+        ],
+    )
     def test_a_crash_far_from_it(self, held: Callable[..., Any], said: str, gap: int | None, limit: int | None) -> None:
         with pytest.raises(StepCrashed):
             held(StepCrashed("its process crashed (SIGSEGV)"), said, gap, limit)

@@ -62,9 +62,12 @@ def test_table_holds_parameters_flops_and_signature(name):
 
 def test_known_parameter_counts():
     published = {
-        "resnet18": 11_689_512, "resnet50": 25_557_032, "mobilenet_v2": 3_504_872, "vit_b16": 86_567_656,
+        "resnet18": 11_689_512,
+        "resnet50": 25_557_032,
+        "mobilenet_v2": 3_504_872,
+        "vit_b16": 86_567_656,
         "bert_base": 109_482_240,
-    }  # fmt: skip
+    }
     assert {name: MODELS[name].parameters for name in published} == published
 
 
@@ -183,12 +186,15 @@ def test_missing_weights_are_named(tmp_path):
         lstm(weights=str(tmp_path / "nowhere.safetensors"))
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (lambda state: state.pop("fc.bias"), r"fc\.bias is missing$"),
-    (lambda state: state.update(extra=torch.zeros(1)), "extra is not in the model$"),
-    (lambda state: state.update({"fc.bias": torch.zeros(11)}), r"fc\.bias is \[11\] where the model has \[10\]$"),
-    (lambda state: state.update(a=torch.zeros(1), b=torch.zeros(1)), r"\(and 1 more\)$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.pop("fc.bias"), r"fc\.bias is missing$"),
+        (lambda state: state.update(extra=torch.zeros(1)), "extra is not in the model$"),
+        (lambda state: state.update({"fc.bias": torch.zeros(11)}), r"fc\.bias is \[11\] where the model has \[10\]$"),
+        (lambda state: state.update(a=torch.zeros(1), b=torch.zeros(1)), r"\(and 1 more\)$"),
+    ],
+)
 def test_weights_that_do_not_fit(tmp_path, change, said):
     state = Digits().state_dict()
     change(state)

@@ -35,20 +35,28 @@ class Pynvml:
 
     def __init__(self, **answers: Any) -> None:
         self.answers: dict[str, Any] = {
-            "nvmlDeviceGetName": "NVIDIA H100", "nvmlSystemGetDriverVersion": "580.65.06",
-            "nvmlDeviceGetCudaComputeCapability": (9, 0), "nvmlDeviceGetTemperature": 41,
-            "nvmlDeviceGetPowerUsage": 71_500, "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-            "nvmlDeviceGetClockInfo": {1: 1980, 2: 2619}, "nvmlDeviceGetMaxClockInfo": {1: 1980, 2: 2619},
+            "nvmlDeviceGetName": "NVIDIA H100",
+            "nvmlSystemGetDriverVersion": "580.65.06",
+            "nvmlDeviceGetCudaComputeCapability": (9, 0),
+            "nvmlDeviceGetTemperature": 41,
+            "nvmlDeviceGetPowerUsage": 71_500,
+            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetClockInfo": {1: 1980, 2: 2619},
+            "nvmlDeviceGetMaxClockInfo": {1: 1980, 2: 2619},
             "nvmlDeviceGetCurrentClocksEventReasons": 0x44,
             "nvmlDeviceGetViolationStatus": {0: violation(2_500_000_000), 1: violation(0)},
-            "nvmlDeviceGetPerformanceState": 0, "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=12),
-            "nvmlDeviceGetComputeMode": 3, "nvmlDeviceGetPersistenceMode": 1, "nvmlDeviceGetEccMode": [1, 1],
+            "nvmlDeviceGetPerformanceState": 0,
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=12),
+            "nvmlDeviceGetComputeMode": 3,
+            "nvmlDeviceGetPersistenceMode": 1,
+            "nvmlDeviceGetEccMode": [1, 1],
             "nvmlDeviceGetMigMode": [0, 0],
             "nvmlDeviceGetMemoryInfo": {WHOLE: memory(80, 30), WHOLE + 1: memory(80, 31), PART: memory(10, 3)},
             "nvmlDeviceGetComputeRunningProcesses": [process(4321, 7), process(4322, None)],
             "nvmlDeviceGetHandleByPciBusId": dict(zip(ADDRESSES, (WHOLE, WHOLE + 1), strict=True)),
-            "nvmlDeviceGetHandleByUUID": {f"MIG-{SLICE}": PART}, **answers,
-        }  # fmt: skip
+            "nvmlDeviceGetHandleByUUID": {f"MIG-{SLICE}": PART},
+            **answers,
+        }
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         answer = self.answers[name]

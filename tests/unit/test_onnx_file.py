@@ -42,12 +42,15 @@ def test_a_sound_file_passes_with_external_data_too(tmp_path: Path) -> None:
     assert model_file.external_files(path) == ["model.onnx.data"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"", "is empty"),
-    (b"just some text\n", "is not an ONNX file"),
-    (b"\x89PNG\r\n\x1a\n" + bytes(64), "is not an ONNX file"),
-    (linear().SerializeToString()[:-20], "truncated or damaged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"just some text\n", "is not an ONNX file"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(64), "is not an ONNX file"),
+        (linear().SerializeToString()[:-20], "truncated or damaged"),
+    ],
+)
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
@@ -55,13 +58,16 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
         model_file.check(path)
 
 
-@pytest.mark.parametrize(("edit", "message"), [
-    (lambda model: model.graph.ClearField("output"), "has no outputs"),
-    (lambda model: setattr(model.opset_import[0], "version", 99), rf"needs opset 99, .* up to {NEWEST}"),
-    (lambda model: setattr(model, "ir_version", 99), rf"IR version 99, .* up to {onnx.IR_VERSION}"),
-    (lambda model: setattr(model.graph.node[0], "op_type", "MatMulMatMul"), "breaks the ONNX specification"),
-    (lambda model: model.graph.initializer[0].dims.__setitem__(slice(None), [8, 1]), "contradict each other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda model: model.graph.ClearField("output"), "has no outputs"),
+        (lambda model: setattr(model.opset_import[0], "version", 99), rf"needs opset 99, .* up to {NEWEST}"),
+        (lambda model: setattr(model, "ir_version", 99), rf"IR version 99, .* up to {onnx.IR_VERSION}"),
+        (lambda model: setattr(model.graph.node[0], "op_type", "MatMulMatMul"), "breaks the ONNX specification"),
+        (lambda model: model.graph.initializer[0].dims.__setitem__(slice(None), [8, 1]), "contradict each other"),
+    ],
+)
 def test_broken_graphs_are_refused(tmp_path: Path, edit: Edit, message: str) -> None:
     model = linear()
     edit(model)
@@ -85,11 +91,14 @@ def test_nan_is_refused_and_infinity_is_not(tmp_path: Path, dtype: Any, external
         model_file.check(saved(tmp_path, model, external))
 
 
-@pytest.mark.parametrize(("harm", "message"), [
-    (lambda file: file.unlink(), "there is no such file"),
-    (lambda file: file.write_bytes(bytes(7)), "too short: 32 bytes"),
-    (lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))), "symbolic link"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda file: file.unlink(), "there is no such file"),
+        (lambda file: file.write_bytes(bytes(7)), "too short: 32 bytes"),
+        (lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))), "symbolic link"),
+    ],
+)
 def test_harmed_external_data_is_refused(tmp_path: Path, harm: Callable[[Path], object], message: str) -> None:
     path = saved(tmp_path, linear(), external=True)
     harm(tmp_path / "model.onnx.data")
@@ -134,12 +143,15 @@ def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
     assert model_file.signature(saved(tmp_path, model)).outputs[0].shape == ("output_0_dim_0", 2)
 
 
-@pytest.mark.parametrize(("kind", "message"), [
-    (helper.make_tensor_type_proto(TensorProto.STRING, [1]), "dtype string"),
-    (helper.make_tensor_type_proto(TensorProto.COMPLEX64, [1]), "dtype complex64"),
-    (helper.make_tensor_type_proto(TensorProto.FLOAT, None), "has no shape"),
-    (helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [1])), "is a sequence"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (helper.make_tensor_type_proto(TensorProto.STRING, [1]), "dtype string"),
+        (helper.make_tensor_type_proto(TensorProto.COMPLEX64, [1]), "dtype complex64"),
+        (helper.make_tensor_type_proto(TensorProto.FLOAT, None), "has no shape"),
+        (helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [1])), "is a sequence"),
+    ],
+)
 def test_what_cannot_be_fed_is_refused(tmp_path: Path, kind: onnx.TypeProto, message: str) -> None:
     model = linear()
     model.graph.input[0].type.CopyFrom(kind)
@@ -163,15 +175,18 @@ def test_summary_counts_subgraphs(tmp_path: Path) -> None:
     assert (summary.weight_bytes, summary.parameters) == (44, 14)
 
 
-@pytest.mark.parametrize(("weights", "operators", "expected"), [
-    ([np.ones(8, np.float32)], [], "fp32"),
-    ([np.ones(8, np.float16), np.ones(1, np.float32)], [], "fp16"),
-    ([], [], "fp32"),
-    ([np.ones(64, np.int64), np.ones(8, np.float16)], [], "fp16"),
-    ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
-    ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
-    ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "operators", "expected"),
+    [
+        ([np.ones(8, np.float32)], [], "fp32"),
+        ([np.ones(8, np.float16), np.ones(1, np.float32)], [], "fp16"),
+        ([], [], "fp32"),
+        ([np.ones(64, np.int64), np.ones(8, np.float16)], [], "fp16"),
+        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
+        ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
+        ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
+    ],
+)
 def test_precision_is_that_of_most_weights_and_of_quantisation(
     tmp_path: Path, weights: list[Any], operators: list[str], expected: str
 ) -> None:

@@ -76,24 +76,41 @@ class Made:
         path.write_bytes(b"engine")
         made = EngineManifest.model_validate(
             {
-                "engine": flavour, "version": "10.14.1", "target": None, "compute_capabilities": ("sm86",),
-                "sha256": file_digest(path), "bytes": 6, "model_sha256": "1", "options": BuildOptions(),
-                "workspace_limit_bytes": 1, "workspace_asked_bytes": None, "signature": SIGNATURE, "audit": None,
-                "profiles": ({"x": ((1, 4), (1, 4), (8, 4))},), "figures": Figures(),
+                "engine": flavour,
+                "version": "10.14.1",
+                "target": None,
+                "compute_capabilities": ("sm86",),
+                "sha256": file_digest(path),
+                "bytes": 6,
+                "model_sha256": "1",
+                "options": BuildOptions(),
+                "workspace_limit_bytes": 1,
+                "workspace_asked_bytes": None,
+                "signature": SIGNATURE,
+                "audit": None,
+                "profiles": ({"x": ((1, 4), (1, 4), (8, 4))},),
+                "figures": Figures(),
             }
-        )  # fmt: skip
+        )
         path_beside(path).write_text(made.model_dump_json())
         built = {**BUILT, "parameters": {"fields": {"engine": {}}}}
         return self.record(f"{flavour}-fp16", artifact=stored(self.folder, path), history=(built,))
 
     def write(self, **changes: Any) -> Path:
         values: dict[str, Any] = {
-            "name": "demo", "created": "2026-01-01", "seconds": 1, "complete": True, "pareto": (), "verdicts": (),
-            "recipe": make({"model": "net.py:build"}), "environment": {"processor": "a CPU"},
+            "name": "demo",
+            "created": "2026-01-01",
+            "seconds": 1,
+            "complete": True,
+            "pareto": (),
+            "verdicts": (),
+            "recipe": make({"model": "net.py:build"}),
+            "environment": {"processor": "a CPU"},
             "model": ModelRecord(source="net.py:build", signature=SIGNATURE, data="set", shapes={"batch": "1:8:8"}),
             "steps": (StepRecord(id="reference", status="done", cached=False, seconds=1, effect="2 sets of feeds"),),
-            "baseline": self.record("eager", test_vector=None), "variants": tuple(self.variants),
-        }  # fmt: skip
+            "baseline": self.record("eager", test_vector=None),
+            "variants": tuple(self.variants),
+        }
         runs.write(Run.model_validate(values | self.changes | changes), self.folder)
         return self.folder
 
@@ -123,12 +140,15 @@ def test_the_same_run_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
         assert one.manifest_sha256 == two.manifest_sha256
 
 
-@pytest.mark.parametrize(("changes", "variant", "said"), [
-    ({"winner": None, "winner_reason": "none is fast enough"}, None, "none is fast enough"),
-    ({}, "onnxruntime-fp23", "did you mean onnxruntime-fp32"),
-    ({}, "eager", "takes the code that makes it"),
-    ({"variants": ()}, None, "no winner"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "variant", "said"),
+    [
+        ({"winner": None, "winner_reason": "none is fast enough"}, None, "none is fast enough"),
+        ({}, "onnxruntime-fp23", "did you mean onnxruntime-fp32"),
+        ({}, "eager", "takes the code that makes it"),
+        ({"variants": ()}, None, "no winner"),
+    ],
+)
 def test_wrong_choices_are_said(
     changes: dict[str, Any], variant: str | None, said: str, made: Made, tmp_path: Path
 ) -> None:
@@ -207,15 +227,18 @@ def test_a_repository_for_triton(made: Made, tmp_path: Path) -> None:
     assert set(manifest.read(tmp_path / "t/net_py_build").files) == {"1/model.onnx", "config.pbtxt"}
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "shapes", "most", "dims"), [
-    (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 64, [[4]]),
-    (["x:int64:batch,s", "m:bool:batch,s"], ["y:float16:batch"], {"batch": "1:1:2", "s": "1:8:9"}, 2, [[-1], [-1]]),
-    (["x:float32:batch,4"], ["y:float32:4"], {"batch": "1:8:64"}, 0, [[-1, 4]]),
-    (["x:float32:batch,batch"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
-    (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "8:8:8"}, 8, [[4]]),
-    (["x:float32:batch,4"], ["y:float32:batch,4"], {}, 0, [[-1, 4]]),
-    (["x:float32:8,4"], ["y:float32:8,4"], {}, 0, [[8, 4]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "shapes", "most", "dims"),
+    [
+        (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 64, [[4]]),
+        (["x:int64:batch,s", "m:bool:batch,s"], ["y:float16:batch"], {"batch": "1:1:2", "s": "1:8:9"}, 2, [[-1], [-1]]),
+        (["x:float32:batch,4"], ["y:float32:4"], {"batch": "1:8:64"}, 0, [[-1, 4]]),
+        (["x:float32:batch,batch"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
+        (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "8:8:8"}, 8, [[4]]),
+        (["x:float32:batch,4"], ["y:float32:batch,4"], {}, 0, [[-1, 4]]),
+        (["x:float32:8,4"], ["y:float32:8,4"], {}, 0, [[8, 4]]),
+    ],
+)
 def test_batching_needs_the_same_first_dimension_everywhere(
     inputs: list[str],
     outputs: list[str],
@@ -323,19 +346,22 @@ def _rewrite(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
-@pytest.mark.parametrize(("harm", "said"), [
-    (_spoil("model.onnx", b"other"), "its sha256 is another"),
-    (_spoil("infer.py", b"print()"), "its sha256 is another"),
-    (_spoil("extra.so", b"code"), "was not packaged"),
-    (lambda folder: (folder / "test_vector.npz").unlink(), "is missing"),
-    (_spoil("manifest.json", b'{"schema": "enginesmith.bundle/1", '), "damaged"),
-    (_spoil("manifest.json", b"\xff\xfe"), "damaged"),
-    (_rewrite(signature=3), "signature"),
-    (_rewrite(schema="enginesmith.bundle/2"), "newer schema"),
-    (_rewrite(schema="enginesmith.run/1"), "not of the schema"),
-    (_rewrite(files={"../run/run.json": {"sha256": "0", "bytes": 1}}), "outside of the bundle"),
-    (shutil.rmtree, "no bundle"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (_spoil("model.onnx", b"other"), "its sha256 is another"),
+        (_spoil("infer.py", b"print()"), "its sha256 is another"),
+        (_spoil("extra.so", b"code"), "was not packaged"),
+        (lambda folder: (folder / "test_vector.npz").unlink(), "is missing"),
+        (_spoil("manifest.json", b'{"schema": "enginesmith.bundle/1", '), "damaged"),
+        (_spoil("manifest.json", b"\xff\xfe"), "damaged"),
+        (_rewrite(signature=3), "signature"),
+        (_rewrite(schema="enginesmith.bundle/2"), "newer schema"),
+        (_rewrite(schema="enginesmith.run/1"), "not of the schema"),
+        (_rewrite(files={"../run/run.json": {"sha256": "0", "bytes": 1}}), "outside of the bundle"),
+        (shutil.rmtree, "no bundle"),
+    ],
+)
 def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
     harm: Callable[[Path], object], said: str, found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,16 +393,37 @@ def _model_config() -> Any:
         "Graph": {"level": "int"},
         "Optimization": {"graph": "Graph", "execution_accelerators": "Accelerators"},
         "ModelConfig": {
-            "name": "string", "platform": "string", "backend": "string", "default_model_filename": "string",
-            "max_batch_size": "int", "input": "*Tensor", "output": "*Tensor", "dynamic_batching": "Batching",
-            "instance_group": "*Group", "optimization": "Optimization", "parameters": "*Parameter",
+            "name": "string",
+            "platform": "string",
+            "backend": "string",
+            "default_model_filename": "string",
+            "max_batch_size": "int",
+            "input": "*Tensor",
+            "output": "*Tensor",
+            "dynamic_batching": "Batching",
+            "instance_group": "*Group",
+            "optimization": "Optimization",
+            "parameters": "*Parameter",
         },
-    }  # fmt: skip
+    }
     file = descriptor_pb2.FileDescriptorProto(name="model_config.proto", package="part", syntax="proto2")
     types = [
-        "INVALID", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32",
-        "FP64", "STRING", "BF16",
-    ]  # fmt: skip
+        "INVALID",
+        "BOOL",
+        "UINT8",
+        "UINT16",
+        "UINT32",
+        "UINT64",
+        "INT8",
+        "INT16",
+        "INT32",
+        "INT64",
+        "FP16",
+        "FP32",
+        "FP64",
+        "STRING",
+        "BF16",
+    ]
     for name, values in (("enum", [f"TYPE_{one}" for one in types]), ("kind", ["KIND_AUTO", "KIND_GPU", "KIND_CPU"])):
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):

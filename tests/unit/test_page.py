@@ -94,11 +94,15 @@ def test_numbers_stand_with_their_full_precision(some: Run) -> None:
     assert values[-7:] == [*numbers, record.peak_bytes, record.artifact.bytes, record.quality.drop]
 
 
-@pytest.mark.parametrize("changes", [
-    {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},
-    {"complete": False, "winner": None, "winner_reason": "not decided yet"},
-    {"limits": None, "environment": {}, "steps": ()},
-], ids=["no variant", "interrupted", "bare"])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},
+        {"complete": False, "winner": None, "winner_reason": "not decided yet"},
+        {"limits": None, "environment": {}, "steps": ()},
+    ],
+    ids=["no variant", "interrupted", "bare"],
+)
 def test_what_is_missing_is_explained(changes: dict[str, object]) -> None:
     found = runs.run(**changes)
     text = page.render(found)
@@ -111,12 +115,22 @@ def test_what_is_missing_is_explained(changes: dict[str, object]) -> None:
 def test_nothing_measured_says_so_everywhere() -> None:
     bare = {"id": "eager", "engine": "eager", "precision": "fp32", "status": "skipped", "reasons": {"latency": "load"}}
     values = {
-        "schema": documents.SCHEMA, "name": "r", "created": "", "seconds": 0.0, "complete": False,
-        "recipe": {"model": "digits"}, "environment": {},
+        "schema": documents.SCHEMA,
+        "name": "r",
+        "created": "",
+        "seconds": 0.0,
+        "complete": False,
+        "recipe": {"model": "digits"},
+        "environment": {},
         "model": {"source": "digits", "signature": None, "data": None},
-        "steps": [], "winner": None, "winner_reason": "nothing was measured", "pareto": [], "verdicts": [],
-        "baseline": bare, "variants": [],
-    }  # fmt: skip
+        "steps": [],
+        "winner": None,
+        "winner_reason": "nothing was measured",
+        "pareto": [],
+        "verdicts": [],
+        "baseline": bare,
+        "variants": [],
+    }
     text = page.render(Run.model_validate(values))
     assert "No winner yet: nothing was measured." in text
     assert "No latency was measured: load." in text

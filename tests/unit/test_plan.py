@@ -115,11 +115,14 @@ def test_a_benchmark_takes_the_module_in_other_forms_too() -> None:
     assert [variant.id for variant in benchmarked("digits").variants] == []
 
 
-@pytest.mark.parametrize(("values", "said"), [
-    ({"precisions": ["fp16"]}, "--precision fp16 has no effect"),
-    ({"engines": ["eager"], "precisions": ["fp32", "int8"]}, "--precision int8 has no effect"),
-    ({"engines": ["compiled"], "model": "m.onnx"}, "compiled runs a PyTorch module, and .*m.onnx is an ONNX file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"precisions": ["fp16"]}, "--precision fp16 has no effect"),
+        ({"engines": ["eager"], "precisions": ["fp32", "int8"]}, "--precision int8 has no effect"),
+        ({"engines": ["compiled"], "model": "m.onnx"}, "compiled runs a PyTorch module, and .*m.onnx is an ONNX file"),
+    ],
+)
 def test_what_a_benchmark_cannot_cast_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     onnx.save(helper.make_model(helper.make_graph([], "g", [value], [value])), tmp_path / "m.onnx")

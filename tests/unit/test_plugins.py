@@ -135,16 +135,19 @@ def test_no_module_outside_of_engines_names_one() -> None:
     assert not naming, "ask the engine itself, or the table in pipeline/engines/__init__.py"
 
 
-@pytest.mark.parametrize("code", [
-    'name = "tensorrt_rtx"',
-    'if name == "eager": pass',
-    'fix = "add --engine compiled"',
-    'raise ValueError(f"{one} is not made by ONNX Runtime")',
-    "import onnxruntime",
-    "from enginesmith.pipeline.engines.tensorrt import manifest",
-    "from enginesmith.pipeline.engines.torch.eager import Eager",
-    "options = recipe.tensorrt_run",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        'name = "tensorrt_rtx"',
+        'if name == "eager": pass',
+        'fix = "add --engine compiled"',
+        'raise ValueError(f"{one} is not made by ONNX Runtime")',
+        "import onnxruntime",
+        "from enginesmith.pipeline.engines.tensorrt import manifest",
+        "from enginesmith.pipeline.engines.torch.eager import Eager",
+        "options = recipe.tensorrt_run",
+    ],
+)
 def test_what_names_an_engine_is_found(code: str) -> None:
     assert list(engines_named(code))
 

@@ -29,13 +29,16 @@ def ids(found: Plan) -> list[str]:
     return [step.id for step in found.steps]
 
 
-@pytest.mark.parametrize("values", [
-    {"precisions": ["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]},
-    {"precisions": ["int8"], "quantisation": {"equalise": True, "smooth": 0.5}},
-    {"precisions": ["int4-weights"], "quantisation": {"awq": True}, "budgets": {"max_drop": 0.01}},
-    {"precisions": ["int8"], "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86", "sm89"]},
-    {"precisions": ["fp32", "int8"], "graph_optimization": ["basic", "all"], "budgets": {"max_drop": 0.01}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"precisions": ["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]},
+        {"precisions": ["int8"], "quantisation": {"equalise": True, "smooth": 0.5}},
+        {"precisions": ["int4-weights"], "quantisation": {"awq": True}, "budgets": {"max_drop": 0.01}},
+        {"precisions": ["int8"], "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86", "sm89"]},
+        {"precisions": ["fp32", "int8"], "graph_optimization": ["basic", "all"], "budgets": {"max_drop": 0.01}},
+    ],
+)
 def test_each_step_comes_once_and_after_what_it_needs(values: dict[str, Any]) -> None:
     found = planned(**values)
     assert len(set(ids(found))) == len(found.steps)
@@ -106,11 +109,14 @@ METHODS = ("mse", "minmax")
 def groups(*sensitivities: float, macs: tuple[int, ...] = (), kinds: tuple[str, ...] = ()) -> list[GroupFact]:
     return [
         GroupFact(
-            name=f"g{index}", module="", kind=kinds[index] if kinds else "Conv", macs=macs[index] if macs else 100,
+            name=f"g{index}",
+            module="",
+            kind=kinds[index] if kinds else "Conv",
+            macs=macs[index] if macs else 100,
             sqnr_db=sqnr,
         )
         for index, sqnr in enumerate(sensitivities)
-    ]  # fmt: skip
+    ]
 
 
 def run(
@@ -122,10 +128,15 @@ def run(
         passed, error, speedup = judge(candidate)
         trials.append(
             Trial(
-                phase=candidate.phase, method=candidate.method, kept=tuple(sorted(candidate.kept)), why=candidate.why,
-                passed=passed, error=error, speedup=speedup,
+                phase=candidate.phase,
+                method=candidate.method,
+                kept=tuple(sorted(candidate.kept)),
+                why=candidate.why,
+                passed=passed,
+                error=error,
+                speedup=speedup,
             )
-        )  # fmt: skip
+        )
         assert len(trials) < 50
     return trials
 

@@ -43,15 +43,22 @@ def profile(variant: str, *operators: OperatorTime, call_ms: float | None = None
 
 
 EAGER = profile(
-    "eager", operator("aten::conv2d", 4.0, "block.conv"), operator("aten::batch_norm", 1.0, "block.bn"),
-    operator("aten::relu", 0.5, "block"), operator(BETWEEN, 0.25, "stage"), operator("aten::linear", 2.0, "head"),
+    "eager",
+    operator("aten::conv2d", 4.0, "block.conv"),
+    operator("aten::batch_norm", 1.0, "block.bn"),
+    operator("aten::relu", 0.5, "block"),
+    operator(BETWEEN, 0.25, "stage"),
+    operator("aten::linear", 2.0, "head"),
     operator("aten::mean", 0.25, ""),
-)  # fmt: skip
+)
 FUSED = profile(
-    "ort", operator("FusedConv", 3.0, "block.conv", "block.bn", precision="fp32", also={"block": ("Relu",)}),
-    operator("ReorderOutput", 0.5, "block.bn", converts=True), operator("SlowGemm", 3.0, "head", precision="fp32"),
-    operator("ReduceMean", 0.1, ""), operator("Mystery", 0.4, name="node_7"),
-)  # fmt: skip
+    "ort",
+    operator("FusedConv", 3.0, "block.conv", "block.bn", precision="fp32", also={"block": ("Relu",)}),
+    operator("ReorderOutput", 0.5, "block.bn", converts=True),
+    operator("SlowGemm", 3.0, "head", precision="fp32"),
+    operator("ReduceMean", 0.1, ""),
+    operator("Mystery", 0.4, name="node_7"),
+)
 
 
 def test_rows_add_up_to_the_total_and_shares_to_one() -> None:
@@ -146,13 +153,16 @@ def test_what_is_said_of_a_single_layer_is_not_said_of_all() -> None:
     assert row.why["ort"] == "with Add of head"
 
 
-@pytest.mark.parametrize(("modules", "expected"), [
-    (("",), "(model)"),
-    (("node:conv_1",), "conv_1"),
-    (("a.q", "a.k"), "a.q + k"),
-    (("a.q", "a.k", "a.v"), "a"),
-    (("a.q", "head"), "a.q + head"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (("",), "(model)"),
+        (("node:conv_1",), "conv_1"),
+        (("a.q", "a.k"), "a.q + k"),
+        (("a.q", "a.k", "a.v"), "a"),
+        (("a.q", "head"), "a.q + head"),
+    ],
+)
 def test_labels(modules: tuple[str, ...], expected: str) -> None:
     assert name_modules(modules, {"a.q", "a.k", "a.v", "ab.x", "head", ""}) == expected
 

@@ -222,9 +222,13 @@ def test_on_cuda_device_time_counts_and_launches_do_not(tmp_path: Path) -> None:
 def test_casts_between_floats_are_conversions(tmp_path: Path) -> None:
     def cast(name: str, read: str, written: str) -> dict[str, Any]:
         return event(
-            f"{name}_kernel_time", 0, 5, op_name="Cast",
-            input_type_shape=[{read: [1]}], output_type_shape=[{written: [1]}],
-        )  # fmt: skip
+            f"{name}_kernel_time",
+            0,
+            5,
+            op_name="Cast",
+            input_type_shape=[{read: [1]}],
+            output_type_shape=[{written: [1]}],
+        )
 
     for read, expected in (("float16", True), ("int64", False)):
         (one,) = profiled(trace(cast("c", read, "float")), tmp_path, None, on_cuda=False).operators

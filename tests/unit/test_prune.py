@@ -58,12 +58,15 @@ def pruned(parent: Artifact, out: Path, target: str = "0.3", feeder: Feeder | No
     return _artifact(out / effect.file, effect.signature)
 
 
-@pytest.mark.parametrize(("text", "kind", "value", "slug"), [
-    ("30%", "ratio", 0.3, "prune30"),
-    ("macs=-50%", "macs", 0.5, "prune-macs50"),
-    ("params=-12.5%", "params", 0.125, "prune-params12_5"),
-    ("latency=-40%", "latency", 0.4, "prune-latency40"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "kind", "value", "slug"),
+    [
+        ("30%", "ratio", 0.3, "prune30"),
+        ("macs=-50%", "macs", 0.5, "prune-macs50"),
+        ("params=-12.5%", "params", 0.125, "prune-params12_5"),
+        ("latency=-40%", "latency", 0.4, "prune-latency40"),
+    ],
+)
 def test_targets_are_read(text: str, kind: str, value: float, slug: str) -> None:
     found = PruneTarget.parse(text)
     assert (found.kind, found.value, found.slug, str(found)) == (kind, value, slug, text)

@@ -79,9 +79,12 @@ def dense() -> nn.Module:
 
 def transposed() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 16, 2, stride=2), nn.PReLU(16), nn.Conv2d(16, 8, 1),
+        nn.Conv2d(3, 8, 3),
+        nn.ConvTranspose2d(8, 16, 2, stride=2),
+        nn.PReLU(16),
+        nn.Conv2d(16, 8, 1),
         nn.Conv2d(8, 2, 1),
-    )  # fmt: skip
+    )
 
 
 def flattened() -> nn.Module:

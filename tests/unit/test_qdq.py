@@ -46,9 +46,17 @@ RESIDUAL = """net (float[n, 3, 16, 16] x) => (float[n, 5] y) {
     y = Gemm <transB = 1> (f, w4, b4)
 }"""
 RESIDUAL_WEIGHTS = {
-    "w0": random(8, 3, 3, 3), "b0": random(8), "w1": random(8, 8, 3, 3) * 6, "b1": random(8), "w2": random(8, 1, 3, 3),
-    "w3": random(8, 8, 1, 1), "w4": random(5, 8), "b4": random(5), "zero": np.float32(0), "six": np.float32(6),
-}  # fmt: skip
+    "w0": random(8, 3, 3, 3),
+    "b0": random(8),
+    "w1": random(8, 8, 3, 3) * 6,
+    "b1": random(8),
+    "w2": random(8, 1, 3, 3),
+    "w3": random(8, 8, 1, 1),
+    "w4": random(5, 8),
+    "b4": random(5),
+    "zero": np.float32(0),
+    "six": np.float32(6),
+}
 
 
 def residual() -> ir.Model:
@@ -183,27 +191,37 @@ def test_the_result_is_close_to_the_float_graph_fused_or_not(settings: Settings)
     assert sqnr_db(simulated, real) > 30
 
 
-@pytest.mark.parametrize("between", [
-    "b = MaxPool <kernel_shape = [2, 2]> (a)",
-    "b = AveragePool <kernel_shape = [2, 2]> (a)",
-    "b = GlobalAveragePool(a)",
-    "b = LeakyRelu <alpha = 0.1> (a)",
-    "g = Sigmoid(a) b = Mul(a, g)",
-    "g = GlobalAveragePool(a) h = Conv(g, w) i = Sigmoid(h) b = Mul(i, a)",
-    "h = Conv(a, w) i = Add(h, a) b = Relu(i)",
-    'b = Resize <mode = "nearest"> (a, none, twice)',
-    "t = Transpose <perm = [0, 1, 3, 2]> (a) b = Clip(t, low, high)",
-    "b = Slice(a, start, end, axis)",
-    "c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)",
-    "c = Reshape(a, shape) b = Transpose <perm = [0, 1, 3, 2]> (c)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "between",
+    [
+        "b = MaxPool <kernel_shape = [2, 2]> (a)",
+        "b = AveragePool <kernel_shape = [2, 2]> (a)",
+        "b = GlobalAveragePool(a)",
+        "b = LeakyRelu <alpha = 0.1> (a)",
+        "g = Sigmoid(a) b = Mul(a, g)",
+        "g = GlobalAveragePool(a) h = Conv(g, w) i = Sigmoid(h) b = Mul(i, a)",
+        "h = Conv(a, w) i = Add(h, a) b = Relu(i)",
+        'b = Resize <mode = "nearest"> (a, none, twice)',
+        "t = Transpose <perm = [0, 1, 3, 2]> (a) b = Clip(t, low, high)",
+        "b = Slice(a, start, end, axis)",
+        "c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)",
+        "c = Reshape(a, shape) b = Transpose <perm = [0, 1, 3, 2]> (c)",
+    ],
+)
 def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
     text = f"net (float[1, 4, 8, 8] x) => (float[1, 4, p, q] y) {{ a = Conv(x, w, v) {between} y = Conv(b, w) }}"
     given = {
-        "w": random(4, 4, 1, 1), "v": random(4), "none": np.zeros(0, np.float32), "twice": np.float32([1, 1, 2, 2]),
-        "start": np.array([1]), "end": np.array([4]), "axis": np.array([2]), "shape": np.array([1, 4, 4, 16]),
-        "low": np.float32(-0.5), "high": np.float32(6),
-    }  # fmt: skip
+        "w": random(4, 4, 1, 1),
+        "v": random(4),
+        "none": np.zeros(0, np.float32),
+        "twice": np.float32([1, 1, 2, 2]),
+        "start": np.array([1]),
+        "end": np.array([4]),
+        "axis": np.array([2]),
+        "shape": np.array([1, 4, 4, 16]),
+        "low": np.float32(-0.5),
+        "high": np.float32(6),
+    }
     read = onnx.parser.parse_graph(text)
     used = {name for one in read.node for name in one.input}
     weights = {name: array for name, array in given.items() if name in used}
@@ -351,16 +369,19 @@ def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
     np.testing.assert_allclose(run_model(model, feeds(model))["y"][:, 1], 2, atol=0.05)
 
 
-@pytest.mark.parametrize(("settings", "change", "reason"), [
-    (replace(GPU, keep=frozenset(["Conv_0"])), {}, "the assignment keeps it"),
-    (GPU, {"tensors": {"x": None}}, "'x' has no range"),
-    (GPU, {"tensors": {"x": {"amax": None}}}, "'x' has no range"),
-    (GPU, {"tensors": {"x": {"minimum": 0.0, "maximum": 0.0}}}, "its input 'x' never varies"),
-    (GPU, {"tensors": {"x": {"finite": False}}}, "'x' is not finite"),
-    (CPU, {"tensors": {"r0": None}}, "its output 'r0' has no range"),
-    (GPU, {"weight": np.zeros((8, 3, 3, 3), np.float32)}, "all zero"),
-    (GPU, {"weight": np.full((8, 3, 3, 3), np.inf, np.float32)}, "not finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "change", "reason"),
+    [
+        (replace(GPU, keep=frozenset(["Conv_0"])), {}, "the assignment keeps it"),
+        (GPU, {"tensors": {"x": None}}, "'x' has no range"),
+        (GPU, {"tensors": {"x": {"amax": None}}}, "'x' has no range"),
+        (GPU, {"tensors": {"x": {"minimum": 0.0, "maximum": 0.0}}}, "its input 'x' never varies"),
+        (GPU, {"tensors": {"x": {"finite": False}}}, "'x' is not finite"),
+        (CPU, {"tensors": {"r0": None}}, "its output 'r0' has no range"),
+        (GPU, {"weight": np.zeros((8, 3, 3, 3), np.float32)}, "all zero"),
+        (GPU, {"weight": np.full((8, 3, 3, 3), np.inf, np.float32)}, "not finite"),
+    ],
+)
 def test_groups_are_left_with_the_reason(settings: Settings, change: dict[str, Any], reason: str) -> None:
     tensors = dict(ranges(residual()).tensors)
     for name, update in change.get("tensors", {}).items():

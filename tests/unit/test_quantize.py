@@ -55,13 +55,16 @@ def test_what_a_group_is() -> None:
     assert not any(g.reason for g in found)
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    ("y = MatMul(x, x)", "two activations"),
-    ("y = MatMul(w, x)", "left factor"),
-    ("y = MatMul(w, w)", "constants"),
-    ("t = Cast <to = 10> (x) h = MatMul(t, half) y = Cast <to = 1> (h)", "float16"),
-    ('y = Einsum <equation = "ab,bc->ac"> (x, w)', "Einsum"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = MatMul(x, x)", "two activations"),
+        ("y = MatMul(w, x)", "left factor"),
+        ("y = MatMul(w, w)", "constants"),
+        ("t = Cast <to = 10> (x) h = MatMul(t, half) y = Cast <to = 1> (h)", "float16"),
+        ('y = Einsum <equation = "ab,bc->ac"> (x, w)', "Einsum"),
+    ],
+)
 def test_why_there_is_no_quantised_form(body: str, reason: str) -> None:
     model = parse_graph(
         f"net (float[4, 4] x) => (float[4, 4] y) {{ {body} }}", w=ones(4, 4), half=np.ones((4, 4), np.float16)
@@ -213,9 +216,15 @@ ENCODER = """net (float[n, 6, 32] x) => (float[n, 6, 8] y) {
     y = Reshape(p, back)
 }"""
 ENCODER_WEIGHTS: dict[str, Any] = {
-    "wq": random(32, 32), "wk": random(32, 32), "wg": random(24, 32), "wp": random(24, 8), "bq": random(32),
-    "bg": random(24), "rows": np.array([-1, 32]), "back": np.array([-1, 6, 8]),
-}  # fmt: skip
+    "wq": random(32, 32),
+    "wk": random(32, 32),
+    "wg": random(24, 32),
+    "wp": random(24, 8),
+    "bq": random(32),
+    "bg": random(24),
+    "rows": np.array([-1, 32]),
+    "back": np.array([-1, 6, 8]),
+}
 
 
 RUNNABLE = Settings(weight_bits=int8_weight_bits())
@@ -268,19 +277,27 @@ def test_seven_bits() -> None:
     assert np.abs(numbers["wq_quantized"].astype(int)).max() == 63
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    ("y = Conv(x, w)", "Conv is slower"),
-    ("f = Flatten(x) m = MatMul(f, zero) y = Reshape(m, shape)", "all zero"),
-    ("f = Flatten(x) m = Gemm <transA = 1> (f, v) y = Reshape(m, shape)", "transposed"),
-    ("m = MatMul(x, x) y = Reshape(m, shape)", "two activations"),
-    ("y = MatMul(x, batched)", "no matrix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = Conv(x, w)", "Conv is slower"),
+        ("f = Flatten(x) m = MatMul(f, zero) y = Reshape(m, shape)", "all zero"),
+        ("f = Flatten(x) m = Gemm <transA = 1> (f, v) y = Reshape(m, shape)", "transposed"),
+        ("m = MatMul(x, x) y = Reshape(m, shape)", "two activations"),
+        ("y = MatMul(x, batched)", "no matrix"),
+    ],
+)
 def test_what_is_left_and_why(body: str, reason: str) -> None:
     text = f"net (float[4, 4, 4, 4] x) => (float[a, b, c, d] y) {{ {body} q = Flatten(y) z = MatMul(q, last) }}"
     model = parse_graph(
-        text, w=random(4, 4, 1, 1), v=random(4, 64), zero=np.zeros((64, 64), np.float32), batched=random(4, 4, 4),
-        last=random(64, 4), shape=np.array([4, 4, 4, -1]),
-    )  # fmt: skip
+        text,
+        w=random(4, 4, 1, 1),
+        v=random(4, 64),
+        zero=np.zeros((64, 64), np.float32),
+        batched=random(4, 4, 4),
+        last=random(64, 4),
+        shape=np.array([4, 4, 4, -1]),
+    )
     done = quantise_dynamically(model, Settings())
     assert [reason in why for why in done.left.values()] == [True]
     assert len(done.done) == 1
@@ -332,9 +349,13 @@ def weights() -> dict[str, Array]:
 
 def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[QuantizableOp, ...], Path]:
     quantised = parse_graph(
-        QUANTISED, a=weights["a"], b_q=np.rint(weights["b"] / 0.02).astype(np.int8), b_s=np.float32(0.02),
-        r_s=np.float32(0.03), zero=np.int8(0),
-    )  # fmt: skip
+        QUANTISED,
+        a=weights["a"],
+        b_q=np.rint(weights["b"] / 0.02).astype(np.int8),
+        b_s=np.float32(0.02),
+        r_s=np.float32(0.03),
+        zero=np.int8(0),
+    )
     floating = parse_graph(FLOATING, **weights)
     for model in (floating, quantised):
         for index, node in enumerate(model.graph):

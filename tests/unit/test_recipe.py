@@ -65,30 +65,33 @@ def test_the_zoo_brings_its_own_data() -> None:
     assert make({"model": "resnet18"}).data is None
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"presicion": 1}, "no field 'presicion'"),
-    ({"bach": [1]}, "did you mean batch.*\n.*the fields are model, inputs"),
-    ({"budgets": {"max_ram": 1}}, "no field 'max_ram' in budgets.*\n.*max_memory_bytes"),
-    ({"batch": "many"}, "batch.0: .*valid integer.*'many'"),
-    ({"batch": [0]}, "at least 1"),
-    ({"batch": []}, "batch"),
-    ({"export": 17}, "export: .*mapping.*17"),
-    ({"export": {"opset": 9}}, "export.opset: .*18"),
-    ({"engines": ["tensorflow"]}, "'tensorflow'.*\n.*onnxruntime"),
-    ({"device": "tpu"}, "'tpu'.*\n.*cuda"),
-    ({"device": "cuda:one"}, "'cuda:one'"),
-    ({"inputs": ["x"]}, "name:dtype"),
-    ({"inputs": ["x:int8:2", "x:int8:3"]}, "'x' is given twice"),
-    ({"shapes": {"batch": "3:2:1"}}, "out of order"),
-    ({"budgets": {"max_memory_bytes": "lots"}}, "cannot read the size 'lots'"),
-    ({"metric": "top3"}, "no metric 'top3'.*\n.*top5"),
-    ({"eager": {"tf32": True}}, "eager.tf32 has no effect on onnxruntime.*\n.*--engine eager"),
-    ({"onnxruntime": {"tf32": True}, "engines": ["compiled"]}, "onnxruntime.tf32 has no effect on compiled"),
-    ({"eager": {"amp": True}}, "no field 'amp' in eager.*\n.*cuda_graphs"),
-    ({"metric": "top5", "model": "resnet18"}, "top5 needs labelled data.*\n.*--eval"),
-    ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labelled data"),
-    ({"model": 3}, "model: .*string"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"presicion": 1}, "no field 'presicion'"),
+        ({"bach": [1]}, "did you mean batch.*\n.*the fields are model, inputs"),
+        ({"budgets": {"max_ram": 1}}, "no field 'max_ram' in budgets.*\n.*max_memory_bytes"),
+        ({"batch": "many"}, "batch.0: .*valid integer.*'many'"),
+        ({"batch": [0]}, "at least 1"),
+        ({"batch": []}, "batch"),
+        ({"export": 17}, "export: .*mapping.*17"),
+        ({"export": {"opset": 9}}, "export.opset: .*18"),
+        ({"engines": ["tensorflow"]}, "'tensorflow'.*\n.*onnxruntime"),
+        ({"device": "tpu"}, "'tpu'.*\n.*cuda"),
+        ({"device": "cuda:one"}, "'cuda:one'"),
+        ({"inputs": ["x"]}, "name:dtype"),
+        ({"inputs": ["x:int8:2", "x:int8:3"]}, "'x' is given twice"),
+        ({"shapes": {"batch": "3:2:1"}}, "out of order"),
+        ({"budgets": {"max_memory_bytes": "lots"}}, "cannot read the size 'lots'"),
+        ({"metric": "top3"}, "no metric 'top3'.*\n.*top5"),
+        ({"eager": {"tf32": True}}, "eager.tf32 has no effect on onnxruntime.*\n.*--engine eager"),
+        ({"onnxruntime": {"tf32": True}, "engines": ["compiled"]}, "onnxruntime.tf32 has no effect on compiled"),
+        ({"eager": {"amp": True}}, "no field 'amp' in eager.*\n.*cuda_graphs"),
+        ({"metric": "top5", "model": "resnet18"}, "top5 needs labelled data.*\n.*--eval"),
+        ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labelled data"),
+        ({"model": 3}, "model: .*string"),
+    ],
+)
 def test_mistakes(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make({"model": "digits", **values})
@@ -107,13 +110,16 @@ def test_a_metric_of_the_users_own_is_looked_for_and_not_run(tmp_path: Path, mon
         make({"model": "digits", "metric": "own_metric:top9"})
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"a: [1\nb: }", "is not YAML: .* in line 2"),
-    (b"\xff\xfe\x00", "is not YAML"),
-    (b"- a", "no mapping"),
-    (b"", "no mapping"),
-    (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1\nb: }", "is not YAML: .* in line 2"),
+        (b"\xff\xfe\x00", "is not YAML"),
+        (b"- a", "no mapping"),
+        (b"", "no mapping"),
+        (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
 def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "r.yaml").write_bytes(content)
     with pytest.raises(UsageError, match=message) as caught:
@@ -134,29 +140,35 @@ def test_batches_that_nobody_named_are_within_the_range_given(shape: str, expect
     assert make({"model": "digits", "shapes": {"batch": shape}, "batch": [3]}).batch == (3,)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"workspace": ["99999999TiB"]}, "more than any device"),
-    ({"workspace": ["0"]}, "holds nothing"),
-    ({"tensorrt_run": {"weight_streaming_budget": "1MiB"}}, "streams weights"),
-    ({"engines": ["onnxruntime"], "targets": ["sm86"]}, "--target has no effect on onnxruntime"),
-    ({"engines": ["onnxruntime"], "tensorrt": {"tf32": False}}, "--tf32 has no effect"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workspace": ["99999999TiB"]}, "more than any device"),
+        ({"workspace": ["0"]}, "holds nothing"),
+        ({"tensorrt_run": {"weight_streaming_budget": "1MiB"}}, "streams weights"),
+        ({"engines": ["onnxruntime"], "targets": ["sm86"]}, "--target has no effect on onnxruntime"),
+        ({"engines": ["onnxruntime"], "tensorrt": {"tf32": False}}, "--tf32 has no effect"),
+    ],
+)
 def test_tensorrt_options_that_make_no_sense(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make({"model": "digits", "engines": ["tensorrt_rtx"], **values})
 
 
 @pytest.mark.parametrize("field", ["calibration", "eval_data"])
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("gone.npz", None, "no data file .*gone.npz"),
-    ("data.npz", b"x,y", "cannot read .*data.npz"),
-    ("data.npy", b"x,y", "cannot read .*data.npy"),
-    ("data.safetensors", b"x,y", "cannot read .*data.safetensors"),
-    ("data.jsonl", b"x,y", "line 1 is no JSON"),
-    ("data.csv", b"x,y", "cannot tell what data"),
-    ("code.py:gone", b"x = 1", "no function 'gone'"),
-    ("images", None, "cannot tell what data"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.npz", None, "no data file .*gone.npz"),
+        ("data.npz", b"x,y", "cannot read .*data.npz"),
+        ("data.npy", b"x,y", "cannot read .*data.npy"),
+        ("data.safetensors", b"x,y", "cannot read .*data.safetensors"),
+        ("data.jsonl", b"x,y", "line 1 is no JSON"),
+        ("data.csv", b"x,y", "cannot tell what data"),
+        ("code.py:gone", b"x = 1", "no function 'gone'"),
+        ("images", None, "cannot tell what data"),
+    ],
+)
 def test_data_that_cannot_be_read_are_refused_before_any_step(
     field: str, name: str, content: bytes | None, message: str, tmp_path: Path
 ) -> None:

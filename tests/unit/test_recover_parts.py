@@ -215,24 +215,30 @@ def test_supervised_is_cross_entropy_or_squared_error() -> None:
     assert found.item() == pytest.approx(logits.square().mean().item())
 
 
-@pytest.mark.parametrize(("labels", "said"), [
-    (None, "needs labels"),
-    (torch.tensor([0, 1, 2, 0, 1, 3]), "from 0 to 3, and the model has 3 classes"),
-    (torch.zeros(6, 2), r"\[6, 2\] do not fit the output of shape \[6, 3\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (None, "needs labels"),
+        (torch.tensor([0, 1, 2, 0, 1, 3]), "from 0 to 3, and the model has 3 classes"),
+        (torch.zeros(6, 2), r"\[6, 2\] do not fit the output of shape \[6, 3\]"),
+    ],
+)
 def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor | None, said: str) -> None:
     student = model().module
     with pytest.raises(DataError, match=said):
         losses.supervised(student, student, batch(labels=labels))
 
 
-@pytest.mark.parametrize(("function", "said"), [
-    (lambda student, teacher, batch: batch["nothing"], "raised KeyError"),
-    (lambda student, teacher, batch: torch.ones(2) + torch.ones(3), "raised RuntimeError: The size of tensor a"),
-    (lambda student, teacher, batch: 0.5, "returned a float"),
-    (lambda student, teacher, batch: teacher(batch["image"])["logits"], r"tensor of shape \[6, 3\]"),
-    (lambda student, teacher, batch: torch.zeros(()), "depends on no weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda student, teacher, batch: batch["nothing"], "raised KeyError"),
+        (lambda student, teacher, batch: torch.ones(2) + torch.ones(3), "raised RuntimeError: The size of tensor a"),
+        (lambda student, teacher, batch: 0.5, "returned a float"),
+        (lambda student, teacher, batch: teacher(batch["image"])["logits"], r"tensor of shape \[6, 3\]"),
+        (lambda student, teacher, batch: torch.zeros(()), "depends on no weight"),
+    ],
+)
 def test_what_a_loss_of_the_users_must_not_do_is_said(function: Callable[..., object], said: str) -> None:
     student = model().module
     with pytest.raises(DataError, match=said):

@@ -58,12 +58,15 @@ def test_the_verdict_is_one_sentence() -> None:
     assert sentences.summarize(none) == "No winner: nothing was measured."
 
 
-@pytest.mark.parametrize(("low", "high", "words"), [
-    (0.98, 3.9, "has 4.00× [0.98, 3.90] the speed of eager at batch 8 (which may be no difference)"),
-    (0.15, 580.88, "whether onnxruntime-fp32 is faster than eager at batch 8 is too noisy to tell,"),
-    (0.3, 0.9, "has 4.00× [0.30, 0.90] the speed of eager at batch 8,"),
-    (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.98, 3.9, "has 4.00× [0.98, 3.90] the speed of eager at batch 8 (which may be no difference)"),
+        (0.15, 580.88, "whether onnxruntime-fp32 is faster than eager at batch 8 is too noisy to tell,"),
+        (0.3, 0.9, "has 4.00× [0.30, 0.90] the speed of eager at batch 8,"),
+        (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
+    ],
+)
 def test_the_verdict_is_of_the_deciding_batch_within_its_interval(low: float, high: float, words: str) -> None:
     fast = record("onnxruntime-fp32", 0.5, 4.0)
     deciding = LatencyRow(batch=8, p50_ms=0.5, speedup=Interval(median=4.0, low=low, high=high))
@@ -136,12 +139,16 @@ def groups(count: int, kept: int) -> tuple[Assignment, ...]:
     """So many, the last ones in float and with the least work."""
     return tuple(
         Assignment(
-            group=f"conv{index}", module=f"layer.{index}", operator="Conv",
-            precision="int8" if index < count - kept else "fp32", why="" if index < count - kept else "sensitive",
-            sqnr_db=30.0 - index, macs=count - index,
+            group=f"conv{index}",
+            module=f"layer.{index}",
+            operator="Conv",
+            precision="int8" if index < count - kept else "fp32",
+            why="" if index < count - kept else "sensitive",
+            sqnr_db=30.0 - index,
+            macs=count - index,
         )
         for index in range(count)
-    )  # fmt: skip
+    )
 
 
 def quantised(**changes: object) -> VariantRecord:
@@ -285,10 +292,18 @@ GROUP = PrunedGroup(
     step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2"
 )
 FACTS = PruningFacts(
-    target="macs=-50%", importance="l2", scope="global", macs_before=1000, macs_after=497, parameters_before=400,
-    parameters_after=210, channels_before=16, channels_after=8, groups=(GROUP,),
+    target="macs=-50%",
+    importance="l2",
+    scope="global",
+    macs_before=1000,
+    macs_after=497,
+    parameters_before=400,
+    parameters_after=210,
+    channels_before=16,
+    channels_after=8,
+    groups=(GROUP,),
     whole={"fc": "its outputs are the model's"},
-)  # fmt: skip
+)
 PLAN = TrainingPlan(
     steps=20, batch=64, micro_batch=64, evaluate_every=10, judged=240, statistics=64, processes=1, threads=2
 )

@@ -48,38 +48,46 @@ def caused(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(("error", "again"), [
-    (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), True),
-    (TimeoutError("timed out"), True),
-    (socket.gaierror(-3, "Temporary failure in name resolution"), True),
-    (OSError(errno.EHOSTUNREACH, "no route"), True),
-    (OSError(errno.ESTALE, "stale file handle"), True),
-    (OSError("Socket is closed"), True),
-    (HTTPClientError("could not connect"), True),
-    (Answered(503), True),
-    (Answered(429), True),
-    (caused(OSError(errno.EIO, "?"), ClientError(500)), True),
-    (caused(OSError(errno.EIO, "?"), ClientError(400)), False),
-    (caused(PermissionError("Forbidden"), ClientError(403)), False),
-    (PermissionError(errno.EACCES, "denied"), False),
-    (OSError(errno.ENOSPC, "no space"), False),
-    (OSError(errno.EROFS, "read-only"), False),
-    (NoCredentialsError("none"), False),
-    (HTTPClientError("SSL: CERTIFICATE_VERIFY_FAILED"), False),
-    (HTTPClientError("[[SSL: WRONG_VERSION_NUMBER] wrong version number"), False),
-    (ValueError("what?"), False),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), True),
+        (TimeoutError("timed out"), True),
+        (socket.gaierror(-3, "Temporary failure in name resolution"), True),
+        (OSError(errno.EHOSTUNREACH, "no route"), True),
+        (OSError(errno.ESTALE, "stale file handle"), True),
+        (OSError("Socket is closed"), True),
+        (HTTPClientError("could not connect"), True),
+        (Answered(503), True),
+        (Answered(429), True),
+        (caused(OSError(errno.EIO, "?"), ClientError(500)), True),
+        (caused(OSError(errno.EIO, "?"), ClientError(400)), False),
+        (caused(PermissionError("Forbidden"), ClientError(403)), False),
+        (PermissionError(errno.EACCES, "denied"), False),
+        (OSError(errno.ENOSPC, "no space"), False),
+        (OSError(errno.EROFS, "read-only"), False),
+        (NoCredentialsError("none"), False),
+        (HTTPClientError("SSL: CERTIFICATE_VERIFY_FAILED"), False),
+        (HTTPClientError("[[SSL: WRONG_VERSION_NUMBER] wrong version number"), False),
+        (ValueError("what?"), False),
+    ],
+    ids=repr,
+)
 def test_only_what_may_pass_is_tried_again(error: Exception, again: bool) -> None:
     assert is_transient(error) == again
 
 
-@pytest.mark.parametrize(("error", "message", "remedy"), [
-    (PermissionError("Forbidden"), "refuses access", "AWS_ACCESS_KEY_ID"),
-    (NoCredentialsError("Unable to locate credentials"), "refuses access", "AWS_ACCESS_KEY_ID"),
-    (Answered(401), "refuses access", "AWS_ACCESS_KEY_ID"),
-    (OSError(errno.ENOSPC, "x"), "no space left", "cache prune --local"),
-    (ValueError("what?"), "what?", "check the address"),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message", "remedy"),
+    [
+        (PermissionError("Forbidden"), "refuses access", "AWS_ACCESS_KEY_ID"),
+        (NoCredentialsError("Unable to locate credentials"), "refuses access", "AWS_ACCESS_KEY_ID"),
+        (Answered(401), "refuses access", "AWS_ACCESS_KEY_ID"),
+        (OSError(errno.ENOSPC, "x"), "no space left", "cache prune --local"),
+        (ValueError("what?"), "what?", "check the address"),
+    ],
+    ids=repr,
+)
 def test_a_refusal_says_what_to_do(error: Exception, message: str, remedy: str) -> None:
     found = explain_refusal(error, PLACE)
     assert message in found.message

@@ -30,15 +30,18 @@ TEXT = signature("ids:int64:batch,length", "mask:int64:batch,length")
 FIXED = signature("x:float32:2,3")
 
 
-@pytest.mark.parametrize(("given", "symbol", "fixed"), [
-    (IMAGE, "batch", 1),
-    (signature("x:float32:length,batch"), "batch", 1),
-    (signature("a:int8:n,2", "b:int8:n"), "n", 1),
-    (signature("a:int8:n,2", "b:int8:m"), None, 1),
-    (signature("a:int8:4,n", "b:int8:4"), None, 4),
-    (signature("a:int8:4", "b:int8:5"), None, 1),
-    (signature("a:int8:"), None, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "symbol", "fixed"),
+    [
+        (IMAGE, "batch", 1),
+        (signature("x:float32:length,batch"), "batch", 1),
+        (signature("a:int8:n,2", "b:int8:n"), "n", 1),
+        (signature("a:int8:n,2", "b:int8:m"), None, 1),
+        (signature("a:int8:4,n", "b:int8:4"), None, 4),
+        (signature("a:int8:4", "b:int8:5"), None, 1),
+        (signature("a:int8:"), None, 1),
+    ],
+)
 def test_the_batch_dimension(given: Signature, symbol: str | None, fixed: int) -> None:
     assert samples.batch_symbol(given) == symbol
     if symbol is None:
@@ -124,11 +127,14 @@ def test_a_fixed_batch_is_named(inputs: tuple[str, ...]) -> None:
     assert "--batch 2" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("spec", "shape", "dtype"), [
-    ("x:float32:batch,5", (1, 4), "float32"),
-    ("x:float32:2,5", (1, 4), "float32"),
-    ("x:float32:2,4", (1, 4), "int64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "shape", "dtype"),
+    [
+        ("x:float32:batch,5", (1, 4), "float32"),
+        ("x:float32:2,5", (1, 4), "float32"),
+        ("x:float32:2,4", (1, 4), "int64"),
+    ],
+)
 def test_anything_else_is_said_as_it_is(spec: str, shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(SignatureError, match=f"expected {spec}"):
         check_feeds(takes(spec), {"x": np.ones(shape, dtype)})

@@ -15,11 +15,14 @@ from enginesmith.pipeline.results.verdicts import judge_budgets, judge_compressi
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:
     return VariantRecord(
-        id=name, engine="onnxruntime", precision="fp32", status="measured",
+        id=name,
+        engine="onnxruntime",
+        precision="fp32",
+        status="measured",
         artifact=StoredArtifact(path="model.onnx", sha256="0", bytes=size),
         latency=(LatencyRow(batch=1, p50_ms=ms, throughput_per_s=None if ms is None else 1e3 / ms),),
         memory=MemoryRow(device="cpu", batch=1, peak_bytes=memory),
-    ).model_copy(update=more)  # fmt: skip
+    ).model_copy(update=more)
 
 
 EAGER = record("eager", 10.0, 100)
@@ -146,11 +149,14 @@ def test_one_whose_interval_includes_1_is_rejected_with_the_numbers() -> None:
     assert "is slower than" in decided(pruned(0.9, 0.85, 0.95))
 
 
-@pytest.mark.parametrize(("mine", "dense", "said"), [
-    (limit(1.0, "launch"), limit(1.0, "launch"), "starting operators"),
-    (limit(1.0, "memory"), limit(1.02, "memory"), "moving data"),
-    (limit(0.5, "arithmetic"), limit(1.0, "arithmetic"), "larger multiple of channels"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mine", "dense", "said"),
+    [
+        (limit(1.0, "launch"), limit(1.0, "launch"), "starting operators"),
+        (limit(1.0, "memory"), limit(1.02, "memory"), "moving data"),
+        (limit(0.5, "arithmetic"), limit(1.0, "arithmetic"), "larger multiple of channels"),
+    ],
+)
 def test_the_reason_is_what_bounds_it(mine: LimitRow, dense: LimitRow, said: str) -> None:
     assert said in decided(pruned(1.0, 0.9, 1.1, limits=(mine,)), measured(DENSE, 2.0, limits=(dense,)))
 

@@ -19,17 +19,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("text", "form", "target", "factory", "name"), [
-    ("digits", "zoo", "digits", "digits", "digits"),
-    ("net.py:build", "file", "{}/net.py", "build", "net-build"),
-    ("./net.py:Nets.build", "file", "{}/net.py", "Nets.build", "net-Nets.build"),
-    ("a.b:build", "module", "a.b", "build", "b-build"),
-    ("m.onnx", "onnx", "{}/m.onnx", "", "m"),
-    ("m.pt2", "pt2", "{}/m.pt2", "", "m"),
-    ("hf:org/name@v1", "hf", "org/name@v1", "", "name"),
-    ("hf:bert", "hf", "{}/bert", "", "bert"),
-    ("timm:resnet18", "timm", "resnet18", "", "resnet18"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "form", "target", "factory", "name"),
+    [
+        ("digits", "zoo", "digits", "digits", "digits"),
+        ("net.py:build", "file", "{}/net.py", "build", "net-build"),
+        ("./net.py:Nets.build", "file", "{}/net.py", "Nets.build", "net-Nets.build"),
+        ("a.b:build", "module", "a.b", "build", "b-build"),
+        ("m.onnx", "onnx", "{}/m.onnx", "", "m"),
+        ("m.pt2", "pt2", "{}/m.pt2", "", "m"),
+        ("hf:org/name@v1", "hf", "org/name@v1", "", "name"),
+        ("hf:bert", "hf", "{}/bert", "", "bert"),
+        ("timm:resnet18", "timm", "resnet18", "", "resnet18"),
+    ],
+)
 def test_forms(folder: Path, text: str, form: str, target: str, factory: str, name: str) -> None:
     found = resolve(text)
     assert (found.form, found.target, found.factory) == (form, target.format(folder), factory)
@@ -37,32 +40,38 @@ def test_forms(folder: Path, text: str, form: str, target: str, factory: str, na
     assert found.is_torch == (form != "onnx")
 
 
-@pytest.mark.parametrize(("text", "arguments", "keywords"), [
-    ("net.py:build(depth=50)", (), {"depth": 50}),
-    ("net.py:build(3, [1, 2], path='a:b.py')", (3, [1, 2]), {"path": "a:b.py"}),
-    ("resnet50(num_classes=10)", (), {"num_classes": 10}),
-    ("timm:resnet18(pretrained=False)", (), {"pretrained": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "arguments", "keywords"),
+    [
+        ("net.py:build(depth=50)", (), {"depth": 50}),
+        ("net.py:build(3, [1, 2], path='a:b.py')", (3, [1, 2]), {"path": "a:b.py"}),
+        ("resnet50(num_classes=10)", (), {"num_classes": 10}),
+        ("timm:resnet18(pretrained=False)", (), {"pretrained": False}),
+    ],
+)
 def test_arguments_are_literals(text: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     found = resolve(text)
     assert (found.arguments, found.keywords) == (arguments, keywords)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("gone.onnx", "'gone.onnx' does not exist"),
-    ("gone.py:build", "'gone.py' does not exist"),
-    ("net.py", "no factory.*\n.*net.py:build"),
-    ("net.py:build(os.getcwd())", "no literal"),
-    ("net.py:build(", "cannot read the factory"),
-    ("net.py:1 + 2", "cannot read the factory"),
-    ("weights.safetensors", "weights, not a model"),
-    ("bert", "folder.*\n.*hf:bert"),
-    ("hf:", "names no model"),
-    ("hf:./gone", "'./gone' does not exist"),
-    ("hf:.", "no config.json"),
-    ("resnet_50", "did you mean resnet50"),
-    ("", "there is no model ''"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gone.onnx", "'gone.onnx' does not exist"),
+        ("gone.py:build", "'gone.py' does not exist"),
+        ("net.py", "no factory.*\n.*net.py:build"),
+        ("net.py:build(os.getcwd())", "no literal"),
+        ("net.py:build(", "cannot read the factory"),
+        ("net.py:1 + 2", "cannot read the factory"),
+        ("weights.safetensors", "weights, not a model"),
+        ("bert", "folder.*\n.*hf:bert"),
+        ("hf:", "names no model"),
+        ("hf:./gone", "'./gone' does not exist"),
+        ("hf:.", "no config.json"),
+        ("resnet_50", "did you mean resnet50"),
+        ("", "there is no model ''"),
+    ],
+)
 def test_what_cannot_be_a_model(text: str, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         resolve(text)

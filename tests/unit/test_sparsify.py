@@ -60,15 +60,27 @@ def eligible(weight: Any) -> bool:
 def mixed(folder: Path, **changes: Any) -> Path:
     """One product of each kind, with weights that reach them in different layouts."""
     nodes = [
-        node("Conv", "x conv", "a", pads=[1, 1, 1, 1]), node("GlobalAveragePool", "a", "b"), node("Flatten", "b", "c"),
-        node("Gemm", "c gemm", "d"), node("Gemm", "d gemm_t bias", "e", transB=1), node("MatMul", "e matmul", "f"),
-        node("Transpose", "turned", "t", perm=[1, 0]), node("Cast", "t", "u", to=TensorProto.FLOAT),
-        node("MatMul", "f u", "g"), node("Transpose", "g", "h", perm=[1, 0]), node("Gemm", "h last", "y", transA=1),
-    ]  # fmt: skip
+        node("Conv", "x conv", "a", pads=[1, 1, 1, 1]),
+        node("GlobalAveragePool", "a", "b"),
+        node("Flatten", "b", "c"),
+        node("Gemm", "c gemm", "d"),
+        node("Gemm", "d gemm_t bias", "e", transB=1),
+        node("MatMul", "e matmul", "f"),
+        node("Transpose", "turned", "t", perm=[1, 0]),
+        node("Cast", "t", "u", to=TensorProto.FLOAT),
+        node("MatMul", "f u", "g"),
+        node("Transpose", "g", "h", perm=[1, 0]),
+        node("Gemm", "h last", "y", transA=1),
+    ]
     weights = {
-        "conv": normal(8, 4, 3, 3), "gemm": normal(8, 12), "gemm_t": normal(16, 12), "bias": normal(16),
-        "matmul": normal(16, 20), "turned": normal(8, 20).astype(np.float16), "last": normal(8, 6),
-    } | changes  # fmt: skip
+        "conv": normal(8, 4, 3, 3),
+        "gemm": normal(8, 12),
+        "gemm_t": normal(16, 12),
+        "bias": normal(16),
+        "matmul": normal(16, 20),
+        "turned": normal(8, 20).astype(np.float16),
+        "last": normal(8, 6),
+    } | changes
     return save_graph(folder, nodes, weights, x=("n", 4, 6, 6))
 
 
@@ -111,18 +123,37 @@ def test_the_same_bytes_each_time_with_and_without_external_data(tmp_path: Path)
 def refusals(folder: Path) -> Path:
     """What 2:4 is not put into, and one weight that it is."""
     nodes = [
-        node("Conv", "x three", "a"), node("Conv", "a depthwise", "b", group=8), node("ConvTranspose", "b up", "c"),
-        node("Conv", "c good", "d"), node("GlobalAveragePool", "d", "e"), node("Flatten", "e", "f"),
-        node("MatMul", "f both", "g"), node("Gemm", "g both", "h", transB=1), node("MatMul", "h vector", "i"),
-        node("Gather", "table ids", "j"), node("MatMul", "j table", "k"), node("DequantizeLinear", "int8 scale", "l"),
-        node("MatMul", "f l", "m"), node("Unsqueeze", "i ids", "s"), node("Add", "s m", "n"), node("Add", "n k", "o"),
-        node("MatMul", "f fed", "p"), node("Add", "o p", "y"),
-    ]  # fmt: skip
+        node("Conv", "x three", "a"),
+        node("Conv", "a depthwise", "b", group=8),
+        node("ConvTranspose", "b up", "c"),
+        node("Conv", "c good", "d"),
+        node("GlobalAveragePool", "d", "e"),
+        node("Flatten", "e", "f"),
+        node("MatMul", "f both", "g"),
+        node("Gemm", "g both", "h", transB=1),
+        node("MatMul", "h vector", "i"),
+        node("Gather", "table ids", "j"),
+        node("MatMul", "j table", "k"),
+        node("DequantizeLinear", "int8 scale", "l"),
+        node("MatMul", "f l", "m"),
+        node("Unsqueeze", "i ids", "s"),
+        node("Add", "s m", "n"),
+        node("Add", "n k", "o"),
+        node("MatMul", "f fed", "p"),
+        node("Add", "o p", "y"),
+    ]
     weights = {
-        "three": normal(8, 3, 1, 1), "depthwise": normal(8, 1, 3, 3), "up": normal(8, 8, 2, 2),
-        "good": normal(8, 8, 1, 1), "both": normal(8, 8), "vector": normal(8), "table": normal(8, 8),
-        "int8": np.ones((8, 8), np.int8), "scale": np.array(0.1, np.float32), "ids": np.array([1]),
-    }  # fmt: skip
+        "three": normal(8, 3, 1, 1),
+        "depthwise": normal(8, 1, 3, 3),
+        "up": normal(8, 8, 2, 2),
+        "good": normal(8, 8, 1, 1),
+        "both": normal(8, 8),
+        "vector": normal(8),
+        "table": normal(8, 8),
+        "int8": np.ones((8, 8), np.int8),
+        "scale": np.array(0.1, np.float32),
+        "ids": np.array([1]),
+    }
     return save_graph(folder, nodes, weights, x=(2, 3, 8, 8), fed=(TensorProto.FLOAT, (8, 8)))
 
 
@@ -211,10 +242,13 @@ def test_a_protected_name_that_there_is_none_of(tmp_path: Path) -> None:
     assert "'matmull' is to be protected" in caught.value.message
 
 
-@pytest.mark.parametrize(("nodes", "weights", "words"), [
-    ([node("Relu", "x", "y")], {}, "no weight that can be sparse"),
-    ([node("MatMul", "x w", "y")], {"w": normal(6, 8)}, "its 6 inputs are no multiple of 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "weights", "words"),
+    [
+        ([node("Relu", "x", "y")], {}, "no weight that can be sparse"),
+        ([node("MatMul", "x w", "y")], {"w": normal(6, 8)}, "its 6 inputs are no multiple of 4"),
+    ],
+)
 def test_a_graph_without_such_weights(nodes: Any, weights: Weights, words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidGraph, match=words):
         sparsified(save_graph(tmp_path, nodes, weights, x=(2, 6)), tmp_path / "out")
@@ -265,26 +299,32 @@ def test_a_threshold_makes_exactly_the_share_zero(ratio: float) -> None:
     assert largest <= (everything[count] if count else 0)
 
 
-@pytest.mark.parametrize(("text", "pattern", "ratio", "slug"), [
-    ("2:4", "2:4", 0.5, "sparse24"),
-    ("unstructured=0.7", "unstructured", 0.7, "sparse70"),
-    (" Unstructured=0.125", "unstructured", 0.125, "sparse12_5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "pattern", "ratio", "slug"),
+    [
+        ("2:4", "2:4", 0.5, "sparse24"),
+        ("unstructured=0.7", "unstructured", 0.7, "sparse70"),
+        (" Unstructured=0.125", "unstructured", 0.125, "sparse12_5"),
+    ],
+)
 def test_what_can_be_asked_for(text: str, pattern: str, ratio: float, slug: str) -> None:
     found = Sparsity.parse(text, SparsifyOptions(protect=("head",)))
     assert (found.pattern, found.ratio, found.slug, found.protect) == (pattern, ratio, slug, ("head",))
     assert str(Sparsity.parse(text)) == text.strip().lower()
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("1:4", "cannot read the sparsity '1:4'"),
-    ("2:4=0.5", "cannot read"),
-    ("unstructured", "cannot read"),
-    ("unstructured=1", "not at least 0 and less than 1"),
-    ("unstructured=-0.1", "not at least 0"),
-    ("unstructured=nan", "not at least 0"),
-    ("unstructured=half", "'half' is no number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1:4", "cannot read the sparsity '1:4'"),
+        ("2:4=0.5", "cannot read"),
+        ("unstructured", "cannot read"),
+        ("unstructured=1", "not at least 0 and less than 1"),
+        ("unstructured=-0.1", "not at least 0"),
+        ("unstructured=nan", "not at least 0"),
+        ("unstructured=half", "'half' is no number"),
+    ],
+)
 def test_what_cannot_be_asked_for(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=r"2:4, or unstructured=0\.5") as caught:
         Sparsity.parse(text)
@@ -297,17 +337,28 @@ WIDE = 128
 def dense(path: Path) -> Path:
     """Convolutions that ONNX Runtime lays out in blocks, a grouped one, Gemm both ways round, and a MatMul."""
     nodes = [
-        node("Conv", "x first", "a", pads=[1, 1, 1, 1]), node("Relu", "a", "b"),
-        node("Conv", "b second bias", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "d"),
-        node("Conv", "d grouped", "e", group=2), node("GlobalAveragePool", "e", "f"), node("Flatten", "f", "g"),
-        node("Gemm", "g across", "h"), node("Gemm", "h along along_bias", "i", transB=1), node("Relu", "i", "j"),
+        node("Conv", "x first", "a", pads=[1, 1, 1, 1]),
+        node("Relu", "a", "b"),
+        node("Conv", "b second bias", "c", pads=[1, 1, 1, 1]),
+        node("Relu", "c", "d"),
+        node("Conv", "d grouped", "e", group=2),
+        node("GlobalAveragePool", "e", "f"),
+        node("Flatten", "f", "g"),
+        node("Gemm", "g across", "h"),
+        node("Gemm", "h along along_bias", "i", transB=1),
+        node("Relu", "i", "j"),
         node("MatMul", "j matrix", "y"),
-    ]  # fmt: skip
+    ]
     weights = {
-        "first": normal(64, 4, 3, 3), "second": normal(WIDE, 64, 3, 3), "bias": normal(WIDE),
-        "grouped": normal(WIDE, WIDE // 2, 1, 1), "across": normal(WIDE, WIDE), "along": normal(WIDE, WIDE, seed=1),
-        "along_bias": normal(WIDE, seed=1), "matrix": normal(WIDE, 12),
-    }  # fmt: skip
+        "first": normal(64, 4, 3, 3),
+        "second": normal(WIDE, 64, 3, 3),
+        "bias": normal(WIDE),
+        "grouped": normal(WIDE, WIDE // 2, 1, 1),
+        "across": normal(WIDE, WIDE),
+        "along": normal(WIDE, WIDE, seed=1),
+        "along_bias": normal(WIDE, seed=1),
+        "matrix": normal(WIDE, 12),
+    }
     model = build_graph(nodes, {name: value / 8 for name, value in weights.items()}, opset=21, x=("n", 4, 8, 8))
     onnx.save(onnx.shape_inference.infer_shapes(model), path)
     return path

@@ -187,13 +187,16 @@ def test_a_path_is_a_folder_of_this_machine(tmp_path: Path) -> None:
         assert (found.text, found.folder, found.url) == (str(tmp_path / "store"), tmp_path / "store", "")
 
 
-@pytest.mark.parametrize(("given", "url"), [
-    ("s3://team/store/", "s3://team/store"),
-    ("S3://Team/Store", "s3://Team/Store"),
-    ("sftp://me@host:22/store", "sftp://me@host:22/store"),
-    ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
-    ("file:///mnt/store", "file:///mnt/store"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("s3://team/store/", "s3://team/store"),
+        ("S3://Team/Store", "s3://Team/Store"),
+        ("sftp://me@host:22/store", "sftp://me@host:22/store"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        ("file:///mnt/store", "file:///mnt/store"),
+    ],
+)
 def test_a_url_is_shared_and_has_a_cache_of_its_own(given: str, url: str, tmp_path: Path) -> None:
     found = parse_address(given)
     assert found.text == found.url == url.format(here=tmp_path)
@@ -208,11 +211,14 @@ def test_the_cache_can_be_put_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     assert parse_address("store").folder == tmp_path / "store"
 
 
-@pytest.mark.parametrize(("given", "variables"), [
-    ("s3://AKIA:se/cr3t@team/store", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
-    ("sftp://me:se/cr3t@host/store", "FSSPEC_SFTP_PASSWORD"),
-    ("abfs://container/x?sig=se/cr3t", "AZURE_STORAGE_ACCOUNT_KEY"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        ("s3://AKIA:se/cr3t@team/store", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("sftp://me:se/cr3t@host/store", "FSSPEC_SFTP_PASSWORD"),
+        ("abfs://container/x?sig=se/cr3t", "AZURE_STORAGE_ACCOUNT_KEY"),
+    ],
+)
 def test_credentials_in_a_url_are_refused_and_not_repeated(given: str, variables: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_address(given)

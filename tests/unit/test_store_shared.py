@@ -486,14 +486,17 @@ def test_what_could_not_be_uploaded_is_not_lost(machine: Machine, url: str, monk
     assert machine("two").get(KEY) is not None
 
 
-@pytest.mark.parametrize(("place", "kind", "words"), [
-    ("nix://team/x", UsageError, "Protocol not known"),
-    ("s4://team/x", UsageError, "did you mean s3://"),
-    ("gs://team/x", MissingCapability, "pip install gcsfs"),
-    ("file://", UsageError, "no valid address"),
-    ("file:///proc/x", UsageError, "no folder can be made there"),
-    ("ftp://127.0.0.1:1/x", StoreError, "cannot be reached"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "kind", "words"),
+    [
+        ("nix://team/x", UsageError, "Protocol not known"),
+        ("s4://team/x", UsageError, "did you mean s3://"),
+        ("gs://team/x", MissingCapability, "pip install gcsfs"),
+        ("file://", UsageError, "no valid address"),
+        ("file:///proc/x", UsageError, "no folder can be made there"),
+        ("ftp://127.0.0.1:1/x", StoreError, "cannot be reached"),
+    ],
+)
 def test_what_cannot_be_a_store_is_said_at_once_and_leaves_nothing(
     place: str, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,13 +113,16 @@ def test_a_convolution_has_its_channels_on_axis_1(tmp_path: Path) -> None:
     assert found.channels == {"x": 1}
 
 
-@pytest.mark.parametrize(("nodes", "channels"), [
-    ((helper.make_node("MatMul", ["x", "x"], ["y"]),), {}),
-    ((helper.make_node("MatMul", ["w", "x"], ["y"]),), {}),
-    ((helper.make_node("Gemm", ["x", "w"], ["y"], transA=1),), {}),
-    ((helper.make_node("Gemm", ["x", "w"], ["y"]),), {"x": -1}),
-    ((helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(WEIGHT)), DENSE[0]), {"x": -1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "channels"),
+    [
+        ((helper.make_node("MatMul", ["x", "x"], ["y"]),), {}),
+        ((helper.make_node("MatMul", ["w", "x"], ["y"]),), {}),
+        ((helper.make_node("Gemm", ["x", "w"], ["y"], transA=1),), {}),
+        ((helper.make_node("Gemm", ["x", "w"], ["y"]),), {"x": -1}),
+        ((helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(WEIGHT)), DENSE[0]), {"x": -1}),
+    ],
+)
 def test_only_what_meets_a_constant_weight_has_channels(
     tmp_path: Path, nodes: tuple[onnx.NodeProto, ...], channels: dict[str, int]
 ) -> None:

@@ -25,16 +25,19 @@ def test_a_spec_knows_numbers_from_words() -> None:
         spec.resolve({"batch": 2})
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("x", "name:dtype:batch"),
-    ("x:float32", "name:dtype:batch"),
-    (":float32:3", "name:dtype:batch"),
-    ("a b:float32:3", "name:dtype:batch"),
-    ("x:bfloat16:3", "unknown dtype 'bfloat16'"),
-    ("x:float32:0", "dimension '0'"),
-    ("x:float32:3.5", "dimension '3.5'"),
-    ("x:float32:2batch", "dimension '2batch'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "name:dtype:batch"),
+        ("x:float32", "name:dtype:batch"),
+        (":float32:3", "name:dtype:batch"),
+        ("a b:float32:3", "name:dtype:batch"),
+        ("x:bfloat16:3", "unknown dtype 'bfloat16'"),
+        ("x:float32:0", "dimension '0'"),
+        ("x:float32:3.5", "dimension '3.5'"),
+        ("x:float32:2batch", "dimension '2batch'"),
+    ],
+)
 def test_a_spec_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TensorSpec.parse(text)
@@ -65,14 +68,17 @@ def test_feeds_that_fit() -> None:
     SIGNATURE.check(feeds())
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"ids": np.zeros((2, 5), np.int64)}, "inputs are ids, mask, and ids was given"),
-    ({}, "nothing was given"),
-    (feeds(more=np.zeros(2)), "ids, mask, more"),
-    (feeds(ids=np.zeros((2, 5), np.int32)), r"'ids' is int32\[2, 5\], expected ids:int64:batch,length"),
-    (feeds(ids=np.zeros(2, np.int64)), r"'ids' is int64\[2\]"),
-    (feeds(mask=np.zeros((2, 6), np.int64)), r"'mask' is int64\[2, 6\], expected .* with length = 5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ids": np.zeros((2, 5), np.int64)}, "inputs are ids, mask, and ids was given"),
+        ({}, "nothing was given"),
+        (feeds(more=np.zeros(2)), "ids, mask, more"),
+        (feeds(ids=np.zeros((2, 5), np.int32)), r"'ids' is int32\[2, 5\], expected ids:int64:batch,length"),
+        (feeds(ids=np.zeros(2, np.int64)), r"'ids' is int64\[2\]"),
+        (feeds(mask=np.zeros((2, 6), np.int64)), r"'mask' is int64\[2, 6\], expected .* with length = 5"),
+    ],
+)
 def test_feeds_that_do_not_fit(given: dict[str, np.ndarray], message: str) -> None:
     with pytest.raises(SignatureError, match=message):
         SIGNATURE.check(given)

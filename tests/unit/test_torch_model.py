@@ -59,15 +59,18 @@ def lambda_module(function: Any) -> nn.Module:
 ONE = torch.ones(2, 3)
 
 
-@pytest.mark.parametrize(("value", "names"), [
-    (ONE, ["output"]),
-    ((ONE, ONE), ["output_0", "output_1"]),
-    ([ONE, (ONE, None, ONE)], ["output_0", "output_1_0", "output_1_2"]),
-    ({"a": ONE, "b": {"c": ONE, "d": (ONE,)}}, ["a", "b_c", "b_d_0"]),
-    (Output(ONE, (ONE, ONE)), ["logits", "hidden_0", "hidden_1"]),
-    (LABEL(ONE, ONE), ["best", "score"]),
-    (None, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (ONE, ["output"]),
+        ((ONE, ONE), ["output_0", "output_1"]),
+        ([ONE, (ONE, None, ONE)], ["output_0", "output_1_0", "output_1_2"]),
+        ({"a": ONE, "b": {"c": ONE, "d": (ONE,)}}, ["a", "b_c", "b_d_0"]),
+        (Output(ONE, (ONE, ONE)), ["logits", "hidden_0", "hidden_1"]),
+        (LABEL(ONE, ONE), ["best", "score"]),
+        (None, []),
+    ],
+)
 def test_outputs_get_names(value: Any, names: list[str]) -> None:
     tensors, others = flatten(value)
     assert list(tensors) == names
@@ -139,14 +142,17 @@ def test_inputs_are_made_up_from_their_specification(load) -> None:
         load(nn.Linear(3, 4))
 
 
-@pytest.mark.parametrize(("example", "inputs", "error", "message"), [
-    ({"left": ONE, "right": ONE}, ["a:float32:2,3", "b:float32:2,3"], SignatureError, "--input names a, b"),
-    ((ONE, ONE), ["left:int64:2,3", "right:float32:2,3"], SignatureError, "--input says.*expected left:int64:2,3"),
-    ((ONE, torch.ones(4, 3)), ["left:float32:n,3", "right:float32:n,3"], SignatureError, "with n = 2"),
-    ((ONE, "text"), [], SourceError, "'right' is a str, not a tensor"),
-    ((ONE, ONE.bfloat16()), [], SourceError, "bfloat16"),
-    ((ONE, torch.ones(5)), [], SourceError, "running the model on its example inputs failed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("example", "inputs", "error", "message"),
+    [
+        ({"left": ONE, "right": ONE}, ["a:float32:2,3", "b:float32:2,3"], SignatureError, "--input names a, b"),
+        ((ONE, ONE), ["left:int64:2,3", "right:float32:2,3"], SignatureError, "--input says.*expected left:int64:2,3"),
+        ((ONE, torch.ones(4, 3)), ["left:float32:n,3", "right:float32:n,3"], SignatureError, "with n = 2"),
+        ((ONE, "text"), [], SourceError, "'right' is a str, not a tensor"),
+        ((ONE, ONE.bfloat16()), [], SourceError, "bfloat16"),
+        ((ONE, torch.ones(5)), [], SourceError, "running the model on its example inputs failed"),
+    ],
+)
 def test_examples_that_do_not_fit(load, example: Any, inputs: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load(Add(), example, *inputs)
@@ -204,14 +210,17 @@ def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch
         saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
 
 
-@pytest.mark.parametrize(("result", "message"), [
-    (lambda: None, "returned None"),
-    (lambda: 7, "returned an int"),
-    (lambda: (nn.Linear(2, 2), ONE, ONE), "returned a tuple"),
-    (lambda: nn.Linear(2, 2).state_dict(), "state dict"),
-    (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
-    (lambda depth: None, r"missing a required argument: 'depth'\n.*\(depth\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda: None, "returned None"),
+        (lambda: 7, "returned an int"),
+        (lambda: (nn.Linear(2, 2), ONE, ONE), "returned a tuple"),
+        (lambda: nn.Linear(2, 2).state_dict(), "state dict"),
+        (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
+        (lambda depth: None, r"missing a required argument: 'depth'\n.*\(depth\)"),
+    ],
+)
 def test_what_a_factory_may_not_give(monkeypatch: pytest.MonkeyPatch, result: Any, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         factories._call(SOURCE, result)

@@ -17,9 +17,13 @@ from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 DATA = Path(__file__).parent.parent / "data" / "trt"
 KINDS = {
-    "fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16, "int8": TensorProto.INT8,
-    "fp8": TensorProto.FLOAT8E4M3FN, "int4": TensorProto.INT4,
-}  # fmt: skip
+    "fp32": TensorProto.FLOAT,
+    "fp16": TensorProto.FLOAT16,
+    "bf16": TensorProto.BFLOAT16,
+    "int8": TensorProto.INT8,
+    "fp8": TensorProto.FLOAT8E4M3FN,
+    "int4": TensorProto.INT4,
+}
 IMAGE = TensorSpec(name="image", dtype="float16", shape=("batch", 3, 224, 224))
 LOGITS = TensorSpec(name="logits", dtype="float16", shape=("batch", 1000))
 SIGNATURE = Signature(inputs=(IMAGE,), outputs=(LOGITS,))
@@ -56,13 +60,16 @@ def found(name: str, model: onnx.ModelProto, signature: Signature = SIGNATURE) -
     return audit(dump(name), model, signature, "build log")
 
 
-@pytest.mark.parametrize(("name", "precisions"), [
-    ("fp16", ["fp16"] * 4),
-    ("bf16", ["bf16"] * 2),
-    ("int8", ["fp32", "int8", "fp32", "int8", "fp32"]),
-    ("fp8", ["fp16", "fp16", "fp8", "fp16", "fp8"]),
-    ("int4", ["fp16"] * 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "precisions"),
+    [
+        ("fp16", ["fp16"] * 4),
+        ("bf16", ["bf16"] * 2),
+        ("int8", ["fp32", "int8", "fp32", "int8", "fp32"]),
+        ("fp8", ["fp16", "fp16", "fp8", "fp16", "fp8"]),
+        ("int4", ["fp16"] * 4),
+    ],
+)
 def test_every_layer_is_read_with_its_narrowest_input(name: str, precisions: list[str]) -> None:
     assert [layer.precision for layer in read_layers(dump(name))] == precisions
 
@@ -140,16 +147,25 @@ def test_the_graphs_wish_is_read_through_reshapes_of_weights() -> None:
     assert found("int8", model).requested == {"int8": 1}
 
 
-@pytest.mark.parametrize(("signature", "words"), [
-    (Signature(inputs=(IMAGE.model_copy(update={"name": "x"}),), outputs=(LOGITS,)), "no input 'x'"),
-    (Signature(inputs=(IMAGE,), outputs=(IMAGE,)), "no output 'image'"),
-    (Signature(inputs=(IMAGE.model_copy(update={"dtype": "float32"}),), outputs=(LOGITS,)),
-        "'image' is Half in the engine, and float32 in the graph"),
-    (Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": ("batch", 10)}),)),
-        "'logits' is \\[2,1000\\] in the engine"),
-    (Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": (2, 1000, 1)}),)),
-        "'logits' is \\[2,1000\\] in the engine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("signature", "words"),
+    [
+        (Signature(inputs=(IMAGE.model_copy(update={"name": "x"}),), outputs=(LOGITS,)), "no input 'x'"),
+        (Signature(inputs=(IMAGE,), outputs=(IMAGE,)), "no output 'image'"),
+        (
+            Signature(inputs=(IMAGE.model_copy(update={"dtype": "float32"}),), outputs=(LOGITS,)),
+            "'image' is Half in the engine, and float32 in the graph",
+        ),
+        (
+            Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": ("batch", 10)}),)),
+            "'logits' is \\[2,1000\\] in the engine",
+        ),
+        (
+            Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": (2, 1000, 1)}),)),
+            "'logits' is \\[2,1000\\] in the engine",
+        ),
+    ],
+)
 def test_inputs_and_outputs_that_differ_are_problems(signature: Signature, words: str) -> None:
     (problem,) = found("fp16", graph("fp16", "fp16"), signature).problems
     assert words.replace("\\", "") in problem
@@ -197,49 +213,60 @@ def refusal(given: onnx.ModelProto, *targets: str) -> UnsupportedGraph:
     return caught.value
 
 
-@pytest.mark.parametrize("given", [
-    model(RELU),
-    model(RELU, kind=T.BOOL, out=T.INT64),
-    model(RELU, kind=T.UINT8),
-    model(node("Mul", "x w", "y"), weights=(weight("w", T.FLOAT16),)),
-    model(node("Cast", "x", "y", to=T.INT32)),
-    model(node("QuantizeLinear", "x s z", "q"), weights=(SCALE, weight("z", T.INT8, ()))),
-    model(node("QuantizeLinear", "x s", "q", output_dtype=T.INT8), weights=(SCALE,)),
-    model(node("DequantizeLinear", "w s", "y"), weights=(SCALE, weight("w", T.INT8))),
-    model(node("TopK", "x k", "y i"), weights=(weight("k", T.INT64, (1,)),)),
-    model(node("Clip", "x low", "y"), weights=(weight("low", T.DOUBLE, ()),)),
-    model(helper.make_node("Wobble", ["x"], [], domain="acme")),
-], ids=["relu", "bool", "image", "fp16", "cast", "int8", "typed", "weights", "topk", "scalar", "foreign"])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        model(RELU),
+        model(RELU, kind=T.BOOL, out=T.INT64),
+        model(RELU, kind=T.UINT8),
+        model(node("Mul", "x w", "y"), weights=(weight("w", T.FLOAT16),)),
+        model(node("Cast", "x", "y", to=T.INT32)),
+        model(node("QuantizeLinear", "x s z", "q"), weights=(SCALE, weight("z", T.INT8, ()))),
+        model(node("QuantizeLinear", "x s", "q", output_dtype=T.INT8), weights=(SCALE,)),
+        model(node("DequantizeLinear", "w s", "y"), weights=(SCALE, weight("w", T.INT8))),
+        model(node("TopK", "x k", "y i"), weights=(weight("k", T.INT64, (1,)),)),
+        model(node("Clip", "x low", "y"), weights=(weight("low", T.DOUBLE, ()),)),
+        model(helper.make_node("Wobble", ["x"], [], domain="acme")),
+    ],
+    ids=["relu", "bool", "image", "fp16", "cast", "int8", "typed", "weights", "topk", "scalar", "foreign"],
+)
 def test_a_sound_graph_passes(given: onnx.ModelProto) -> None:
     parser.validate_graph(given, ("sm75",), RTX)
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    (model(RELU, kind=T.DOUBLE), "the input 'x' is float64"),
-    (model(RELU, out=T.DOUBLE), "the output 'y' is float64"),
-    (model(RELU, kind=T.STRING), "the input 'x' is string"),
-    (model(RELU, kind=T.UINT16), "the input 'x' is uint16"),
-    (model(RELU, kind=T.INT16), "the input 'x' is int16"),
-    (model(RELU, kind=T.COMPLEX64), "the input 'x' is complex64"),
-    (model(node("Mul", "x w", "y"), weights=(weight("w", T.DOUBLE),)), "the weight 'w' is float64"),
-    (model(node("Mul", "x w", "y"), weights=(weight("w", T.UINT32),)), "the weight 'w' is uint32"),
-    (model(node("Cast", "x", "y", to=T.DOUBLE)), "Cast 'node' casts to float64"),
-    (model(node("Cast", "x", "y", to=T.FLOAT8E5M2), weights=(weight("w", T.FLOAT8E5M2),)), "is float8e5m2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (model(RELU, kind=T.DOUBLE), "the input 'x' is float64"),
+        (model(RELU, out=T.DOUBLE), "the output 'y' is float64"),
+        (model(RELU, kind=T.STRING), "the input 'x' is string"),
+        (model(RELU, kind=T.UINT16), "the input 'x' is uint16"),
+        (model(RELU, kind=T.INT16), "the input 'x' is int16"),
+        (model(RELU, kind=T.COMPLEX64), "the input 'x' is complex64"),
+        (model(node("Mul", "x w", "y"), weights=(weight("w", T.DOUBLE),)), "the weight 'w' is float64"),
+        (model(node("Mul", "x w", "y"), weights=(weight("w", T.UINT32),)), "the weight 'w' is uint32"),
+        (model(node("Cast", "x", "y", to=T.DOUBLE)), "Cast 'node' casts to float64"),
+        (model(node("Cast", "x", "y", to=T.FLOAT8E5M2), weights=(weight("w", T.FLOAT8E5M2),)), "is float8e5m2"),
+    ],
+)
 def test_types_that_tensorrt_does_not_compute_in(given: onnx.ModelProto, words: str) -> None:
     found = refusal(given, "sm120")
     assert words in found.message
     assert "cast" in found.remedy
 
 
-@pytest.mark.parametrize("given", [
-    model(node("QuantizeLinear", "x s z", "q", "quant"), weights=(SCALE, weight("z", T.UINT8, ()))),
-    model(node("QuantizeLinear", "x s", "q", "quant"), weights=(SCALE,)),
-    model(helper.make_node("QuantizeLinear", ["x", "s", ""], ["q"], name="quant"), weights=(SCALE,)),
-    model(node("QuantizeLinear", "x s", "q", "quant", output_dtype=T.UINT8), weights=(SCALE,)),
-    model(node("DequantizeLinear", "w s", "y", "quant"), weights=(SCALE, weight("w", T.UINT8))),
-    model(node("DequantizeLinear", "x s z", "y", "quant"), weights=(SCALE, weight("z", T.UINT8, ()))),
-], ids=["zero point", "default", "empty name", "asked for", "weights", "dequantised"])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        model(node("QuantizeLinear", "x s z", "q", "quant"), weights=(SCALE, weight("z", T.UINT8, ()))),
+        model(node("QuantizeLinear", "x s", "q", "quant"), weights=(SCALE,)),
+        model(helper.make_node("QuantizeLinear", ["x", "s", ""], ["q"], name="quant"), weights=(SCALE,)),
+        model(node("QuantizeLinear", "x s", "q", "quant", output_dtype=T.UINT8), weights=(SCALE,)),
+        model(node("DequantizeLinear", "w s", "y", "quant"), weights=(SCALE, weight("w", T.UINT8))),
+        model(node("DequantizeLinear", "x s z", "y", "quant"), weights=(SCALE, weight("z", T.UINT8, ()))),
+    ],
+    ids=["zero point", "default", "empty name", "asked for", "weights", "dequantised"],
+)
 def test_uint8_quantisation(given: onnx.ModelProto) -> None:
     found = refusal(given)
     assert "'quant' quantises to uint8" in found.message
@@ -262,12 +289,15 @@ def with_type(kind: int) -> onnx.ModelProto:
     return model(node("DequantizeLinear", "w s", "y"), weights=(SCALE, weight("w", kind)))
 
 
-@pytest.mark.parametrize(("kind", "name", "least", "below"), [
-    (T.FLOAT8E4M3FN, "float8e4m3fn", "sm89", "sm86"),
-    (T.BFLOAT16, "bfloat16", "sm80", "sm75"),
-    (T.INT4, "int4", "sm80", "sm75"),
-    (T.FLOAT4E2M1, "float4e2m1", "sm120", "sm89"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "least", "below"),
+    [
+        (T.FLOAT8E4M3FN, "float8e4m3fn", "sm89", "sm86"),
+        (T.BFLOAT16, "bfloat16", "sm80", "sm75"),
+        (T.INT4, "int4", "sm80", "sm75"),
+        (T.FLOAT4E2M1, "float4e2m1", "sm120", "sm89"),
+    ],
+)
 @pytest.mark.parametrize("place", ["weight", "cast", "input"])
 def test_types_that_a_target_lacks(kind: int, name: str, least: str, below: str, place: str) -> None:
     make: dict[str, Callable[[], onnx.ModelProto]] = {

@@ -44,12 +44,15 @@ def names(*words: str) -> Any:
 
 
 TRT = SimpleNamespace(
-    __version__="11.4.0", MemoryPoolType=names("WORKSPACE", "TACTIC_DRAM", "TACTIC_SHARED_MEMORY"),
-    BuilderFlag=names(*FLAGS), TilingOptimizationLevel=names("NONE", "FAST", "MODERATE", "FULL"),
+    __version__="11.4.0",
+    MemoryPoolType=names("WORKSPACE", "TACTIC_DRAM", "TACTIC_SHARED_MEMORY"),
+    BuilderFlag=names(*FLAGS),
+    TilingOptimizationLevel=names("NONE", "FAST", "MODERATE", "FULL"),
     HardwareCompatibilityLevel=names("NONE", "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"),
-    ProfilingVerbosity=names("DETAILED"), ComputeCapability=names("SM75", "SM80", "SM86", "SM89"),
+    ProfilingVerbosity=names("DETAILED"),
+    ComputeCapability=names("SM75", "SM80", "SM86", "SM89"),
     IProgressMonitor=type("IProgressMonitor", (), {}),
-)  # fmt: skip
+)
 
 
 class Config:
@@ -137,8 +140,11 @@ def test_levels_follow_the_options() -> None:
 
 def test_what_was_not_asked_for_is_left_to_the_builder() -> None:
     left = {
-        "builder_optimization_level", "max_aux_streams", "tiling_optimization_level", "hardware_compatibility_level",
-    }  # fmt: skip
+        "builder_optimization_level",
+        "max_aux_streams",
+        "tiling_optimization_level",
+        "hardware_compatibility_level",
+    }
     assert left.isdisjoint(vars(configured(Config())))
 
 
@@ -479,25 +485,40 @@ def test_other_failures_are_the_builders_own(said: list[str], words: str, graph:
 def refused(node: int, operator: str, name: str, code: str, text: str) -> _Refused:
     return _Refused(
         SimpleNamespace(
-            node=lambda: node, node_operator=lambda: operator, node_name=lambda: name,
-            code=lambda: SimpleNamespace(name=code), desc=lambda: text,
+            node=lambda: node,
+            node_operator=lambda: operator,
+            node_name=lambda: name,
+            code=lambda: SimpleNamespace(name=code),
+            desc=lambda: text,
         )
-    )  # fmt: skip
+    )
 
 
-@pytest.mark.parametrize(("text", "words", "remedy"), [
-    ('creator && "Plugin not found, are the plugin name, version, and namespace correct?"',
-        "does not have this operator", "replace the operator"),
-    ("NonZero plugin creator version 1 was not found in plugin registry.", "does not have", "replace the operator"),
-    ('tensor && "Failed to add input."', "'encoder.proj'): Failed to add input", "inputs and attributes"),
-    ("(a || b): Scale coefficients must all be positive", "'encoder.proj'): Scale", "inputs and attributes"),
-    ("Assertion failed: shiftIsAllZeros(zeroPoint): Non-zero zero point is not supported.", "not 0", "symmetrical"),
-    ("bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.", "int32",
-        "biases in float"),
-    ("ElementWiseOperation SUM must have same input types. But they are of types Half and Float.", "differ",
-        "cast"),
-    ("false", "does not have this operator", "replace the operator"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words", "remedy"),
+    [
+        (
+            'creator && "Plugin not found, are the plugin name, version, and namespace correct?"',
+            "does not have this operator",
+            "replace the operator",
+        ),
+        ("NonZero plugin creator version 1 was not found in plugin registry.", "does not have", "replace the operator"),
+        ('tensor && "Failed to add input."', "'encoder.proj'): Failed to add input", "inputs and attributes"),
+        ("(a || b): Scale coefficients must all be positive", "'encoder.proj'): Scale", "inputs and attributes"),
+        ("Assertion failed: shiftIsAllZeros(zeroPoint): Non-zero zero point is not supported.", "not 0", "symmetrical"),
+        (
+            "bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.",
+            "int32",
+            "biases in float",
+        ),
+        (
+            "ElementWiseOperation SUM must have same input types. But they are of types Half and Float.",
+            "differ",
+            "cast",
+        ),
+        ("false", "does not have this operator", "replace the operator"),
+    ],
+)
 def test_words_of_the_parser_are_put_in_ours(text: str, words: str, remedy: str, graph: Path) -> None:
     found = _refusal([refused(0, "MatMul", "one", "UNSUPPORTED_NODE", text)], graph)
     assert "MatMul 'one' (of the module 'encoder.proj')" in found.message

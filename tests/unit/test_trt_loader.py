@@ -104,11 +104,14 @@ def test_a_streaming_budget_is_set_up_to_what_there_is(budget: int | None, strea
     assert engine.weight_streaming_budget_v2 == held
 
 
-@pytest.mark.parametrize(("engine", "options", "message"), [
-    (Streaming(0), {}, "streams no weights"),
-    (Streaming(100, takes=False), {}, "does not take"),
-    (Streaming(100), {"cuda_graphs": True}, "CUDA graph"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        (Streaming(0), {}, "streams no weights"),
+        (Streaming(100, takes=False), {}, "does not take"),
+        (Streaming(100), {"cuda_graphs": True}, "CUDA graph"),
+    ],
+)
 def test_streaming_budgets_that_do_not_go(engine: Streaming, options: dict[str, bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         loader._stream_weights(engine, RunOptions(weight_streaming_budget=40, **options))

@@ -41,12 +41,21 @@ TURING = CudaDevice(name="NVIDIA T4", compute_capability=(7, 5))
 
 def record(file: Path | None = None, **changes: object) -> EngineManifest:
     values = {
-        "engine": "tensorrt_rtx", "version": "1.7.1.116", "target": "sm86", "compute_capabilities": ("sm86",),
-        "sha256": file_digest(file) if file else "0" * 64, "bytes": file.stat().st_size if file else 1,
-        "model_sha256": "1" * 64, "workspace_limit_bytes": 1 << 30, "workspace_asked_bytes": None,
-        "options": BuildOptions(), "profiles": ({"x": ((4,), (4,), (4,))},), "signature": SIGNATURE,
-        "figures": Figures(weights_bytes=8, activation_bytes=512), "audit": None,
-    }  # fmt: skip
+        "engine": "tensorrt_rtx",
+        "version": "1.7.1.116",
+        "target": "sm86",
+        "compute_capabilities": ("sm86",),
+        "sha256": file_digest(file) if file else "0" * 64,
+        "bytes": file.stat().st_size if file else 1,
+        "model_sha256": "1" * 64,
+        "workspace_limit_bytes": 1 << 30,
+        "workspace_asked_bytes": None,
+        "options": BuildOptions(),
+        "profiles": ({"x": ((4,), (4,), (4,))},),
+        "signature": SIGNATURE,
+        "figures": Figures(weights_bytes=8, activation_bytes=512),
+        "audit": None,
+    }
     return EngineManifest.model_validate(values | changes)
 
 
@@ -88,18 +97,22 @@ def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:
     assert manifest.read(engine) == record(engine)
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (flip, "is not the engine that its manifest describes"),
-    (lambda engine: engine.write_bytes(engine.read_bytes()[:-1]), "truncated, or another engine"),
-    (lambda engine: engine.write_bytes(b""), "has 0 bytes"),
-    (lambda engine: manifest.path_beside(engine).unlink(), "has no manifest"),
-    (lambda engine: beside(engine, "{"), "is damaged"),
-    (lambda engine: beside(engine, "{}"), "is damaged"),
-    (lambda engine: beside(engine, '{"schema_name": "enginesmith.engine/2"}'), "is damaged"),
-    (lambda engine: changed(engine, engine="tensorrt_xyz"), "is damaged"),
-    (lambda engine: changed(engine, options={"optimisation": 3}), "is damaged"),
-    (lambda engine: engine.unlink(), "there is no engine"),
-], ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, "is not the engine that its manifest describes"),
+        (lambda engine: engine.write_bytes(engine.read_bytes()[:-1]), "truncated, or another engine"),
+        (lambda engine: engine.write_bytes(b""), "has 0 bytes"),
+        (lambda engine: manifest.path_beside(engine).unlink(), "has no manifest"),
+        (lambda engine: beside(engine, "{"), "is damaged"),
+        (lambda engine: beside(engine, "{}"), "is damaged"),
+        (lambda engine: beside(engine, '{"schema_name": "enginesmith.engine/2"}'), "is damaged"),
+        (lambda engine: changed(engine, engine="tensorrt_xyz"), "is damaged"),
+        (lambda engine: changed(engine, options={"optimisation": 3}), "is damaged"),
+        (lambda engine: engine.unlink(), "there is no engine"),
+    ],
+    ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"],
+)
 def test_an_engine_not_described_is_refused(damage: Callable[[Path], object], message: str, engine: Path) -> None:
     damage(engine)
     with pytest.raises(ModelError, match=message) as caught:
@@ -130,32 +143,50 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | 
     return install
 
 
-@pytest.mark.parametrize(("device", "version", "changes"), [
-    (AMPERE, "1.7.1.116", {}),
-    (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
-    (ADA, "1.7.1.116", {"compute_capabilities": ()}),
-    (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
-    (ADA, "11.4.0",
-        {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}}),
-], ids=["same", "listed", "unknown", "newer", "ampere-plus"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "version", "changes"),
+    [
+        (AMPERE, "1.7.1.116", {}),
+        (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
+        (ADA, "1.7.1.116", {"compute_capabilities": ()}),
+        (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
+        (
+            ADA,
+            "11.4.0",
+            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
+        ),
+    ],
+    ids=["same", "listed", "unknown", "newer", "ampere-plus"],
+)
 def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str, changes: dict, here) -> None:
     here(device, version)
     assert manifest.misfit(record(**changes), 0) == ""
     manifest.validate_machine(record(**changes), 0)
 
 
-@pytest.mark.parametrize(("device", "version", "changes", "words"), [
-    (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
-    (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
-    (AMPERE, "11.2.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}},
-        "the older 11.2.0 is installed"),
-    (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
-    (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
-    (TURING, "11.4.0",
-        {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
-        "cuda:0 is sm75"),
-    (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
-], ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "version", "changes", "words"),
+    [
+        (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
+        (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
+        (
+            AMPERE,
+            "11.2.0",
+            {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}},
+            "the older 11.2.0 is installed",
+        ),
+        (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
+        (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
+        (
+            TURING,
+            "11.4.0",
+            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
+            "cuda:0 is sm75",
+        ),
+        (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
+    ],
+    ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"],
+)
 def test_an_engine_for_elsewhere_says_what_differs(
     device: CudaDevice | None, version: str | None, changes: dict, words: str, here
 ) -> None:
@@ -225,23 +256,39 @@ HERE = Path(engines.__file__).parent
 SOURCES = [path for path in sorted((HERE / "tensorrt").glob("*.py")) if path.name != "infer.py"]
 
 CLASSES = {
-    ("builder.py", "builder"): "Builder", ("builder.py", "config"): "IBuilderConfig",
-    ("builder.py", "network"): "INetworkDefinition", ("builder.py", "profile"): "IOptimizationProfile",
-    ("builder.py", "tensor"): "ITensor", ("builder.py", "pools"): "MemoryPoolType",
-    ("builder.py", "flags"): "BuilderFlag", ("parser.py", "parser"): "OnnxParser",
-    ("parser.py", "network"): "INetworkDefinition", ("parser.py", "layer"): "ILayer",
-    ("parser.py", "layer.attention"): "IAttention", ("parser.py", "error"): "ParserError",
-    ("parser.py", "registry"): "IPluginRegistry", ("builder.py", "cache"): "ITimingCache",
-    ("loader.py", "runtime"): "Runtime", ("loader.py", "engine"): "ICudaEngine",
-    ("loader.py", "config"): "IRuntimeConfig", ("loader.py", "opened.config"): "IRuntimeConfig",
-    ("loader.py", "opened.cache"): "IRuntimeCache", ("loader.py", "self.cache"): "IRuntimeCache",
-    ("loader.py", "graphs"): "CudaGraphStrategy", ("loader.py", "opened.engine"): "ICudaEngine",
-    ("loader.py", "native"): "IExecutionContext", ("session.py", "engine"): "ICudaEngine",
-    ("session.py", "self._opened.engine"): "ICudaEngine", ("session.py", "native"): "IExecutionContext",
-    ("session.py", "context.native"): "IExecutionContext", ("session.py", "bound.context.native"): "IExecutionContext",
-    ("loader.py", "built"): "ICudaEngine", ("loader.py", "serialization"): "ISerializationConfig",
-    ("loader.py", "refitter"): "Refitter", ("loader.py", "parser"): "OnnxParserRefitter",
-}  # fmt: skip
+    ("builder.py", "builder"): "Builder",
+    ("builder.py", "config"): "IBuilderConfig",
+    ("builder.py", "network"): "INetworkDefinition",
+    ("builder.py", "profile"): "IOptimizationProfile",
+    ("builder.py", "tensor"): "ITensor",
+    ("builder.py", "pools"): "MemoryPoolType",
+    ("builder.py", "flags"): "BuilderFlag",
+    ("parser.py", "parser"): "OnnxParser",
+    ("parser.py", "network"): "INetworkDefinition",
+    ("parser.py", "layer"): "ILayer",
+    ("parser.py", "layer.attention"): "IAttention",
+    ("parser.py", "error"): "ParserError",
+    ("parser.py", "registry"): "IPluginRegistry",
+    ("builder.py", "cache"): "ITimingCache",
+    ("loader.py", "runtime"): "Runtime",
+    ("loader.py", "engine"): "ICudaEngine",
+    ("loader.py", "config"): "IRuntimeConfig",
+    ("loader.py", "opened.config"): "IRuntimeConfig",
+    ("loader.py", "opened.cache"): "IRuntimeCache",
+    ("loader.py", "self.cache"): "IRuntimeCache",
+    ("loader.py", "graphs"): "CudaGraphStrategy",
+    ("loader.py", "opened.engine"): "ICudaEngine",
+    ("loader.py", "native"): "IExecutionContext",
+    ("session.py", "engine"): "ICudaEngine",
+    ("session.py", "self._opened.engine"): "ICudaEngine",
+    ("session.py", "native"): "IExecutionContext",
+    ("session.py", "context.native"): "IExecutionContext",
+    ("session.py", "bound.context.native"): "IExecutionContext",
+    ("loader.py", "built"): "ICudaEngine",
+    ("loader.py", "serialization"): "ISerializationConfig",
+    ("loader.py", "refitter"): "Refitter",
+    ("loader.py", "parser"): "OnnxParserRefitter",
+}
 """What variables stand for, by module."""
 OURS = {"error": {"index", "name", "operator", "text"}, "layer": {"__class__"}, "engine": {"path"}}
 """Attributes that a variable of that name has where it is one of our own."""
@@ -250,18 +297,25 @@ RECLASSED = {"ILayer.attention": "IAttentionInputLayer.attention"}
 CALLBACKS = {"allocate", "deallocate", "reallocate_output", "reallocate_output_async", "notify_shape", "reallocate"}
 """Methods that the library looks up by name in subclasses; the base classes show them in some flavours only."""
 ONLY_WHERE = {
-    "ComputeCapability": "targets", "IBuilderConfig.num_compute_capabilities": "targets",
-    "IBuilderConfig.set_compute_capability": "targets", "LayerType.ATTENTION_INPUT": "attention_layers_since",
-    "IAttentionInputLayer": "attention_layers_since", "IAttentionInputLayer.attention": "attention_layers_since",
-    "IAttention.decomposable": "attention_layers_since", "CudaGraphStrategy": "runtime_cache",
-    "CudaGraphStrategy.DISABLED": "runtime_cache", "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE": "runtime_cache",
+    "ComputeCapability": "targets",
+    "IBuilderConfig.num_compute_capabilities": "targets",
+    "IBuilderConfig.set_compute_capability": "targets",
+    "LayerType.ATTENTION_INPUT": "attention_layers_since",
+    "IAttentionInputLayer": "attention_layers_since",
+    "IAttentionInputLayer.attention": "attention_layers_since",
+    "IAttention.decomposable": "attention_layers_since",
+    "CudaGraphStrategy": "runtime_cache",
+    "CudaGraphStrategy.DISABLED": "runtime_cache",
+    "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE": "runtime_cache",
     "DynamicShapesKernelSpecializationStrategy": "runtime_cache",
-    "DynamicShapesKernelSpecializationStrategy.EAGER": "runtime_cache", "IRuntimeCache.serialize": "runtime_cache",
-    "IRuntimeCache.deserialize": "runtime_cache", "IRuntimeConfig.create_runtime_cache": "runtime_cache",
+    "DynamicShapesKernelSpecializationStrategy.EAGER": "runtime_cache",
+    "IRuntimeCache.serialize": "runtime_cache",
+    "IRuntimeCache.deserialize": "runtime_cache",
+    "IRuntimeConfig.create_runtime_cache": "runtime_cache",
     "IRuntimeConfig.cuda_graph_strategy": "runtime_cache",
     "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy": "runtime_cache",
     "IRuntimeConfig.set_runtime_cache": "runtime_cache",
-}  # fmt: skip
+}
 """Names that some flavours or versions lack, and the field of the capability table that keeps the code from them."""
 
 
@@ -353,14 +407,17 @@ def test_names_are_found_in_all_that_the_code_does() -> None:
     assert {"TilingOptimizationLevel.FAST", "HardwareCompatibilityLevel.AMPERE_PLUS", "ILogger.log"} <= found
 
 
-@pytest.mark.parametrize(("file", "line", "name"), [
-    ("builder.py", "config.set_memory_limit(1)", "IBuilderConfig.set_memory_limit"),
-    ("builder.py", "x = trt.BuilderFlag.FP16", "BuilderFlag.FP16"),
-    ("session.py", "native.execute_async_v2(0)", "IExecutionContext.execute_async_v2"),
-    ("parser.py", "x = trt.OnnxParserRefiter", "OnnxParserRefiter"),
-    ("loader.py", "engine.weight_streaming_budget = 1", "ICudaEngine.weight_streaming_budget"),
-    ("build_log.py", "class L(trt.ILogger):\n def logg(self): ...", "ILogger.logg"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "line", "name"),
+    [
+        ("builder.py", "config.set_memory_limit(1)", "IBuilderConfig.set_memory_limit"),
+        ("builder.py", "x = trt.BuilderFlag.FP16", "BuilderFlag.FP16"),
+        ("session.py", "native.execute_async_v2(0)", "IExecutionContext.execute_async_v2"),
+        ("parser.py", "x = trt.OnnxParserRefiter", "OnnxParserRefiter"),
+        ("loader.py", "engine.weight_streaming_budget = 1", "ICudaEngine.weight_streaming_budget"),
+        ("build_log.py", "class L(trt.ILogger):\n def logg(self): ...", "ILogger.logg"),
+    ],
+)
 def test_a_wrong_name_is_found(file: str, line: str, name: str) -> None:
     assert all(name in missing(flavour, set(used(file, ast.parse(line)))) for flavour in FLAVOURS[1:])
 

@@ -23,11 +23,24 @@ from enginesmith.pipeline.workflows.fit import largest
 RTX = capabilities("tensorrt_rtx", "1.7.1.116")
 ENTERPRISE = capabilities("tensorrt", "11.4.0.106")
 SET: dict[str, Any] = {
-    "tactic_dram": 1 << 30, "tactic_shared_memory": 48 << 10, "optimization_level": 5, "aux_streams": 2,
-    "tiling": "full", "sparse_weights": True, "weight_streaming": True, "strip_plan": True, "refit": True,
-    "version_compatible": True, "hardware_compatibility": "ampere_plus", "tf32": False, "plugins": ("libmine.so",),
-    "timing_cache": "mine.cache", "locked": True, "profiles": ("batch=1:1:1",), "host_code": True,
-}  # fmt: skip
+    "tactic_dram": 1 << 30,
+    "tactic_shared_memory": 48 << 10,
+    "optimization_level": 5,
+    "aux_streams": 2,
+    "tiling": "full",
+    "sparse_weights": True,
+    "weight_streaming": True,
+    "strip_plan": True,
+    "refit": True,
+    "version_compatible": True,
+    "hardware_compatibility": "ampere_plus",
+    "tf32": False,
+    "plugins": ("libmine.so",),
+    "timing_cache": "mine.cache",
+    "locked": True,
+    "profiles": ("batch=1:1:1",),
+    "host_code": True,
+}
 """Each option at a value that is not its default."""
 EFFECTIVE = {"tactic_shared_memory", "weight_streaming", "tf32", "plugins", "profiles"}
 
@@ -97,13 +110,16 @@ def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
     assert last == WHOLE
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("width=1:2:3", "'width', and the dynamic dimensions are batch, seq"),
-    ("batch", "'batch'"),
-    ("batch=1:2:65", "goes beyond the range batch=1:8:64"),
-    ("seq=15:16:17", "goes beyond the range seq=16:128:512"),
-    ("batch=8:4:1", "out of order"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("width=1:2:3", "'width', and the dynamic dimensions are batch, seq"),
+        ("batch", "'batch'"),
+        ("batch=1:2:65", "goes beyond the range batch=1:8:64"),
+        ("seq=15:16:17", "goes beyond the range seq=16:128:512"),
+        ("batch=8:4:1", "out of order"),
+    ],
+)
 def test_profiles_that_do_not_fit_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         engine.plan(SIGNATURE, RANGES, (text,))
@@ -160,24 +176,30 @@ AMPERE = CudaDevice(name="NVIDIA A10", compute_capability=(8, 6))
 HOPPER = CudaDevice(name="NVIDIA H100", compute_capability=(9, 0))
 
 
-@pytest.mark.parametrize(("engine", "here", "expected"), [
-    (TensorRTRTX(target="sm89"), None, ("sm89",)),
-    (TensorRTRTX(), AMPERE, ("sm86",)),
-    (TensorRTRTX(target="sm89"), AMPERE, ("sm89",)),
-    (TensorRT(), AMPERE, ()),
-    (TensorRT(target="sm86"), AMPERE, ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "here", "expected"),
+    [
+        (TensorRTRTX(target="sm89"), None, ("sm89",)),
+        (TensorRTRTX(), AMPERE, ("sm86",)),
+        (TensorRTRTX(target="sm89"), AMPERE, ("sm89",)),
+        (TensorRT(), AMPERE, ()),
+        (TensorRT(target="sm86"), AMPERE, ()),
+    ],
+)
 def test_the_builder_gets_a_target(engine: TensorRT, here: CudaDevice | None, expected: tuple[str, ...]) -> None:
     assert engine.targets(here) == expected
 
 
-@pytest.mark.parametrize(("engine", "here", "error", "message"), [
-    (TensorRTRTX(), None, UsageError, "needs a target"),
-    (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'"),
-    (TensorRTRTX(), HOPPER, MissingCapability, "no target sm90 \\(NVIDIA H100\\)"),
-    (TensorRT(target="sm86"), None, UsageError, "builds for the device that is here"),
-    (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "here", "error", "message"),
+    [
+        (TensorRTRTX(), None, UsageError, "needs a target"),
+        (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'"),
+        (TensorRTRTX(), HOPPER, MissingCapability, "no target sm90 \\(NVIDIA H100\\)"),
+        (TensorRT(target="sm86"), None, UsageError, "builds for the device that is here"),
+        (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),
+    ],
+)
 def test_impossible_targets(engine: TensorRT, here: CudaDevice | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         engine.targets(here)

@@ -137,10 +137,13 @@ def test_outputs_of_unknown_shape_are_no_part_of_a_graph(engine: Engine) -> None
     assert "--cuda-graphs" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("says", "error", "message"), [
-    ("Error Code 3: no such tactic", ModelError, "did not run this input"),
-    ("Error Code 1: Cuda Runtime (out of memory)", StepOutOfMemory, "out of memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("says", "error", "message"),
+    [
+        ("Error Code 3: no such tactic", ModelError, "did not run this input"),
+        ("Error Code 1: Cuda Runtime (out of memory)", StepOutOfMemory, "out of memory"),
+    ],
+)
 def test_a_run_that_tensorrt_does_not_take(engine: Engine, says: str, error: type[Exception], message: str) -> None:
     with open_session(engine) as one:
         bound = one.bind(feeds(2))

@@ -143,32 +143,41 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [
-    *("own_code.py:loss", "own_code:loss", "own_code:Metrics.top1", "own_package.inner:loss", "own_stars:whatever"),
-    *("os.path:join", "math:sqrt", "torch.nn.functional:mse_loss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("own_code.py:loss", "own_code:loss", "own_code:Metrics.top1", "own_package.inner:loss", "own_stars:whatever"),
+        *("os.path:join", "math:sqrt", "torch.nn.functional:mse_loss"),
+    ],
+)
 def test_what_is_there_or_cannot_be_known_is_let_through_and_not_run(name: str) -> None:
     check_reference(name, "loss")
 
 
-@pytest.mark.parametrize(("name", "said", "remedy"), [
-    ("own_code.py:los", "own_code.py has no function 'los'", "did you mean own_code.py:loss?"),
-    ("own_package.inner:print", "own_package.inner has no function 'print'", "give the loss as module:function"),
-    ("own_cod.py:loss", "there is no file own_cod.py", "check the path"),
-    ("own_cod:loss", "there is no module 'own_cod'", "give the loss as module:function or file.py:function"),
-    ("own_code.inner:loss", "there is no module 'own_code.inner'", "give the loss as module:function"),
-    ("own_broken:loss", "invalid syntax", "mend it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said", "remedy"),
+    [
+        ("own_code.py:los", "own_code.py has no function 'los'", "did you mean own_code.py:loss?"),
+        ("own_package.inner:print", "own_package.inner has no function 'print'", "give the loss as module:function"),
+        ("own_cod.py:loss", "there is no file own_cod.py", "check the path"),
+        ("own_cod:loss", "there is no module 'own_cod'", "give the loss as module:function or file.py:function"),
+        ("own_code.inner:loss", "there is no module 'own_code.inner'", "give the loss as module:function"),
+        ("own_broken:loss", "invalid syntax", "mend it"),
+    ],
+)
 def test_what_is_not_there_is_said(name: str, said: str, remedy: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         check_reference(name, "loss")
     assert remedy in caught.value.remedy
 
 
-@pytest.mark.parametrize("values", [
-    {"metric": "own_code.py:nothing"},
-    {"prune": ["0.3"], "recover": True, "recovery": {"method": "own_code:nothing"}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"metric": "own_code.py:nothing"},
+        {"prune": ["0.3"], "recover": True, "recovery": {"method": "own_code:nothing"}},
+    ],
+)
 def test_a_recipe_is_refused_before_anything_is_done(values: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="has no function 'nothing'"):
         make({"model": "digits", **values})

@@ -57,8 +57,16 @@ def cluster(**variables: str) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets lie in there, whose paths may not be long
     port, client = _free_port(), _free_port()
     words = [
-        "--head", "--port", str(port), "--num-cpus", "2", "--include-dashboard", "false", "--temp-dir", str(folder),
-    ]  # fmt: skip
+        "--head",
+        "--port",
+        str(port),
+        "--num-cpus",
+        "2",
+        "--include-dashboard",
+        "false",
+        "--temp-dir",
+        str(folder),
+    ]
     words += ["--ray-client-server-port", str(client)]
     started: list[Node] = []
     try:
@@ -73,8 +81,15 @@ def cluster(**variables: str) -> Iterator[Cluster]:
 def _start(folder: Path, words: "list[str] | tuple[str, ...]", variables: Mapping[str, str]) -> Node:
     ray = Path(sys.executable).parent / "ray"
     command = [
-        str(ray), "start", *words, "--object-store-memory", "100000000", "--num-gpus", "0", "--disable-usage-stats",
-    ]  # fmt: skip
+        str(ray),
+        "start",
+        *words,
+        "--object-store-memory",
+        "100000000",
+        "--num-gpus",
+        "0",
+        "--disable-usage-stats",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "OMP_"))}
     environment |= {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(_DATA), **variables}
     log = folder / f"start-{len(list(folder.glob('start-*')))}.log"
