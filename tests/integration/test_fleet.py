@@ -9,7 +9,13 @@ import pytest
 
 Cli = Callable[..., Any]
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
-RECIPE = {"precisions": ["fp32"], "batch": [1], "seed": 8, "measure": {"memory": False, "seconds": 0.2}}
+RECIPE = {
+    "precisions": ["fp32"],
+    "batch": [1],
+    "seed": 8,
+    "export": {"exporter": "torchscript"},
+    "measure": {"memory": False, "seconds": 0.2},
+}
 """With a seed of its own: other tests leave what they made of these networks in the same store."""
 
 

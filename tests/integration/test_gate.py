@@ -51,6 +51,7 @@ def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: P
     assert "byte for byte" in same.stdout
 
 
+@pytest.mark.thorough
 def test_an_engine_that_the_run_did_not_make_is_not_loaded(cli: Cli, tmp_path: Path, fast: Path, slow: Path) -> None:
     shutil.copytree(fast, tmp_path / "fast")
     (weights,) = (tmp_path / "fast" / "variants").glob("*/model.onnx")

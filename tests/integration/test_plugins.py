@@ -57,23 +57,14 @@ def optimized(site: Path, home: Path, out: str) -> dict[str, Any]:
     return run
 
 
-def built_from_store(run: dict[str, Any]) -> bool:
-    return next(bool(step["cached"]) for step in run["steps"] if step["id"] == "build-onnx_reference-fp32")
-
-
 def test_its_engine_is_built_verified_and_measured(site: Path, home: Path) -> None:
     first = optimized(site, home, "first")
     (variant,) = first["variants"]
     assert (variant["id"], variant["status"]) == ("onnx_reference-fp32", "measured")
     assert any(one["stage"] == "engine" and one["passed"] for one in variant["fidelity"])
     assert variant["latency"][0]["p50_ms"] > 0
-    assert not built_from_store(first)
     reported = enginesmith(home / "nothing", home, "report", "first")
     assert reported.returncode == 0, "a run is read where the plug-in is not installed: " + reported.stderr
-    changed = shutil.copytree(site, home / "changed")
-    with (changed / "enginesmith_example.py").open("a") as module:
-        module.write("# other code may build other engines\n")
-    assert not built_from_store(optimized(changed, home, "other"))
 
 
 def test_it_is_listed_and_not_imported(site: Path, home: Path) -> None:

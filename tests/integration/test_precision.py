@@ -100,7 +100,9 @@ def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Pa
     refused = cli("precision", f"{net}:mlp", "-o", out, "--precision", "int8")
     assert refused.code == 2
     assert "--calibration" in refused.stderr
-    made_up = cli("precision", f"{net}:mlp", "-o", out, "--precision", "int8", "--synthetic-calibration")
+    made_up = cli(
+        "precision", f"{net}:mlp", "-o", out, "--precision", "int8", "--synthetic-calibration", "--search-steps", "1"
+    )
     assert made_up.code == 0, made_up.text
     assert "made up" in made_up.text
 

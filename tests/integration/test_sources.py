@@ -194,7 +194,7 @@ def build():
 def test_inputs_and_outputs_of_all_kinds_and_tied_weights(export, cli, folder: Path) -> None:
     (folder / "many.py").write_text(MANY)
     inputs = ("ids:int64:batch,length", "scale:float32:batch", "mask:float32:batch,length")
-    exported = export("many.py:build", *(f"--input={one}" for one in inputs), exporter="auto")
+    exported = export("many.py:build", *(f"--input={one}" for one in inputs))
     assert exported.inputs == {"ids": ["batch", "length"], "scale": ["batch"], "mask": ["batch", "length"]}
     assert exported.outputs == ["logits", "best", "more_0", "more_1_0"]
     found: dict[str, object] = {}

@@ -501,6 +501,7 @@ def test_groups_that_stayed_in_float_have_open_markers() -> None:
     assert "computed in fp32: lowest SQNR" in kept["hovertext"][0]
 
 
+@pytest.mark.thorough
 def test_200_variants_stay_small_and_readable() -> None:
     of = many()
     found = charts(of, sampled(of, 1000))
