@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.tensors import Signature
 
-RECORDS = ("artifact.json", "manifest.json")
+MANIFEST_NAMES = ("artifact.json", "manifest.json")
 """Files that lie beside an artifact's own: the store's record of it, and the run directory's."""
 
 Kind = Literal["torch", "onnx", "engine", "reference", "record"]
@@ -105,7 +105,7 @@ def folder_digest(digests: Mapping[str, str]) -> str:
 
 def has_files(folder: Path, sha256: str) -> bool:
     """Tell whether a folder has the files of an artifact as they were made, besides records of it."""
-    names = files_below(folder, skip=RECORDS)
+    names = files_below(folder, skip=MANIFEST_NAMES)
     return bool(names) and folder_digest({name: file_digest(folder / name) for name in names}) == sha256
 
 

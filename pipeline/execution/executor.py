@@ -18,8 +18,8 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import plugins, software
 from enginesmith.pipeline.tasks.base import Done, ResumableTask
 
-_ROOMS = ("tasks", "measure", "engines", "passes", "frameworks", "system")
-_MAKERS = ("calibration", "models", *(f"pipeline/{room}" for room in _ROOMS))
+_KEYED_ROOMS = ("tasks", "measure", "engines", "passes", "frameworks", "system")
+_KEYED_FOLDERS = ("calibration", "models", *(f"pipeline/{room}" for room in _KEYED_ROOMS))
 """Folders whose code makes artifacts. The store is not among them: it keeps bytes as they are."""
 
 
@@ -151,7 +151,7 @@ class StepCache:
         return json_digest([self._identity, to_portable_path(self.step.task.place)])
 
     def lookup(self) -> Artifact | None:
-        """Look up the artifact, with the history of these inputs: other inputs may have had the same content."""
+        """Look up the artifact; its history becomes that of these inputs, which may be others of equal content."""
         for read in self.store.dependencies(self._name).candidates():
             artifact = self.store.get(self._key(read))
             if artifact is not None and not artifact.incomplete:
@@ -213,7 +213,7 @@ def own_code() -> str:
     """
     root = Path(__file__).parents[2]
     sources = [root / "pipeline" / f"{name}.py" for name in ("artifact", "tensors", "units")]
-    sources += [folder / name for part in _MAKERS for folder in [root / part] for name in files_below(folder)]
+    sources += [folder / name for part in _KEYED_FOLDERS for folder in [root / part] for name in files_below(folder)]
     digest = hashlib.sha256()
     for file in sources:
         if file.suffix == ".py":

@@ -108,7 +108,7 @@ class Runner:
         return outcomes
 
     def _may_start(self, step: Step, running: Collection[Step], asked: Collection[str]) -> bool | None:
-        """Return whether a step may begin now; None where no step may: none overtakes one that waits a moment."""
+        """Decide whether a step may begin now; None stops the look for others, so that none overtakes it."""
         if len(running) >= self.executor.slots:
             return None
         if not self.executor.can_start(step, running):

@@ -37,7 +37,7 @@ from enginesmith.pipeline.planning.precision import Lowered, lower_precision
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.build import Build, Refit, Transform, Trial
+from enginesmith.pipeline.tasks.build import Build, BuildProbe, Refit, Transform
 from enginesmith.pipeline.tasks.measure import Memory
 from enginesmith.pipeline.tasks.prune import Prune
 
@@ -154,7 +154,7 @@ def trial_steps(resolved: ResolvedRecipe, batch: int | None = None) -> tuple[tup
         resolved = resolved.updated(batch=(batch, 1), shapes=others)
     steps, trials = list(_onnx_steps(resolved)), {}
     for variant in _file_variants(resolved):
-        task = Trial(engine=variant.engine, device=variant.device)
+        task = BuildProbe(engine=variant.engine, device=variant.device)
         steps.append(Step(StepRef("trial", variant.name), task, {"model": LOAD, SHAPES: SHAPES}))
         trials[variant.target or ""] = steps[-1].id
     return tuple(steps), trials

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from urllib.parse import quote
 
-from enginesmith.pipeline.report import sections, sentences, tables
+from enginesmith.pipeline.report import run_tables, sentences, tables
 from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.run import Run
@@ -94,14 +94,14 @@ def _label(name: str, text: str) -> str:
 
 def _render_variants(run: Run) -> str:
     """Render all variants, or those that matter where there are many."""
-    table = sections.tabulate_variants(run)
+    table = run_tables.tabulate_variants(run)
     if len(table.rows) <= _MOST_ROWS:
         return render_table(_shorten_cells(table))
     # the winner, the Pareto front, and others in their order, as many as there is room for
     room = max(1, _MOST_ROWS // max(1, len(run.baseline.latency)) - 1)
-    kept = {record.id for record in sections.winner_first(run)[:room]}
+    kept = {record.id for record in run_tables.winner_first(run)[:room]}
     chosen = tuple(record for record in run.variants if record.id in kept)
-    few = sections.tabulate_variants(run.model_copy(update={"variants": chosen}))
+    few = run_tables.tabulate_variants(run.model_copy(update={"variants": chosen}))
     few = _shorten_cells(replace(few, rows=few.rows[:_MOST_ROWS]))
     return render_table(few) + f"\n\nand {len(run.variants) - len(chosen)} more variants, in report.html"
 
@@ -114,7 +114,7 @@ def _render_budgets(run: Run) -> list[str]:
     missing = [
         f"{verdicts.format_title(name)} was not judged: {run.winner_reason}" for name in verdicts.list_unjudged(run)
     ]
-    table = sections.tabulate_budgets(run)
+    table = run_tables.tabulate_budgets(run)
     if not table.rows and not missing:
         return []
     winner = next((record for record in run.variants if record.id == run.winner and record.synthetic_calibration), None)

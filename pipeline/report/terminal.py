@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.report import comparison, fleet_tables, sections, sentences, tables
+from enginesmith.pipeline.report import comparison, fleet_tables, run_tables, sentences, tables
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
 from enginesmith.pipeline.results.comparison import Comparison
 from enginesmith.pipeline.results.fleet import FleetRecord
@@ -38,18 +38,18 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(run.model_dump_json(by_alias=True, indent=1))
     else:
-        _print_table(sections.tabulate_variants(run))
+        _print_table(run_tables.tabulate_variants(run))
         _print_lines((*sentences.list_footnotes(run), sentences.summarize(run)))
         _print_lines(f"{name}: {text}" for name, text in sentences.list_remarks(run))
         _print_lines((*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)))
         for record in run.variants:  # the groups of those in which precisions differ
-            _print_lines(filter(None, (sections.summarize_assignment(record),)))
+            _print_lines(filter(None, (run_tables.summarize_assignment(record),)))
             if len({group.precision for group in record.assignment}) > 1:
-                _print_table(sections.tabulate_assignment(record), _MOST_ROWS, "report.html")
-        _print_table(sections.tabulate_pruning(run))
-        _print_table(sections.tabulate_throughput(run))
-        _print_table(sections.tabulate_limits(run))
-        _print_table(sections.tabulate_profile(run))
+                _print_table(run_tables.tabulate_assignment(record), _MOST_ROWS, "report.html")
+        _print_table(run_tables.tabulate_pruning(run))
+        _print_table(run_tables.tabulate_throughput(run))
+        _print_table(run_tables.tabulate_limits(run))
+        _print_table(run_tables.tabulate_profile(run))
         _print_lines(sentences.describe_profiles(run))
         _print_lines(f"note: {note}" for note in sentences.list_notes(run)[:_MOST_NOTES])
         if folder is not None:
@@ -127,7 +127,7 @@ def show_pruned(result: Any, as_json: bool) -> None:
     if as_json:
         return
     facts = result.pruning
-    _print_table(sections.tabulate_groups(facts))
+    _print_table(run_tables.tabulate_groups(facts))
     _print_lines(f"whole: {name}: {why}" for name, why in facts.whole.items())
     costs = {
         "channels": (facts.channels_before, facts.channels_after),

@@ -23,7 +23,7 @@ from enginesmith.pipeline.tensors import Signature
 # The environment within a run: facts for people, some of which are read again and have to be of their type.
 
 
-class _Read(BaseModel):
+class _FieldTypes(BaseModel):
     """Types of the fields that are read again."""
 
     processor: str | None = None
@@ -36,7 +36,7 @@ class _Read(BaseModel):
 
 
 def _check_types(value: dict[str, Any]) -> dict[str, Any]:
-    documents.parse(_Read, value)
+    documents.parse(_FieldTypes, value)
     return value
 
 

@@ -161,7 +161,7 @@ def list_unjudged(run: Run) -> list[str]:
 # Which variants may win.
 
 _GAIN = 0.95
-"""Share of the dense floor down to which a floor was hardly lowered."""
+"""A floor above this share of the dense model's floor counts as hardly lowered."""
 
 
 def why_ineligible(record: VariantRecord) -> str:
@@ -242,8 +242,8 @@ def judge_budgets(
 ) -> tuple[Verdict, ...]:
     """Judge a record by each budget that was set; what is unknown does not pass.
 
-    ``min_sqnr_db`` is for records that are compared with the baseline, which leaves out the baseline itself. By it each
-    stage and shape is judged: by its SQNR, or by its own check where outputs are no floats.
+    ``min_sqnr_db`` judges the records that are compared with the baseline, not the baseline itself. It is applied to
+    the SQNR of each stage and shape; outputs that are not floating point pass by their own check.
     """
     limits: dict[str, float | None] = {**budgets.model_dump(), "min_sqnr_db": min_sqnr_db}
     verdicts = []

@@ -103,7 +103,7 @@ class TrialResult(BaseModel):
     notes: tuple[str, ...] = ()
 
 
-class Trial(Build):
+class BuildProbe(Build):
     """Build an engine to see if it can be built, and what it takes; that the builder refuses is a result, too."""
 
     title: ClassVar[str] = "trial"

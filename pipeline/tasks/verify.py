@@ -105,7 +105,7 @@ class Verify(Task):
     precision: str
     min_sqnr_db: float | None
     judged: bool = True
-    """True where it has to agree; how far a pruned model is from the given one is told, and no fault."""
+    """True where outputs have to agree; a pruned model's distance from the given one is only reported."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         reference = inputs["reference"].folder

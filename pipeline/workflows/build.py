@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.artifact import RECORDS, Artifact, HistoryEntry, files_below
+from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, HistoryEntry, files_below
 from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class, read_file
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import ModelError, StepError, UsageError, WrongEngine, storage_errors
@@ -82,7 +82,7 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
 def _save_as(made: Artifact, output: Path) -> list[str]:
     """Copy an engine with what lies beside it; the engine last, as it is what makes the rest of use."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    found = files_below(made.folder, skip=RECORDS)
+    found = files_below(made.folder, skip=MANIFEST_NAMES)
     names = {name.removeprefix(made.path.name): name for name in reversed(found) if name.startswith(made.path.name)}
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
         for suffix, name in names.items():

@@ -51,7 +51,7 @@ class RunRequest:
     place: Place | None = None
     """None stands for a machine that has the recipe's device."""
     fleet: Path | None = None
-    """The folder of the fleet that it is part of, if so: that is what is gone on with."""
+    """Folder of the fleet that the run is part of, if any: remedies then name it to resume, and not the run."""
     source: Source | None = None
     """The recipe's model, where it is resolved already."""
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import RECORDS, Artifact, Kind, file_digest, files_below, has_files, write_whole
+from enginesmith.pipeline.artifact import (
+    MANIFEST_NAMES,
+    Artifact,
+    Kind,
+    file_digest,
+    files_below,
+    has_files,
+    write_whole,
+)
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
@@ -27,9 +35,9 @@ from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.system.machine import Environment
 
 _WRITING_SHARE = 19.0
-"""So many times longer than writing took, nothing is written anew: 5 % of the time of all runs together."""
+"""Pause after a write, as a multiple of the time that it took: writing takes 5 % of the time of all runs together."""
 _LEAST_SECONDS = 0.05
-"""Least time that writing is taken for: while nothing is known it takes no time."""
+"""Least time that a write is assumed to take."""
 
 
 class RunDirectory:
@@ -222,7 +230,7 @@ def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome]) -> None
             continue
         folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
         if not (run / folder).is_dir():
-            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*RECORDS))
+            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*MANIFEST_NAMES))
         relative = made.model_copy(update={"path": Path(made.path.name)})
         steps[step.id] = _StepHandoff(identity=step.task.identity, folder=folder, artifact=relative)
     index = _Index(load_sha256=load.sha256, steps=steps)

@@ -11,7 +11,7 @@ import pytest
 import runs
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.report import files, sections, tables
+from enginesmith.pipeline.report import files, run_tables, tables
 from enginesmith.pipeline.report.html import blocks, page
 from enginesmith.pipeline.report.html.blocks import Folded, Section, tables_in
 from enginesmith.pipeline.report.tables import Table
@@ -173,7 +173,7 @@ def test_the_largest_fall_is_found_and_changes_on_purpose_are_none(some: Run) ->
 
     stages = (at("prune", 15.0, "changed on purpose"), at("export", 130.0), at("precision", 40.0), at("engine", 39.0))
     record = some.variants[0].model_copy(update={"fidelity": stages, "quality": None})
-    rows = sections.tabulate_losses(some.model_copy(update={"variants": (record,)})).rows
+    rows = run_tables.tabulate_losses(some.model_copy(update={"variants": (record,)})).rows
     assert rows == ((tables.mark_name(record), "precision", "130.0 → 40.0", "39.0", "–"),)
 
 

@@ -17,7 +17,7 @@ from enginesmith.pipeline.passes.finetune.options import Point, Recovery, Traini
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, progress, sections, sentences, tables, terminal
+from enginesmith.pipeline.report import markdown, progress, run_tables, sentences, tables, terminal
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, VariantRecord, Verdict
@@ -42,7 +42,7 @@ def run(**changes: Any) -> Run:
 
 
 def test_the_table_has_the_numbers() -> None:
-    rows = sections.tabulate_variants(run()).rows
+    rows = run_tables.tabulate_variants(run()).rows
     assert rows[0] == ("eager", "1", "baseline", "2", "–", "3 MiB", "–", "+0.0050", "measured")
     assert rows[1][0] == "★ onnxruntime-fp32"
     assert rows[1][2] == "4.00× [3.90, 4.10]"
@@ -110,7 +110,7 @@ def test_names_cannot_break_out(name: str) -> None:
     assert "<script>" not in text
     table = [line for line in text.splitlines() if line.startswith("|") and "MiB" in line]
     assert len(table) == 2
-    bars = len(sections.tabulate_variants(run()).columns) + 1
+    bars = len(run_tables.tabulate_variants(run()).columns) + 1
     assert all(line.replace("\\|", "").count("|") == bars for line in table)
 
 
@@ -175,12 +175,12 @@ def printed(shown: Run, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_tables_hold_every_group_and_trial() -> None:
-    assert sections.summarize_assignment(quantised()) == "onnxruntime-int8: 20 of 21 groups in int8"
-    rows = sections.tabulate_assignment(quantised()).rows
+    assert run_tables.summarize_assignment(quantised()) == "onnxruntime-int8: 20 of 21 groups in int8"
+    rows = run_tables.tabulate_assignment(quantised()).rows
     assert len(rows) == 21
     assert rows[0] == ("conv20", "layer.20", "Conv", "fp32", "10.0", "< 1 %", "sensitive"), "not int8: comes first"
     assert rows[1][0] == "conv0", "then what works most"
-    first, second = sections.tabulate_search(quantised(), "", "").rows
+    first, second = run_tables.tabulate_search(quantised(), "", "").rows
     assert first == ("1", "mse", "21", "0", "–", "+0.0200", "–", "no: too much", "all")
     assert second == ("2", "mse", "20", "1", "–", "+0.0000", "1.50×", "yes", "the worst")
 
@@ -223,7 +223,7 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
 def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     flagged = quantised(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
     shown = run(variants=(flagged,), winner=INT8)
-    assert sections.tabulate_variants(shown).rows[1][-1] == "measured, mostly fp32"
+    assert run_tables.tabulate_variants(shown).rows[1][-1] == "measured, mostly fp32"
     assert "onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)
 
@@ -337,7 +337,7 @@ def pruned(name: str, **more: object) -> VariantRecord:
 
 
 def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
-    (row,) = sections.tabulate_pruning(pruned_run(pruned("a", recovery=(BACK,)), pruned("b", recovery=(BACK,)))).rows
+    (row,) = run_tables.tabulate_pruning(pruned_run(pruned("a", recovery=(BACK,)), pruned("b", recovery=(BACK,)))).rows
     assert row == (
         "macs=-50%",
         "l2, global",
@@ -350,14 +350,14 @@ def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
 
 
 def test_each_turn_of_pruning_has_its_row() -> None:
-    rows = sections.tabulate_pruning(pruned_run(pruned("a", pruning=(FACTS, FACTS), recovery=(BACK,)))).rows
+    rows = run_tables.tabulate_pruning(pruned_run(pruned("a", pruning=(FACTS, FACTS), recovery=(BACK,)))).rows
     assert [row[0] for row in rows] == ["macs=-50%, step 1", "macs=-50%, step 2"]
     assert [row[5] for row in rows][1] == "no"
 
 
 def test_groups_and_curve() -> None:
-    assert sections.tabulate_groups(FACTS).rows == (("conv1", "channel", "16", "8"),)
-    assert sections.tabulate_recovery(pruned_run(pruned("a", recovery=(BACK,)))).rows[0][1:] == (
+    assert run_tables.tabulate_groups(FACTS).rows == (("conv1", "channel", "16", "8"),)
+    assert run_tables.tabulate_recovery(pruned_run(pruned("a", recovery=(BACK,)))).rows[0][1:] == (
         "1",
         "0",
         "–",

@@ -100,11 +100,11 @@ WHOLE = {"ids": ((1, 16), (8, 128), (64, 512)), "scale": ((3,), (3,), (3,))}
 
 
 def test_the_whole_range_is_the_only_profile_unless_more_are_named() -> None:
-    assert engine.plan(SIGNATURE, RANGES, ()) == (WHOLE,)
+    assert engine.make_profiles(SIGNATURE, RANGES, ()) == (WHOLE,)
 
 
 def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
-    first, second, last = engine.plan(SIGNATURE, RANGES, ("batch=1:1:1", "batch=2:4:8,seq=64"))
+    first, second, last = engine.make_profiles(SIGNATURE, RANGES, ("batch=1:1:1", "batch=2:4:8,seq=64"))
     assert first["ids"] == ((1, 16), (1, 128), (1, 512))
     assert second["ids"] == ((2, 64), (4, 64), (8, 64))
     assert last == WHOLE
@@ -122,12 +122,12 @@ def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
 )
 def test_profiles_that_do_not_fit_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        engine.plan(SIGNATURE, RANGES, (text,))
+        engine.make_profiles(SIGNATURE, RANGES, (text,))
 
 
 def test_a_dimension_without_a_range_is_refused() -> None:
     with pytest.raises(UsageError, match="'seq' has no range") as caught:
-        engine.plan(SIGNATURE, {"batch": RANGES["batch"]}, ())
+        engine.make_profiles(SIGNATURE, {"batch": RANGES["batch"]}, ())
     assert "--shape seq=MIN:OPT:MAX" in caught.value.remedy
 
 
@@ -278,38 +278,38 @@ def test_without_figures_there_is_nothing_to_sweep(given: EngineFacts) -> None:
 
 
 def test_points_lie_evenly_on_a_log_scale_up_to_the_activations() -> None:
-    found = builder.points(facts(64 * MIB), 4 * MIB, 5)
+    found = builder.space_workspaces(facts(64 * MIB), 4 * MIB, 5)
     assert found == (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
     # a tiny smallest limit does not stretch the scale
-    first, second, *_, last = builder.points(facts(16 * MIB), 1, 5)
+    first, second, *_, last = builder.space_workspaces(facts(16 * MIB), 1, 5)
     assert (first, second, last) == (1, 2 * MIB, 16 * MIB)
 
 
 @pytest.mark.parametrize("activation", [None, 0, 4 * MIB])
 def test_points_are_in_order_where_there_is_no_room_above(activation: int | None) -> None:
-    found = builder.points(facts(activation), 4 * MIB, 5)
+    found = builder.space_workspaces(facts(activation), 4 * MIB, 5)
     assert found[0] == 4 * MIB
     assert list(found) == sorted(found)
-    assert builder.points(facts(activation), 4 * MIB, 1) == (4 * MIB,)
+    assert builder.space_workspaces(facts(activation), 4 * MIB, 1) == (4 * MIB,)
 
 
 @pytest.mark.parametrize("short", [0, 7 * KIB, 16 * KIB])
 def test_a_gate_is_found_with_one_build_where_the_estimate_holds(short: int) -> None:
     build = Builder(23 * MIB + short)
-    assert builder.smallest(build, facts(), GATE) == 23 * MIB + 32 * KIB
+    assert builder.find_smallest_workspace(build, facts(), GATE) == 23 * MIB + 32 * KIB
     assert len(build.limits) == 1
 
 
 def test_a_gate_of_one_byte_is_found_with_one_build() -> None:
     build = Builder(1)
-    assert builder.smallest(build, facts(5 * MIB, 9 * MIB), GATE) == 1
+    assert builder.find_smallest_workspace(build, facts(5 * MIB, 9 * MIB), GATE) == 1
     assert build.limits == [1]
 
 
 @pytest.mark.parametrize("need", [24 * MIB, 60 * MIB, 300 * MIB])
 def test_a_gate_is_searched_where_the_estimate_is_too_low(need: int) -> None:
     build = Builder(need)
-    found = builder.smallest(build, facts(), GATE)
+    found = builder.find_smallest_workspace(build, facts(), GATE)
     assert need <= found <= need + 64 * KIB
     assert build.limits[-1] == found
 
@@ -318,7 +318,7 @@ def test_a_gate_is_searched_where_the_estimate_is_too_low(need: int) -> None:
 @pytest.mark.parametrize("need", [24 * MIB, 60 * MIB, 99 * MIB, 100 * MIB])
 def test_no_limit_above_one_that_is_known_to_be_enough_is_tried(known: Capabilities, need: int) -> None:
     build = Builder(need)
-    found = builder.smallest(build, facts(scratch=23 * MIB, limit=100 * MIB), known)
+    found = builder.find_smallest_workspace(build, facts(scratch=23 * MIB, limit=100 * MIB), known)
     assert need <= found <= max(need + 64 * KIB, need / 0.95 + 1)
     assert max(build.limits) <= 100 * MIB
     assert build.limits[-1] == found
@@ -329,7 +329,9 @@ def test_a_timed_flavour_is_searched_from_both_sides(seed: int) -> None:
     rng = random.Random(seed)
     need = rng.randrange(1, 4 << 30)
     build = Builder(need)
-    found = builder.smallest(build, facts(scratch=rng.choice([None, 1, need // 7 + 1, need, 3 * need])), TIMED)
+    found = builder.find_smallest_workspace(
+        build, facts(scratch=rng.choice([None, 1, need // 7 + 1, need, 3 * need])), TIMED
+    )
     assert need <= found <= max(need + 64 * KIB, need / 0.95 + 1)
     assert build.limits[-1] == found
     assert len(build.limits) < 60
@@ -340,7 +342,7 @@ def test_failures_of_another_kind_are_not_taken_for_a_limit() -> None:
         raise ModelError("the graph is broken")
 
     with pytest.raises(ModelError, match="broken"):
-        builder.smallest(build, facts(), GATE)
+        builder.find_smallest_workspace(build, facts(), GATE)
 
 
 def counted(need: Callable[[int], int]) -> tuple[Callable[[int], int], set[int]]:

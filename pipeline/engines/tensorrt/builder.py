@@ -55,7 +55,7 @@ _WHERE = re.compile(
 """Places in TensorRT's source, of which messages speak."""
 _LENGTH = 400
 _SLACK_BYTES = 32 << 10
-"""On top of the difference, which is up to 16 KiB short of the need, and never above it (seen)."""
+"""Bytes added to activations − weights, which was seen to be up to 16 KiB below the smallest limit, never above."""
 _RESOLUTION_BYTES = 64 << 10
 _LEAST_POINT_BYTES = 1 << 20
 _SHARE = 0.05
@@ -115,7 +115,7 @@ def estimate(facts: EngineFacts) -> int:
     return need + _SLACK_BYTES if need > 0 else 1
 
 
-def points(facts: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
+def space_workspaces(facts: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
     """Space ``count`` limits from the smallest to what the largest shape works in, evenly on a log scale."""
     top = max(facts.activation_bytes or 0, smallest)
     low = min(max(smallest, _LEAST_POINT_BYTES), top)
@@ -125,7 +125,7 @@ def points(facts: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
     return (smallest, *(round(step) for step in steps))
 
 
-def smallest(build: Callable[[int], object], facts: EngineFacts, known: Capabilities) -> int:
+def find_smallest_workspace(build: Callable[[int], object], facts: EngineFacts, known: Capabilities) -> int:
     """Find the smallest limit that builds; the last successful ``build`` was with it.
 
     One build where the estimate holds; otherwise limits are halved or doubled, then bisected.
@@ -156,7 +156,7 @@ def smallest(build: Callable[[int], object], facts: EngineFacts, known: Capabili
     return high
 
 
-def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
+def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
     """Give the configuration the timing cache in ``file``, or a new one: another build then chooses the same kernels.
 
     Raises:
@@ -174,7 +174,7 @@ def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
     return cache
 
 
-def keep(cache: Any, file: Path, locked: bool) -> str:
+def save_timing_cache(cache: Any, file: Path, locked: bool) -> str:
     """Write the cache back, whole or not at all, and compute its digest; a locked one is left as it is."""
     if not locked:
         write_whole(file, bytes(cache.serialize()))
@@ -242,7 +242,7 @@ def _build(
     monitor = _monitor(trt)
     config.progress_monitor = monitor
     _configure(trt, config, settings)
-    cache = attach(trt, config, timings, locked=options.locked) if timings else None
+    cache = attach_timing_cache(trt, config, timings, locked=options.locked) if timings else None
 
     def work() -> Any:
         _choose_device(settings.device)
@@ -264,7 +264,7 @@ def _build(
         log=log,
         workspace_limit_bytes=config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE),
         sha256=digest.result(),
-        timing_cache_sha256=keep(cache, timings, options.locked) if cache and timings else None,
+        timing_cache_sha256=save_timing_cache(cache, timings, options.locked) if cache and timings else None,
         device_peak_bytes=ledger.account().peak if ledger else None,
     )
 

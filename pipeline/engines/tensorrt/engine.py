@@ -52,7 +52,7 @@ _PRIMING_BYTES = 1 << 20
 _SHOWN = 200  # characters of a line of the builder's log
 
 
-def plan(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str, ...]) -> tuple[Profile, ...]:
+def make_profiles(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str, ...]) -> tuple[Profile, ...]:
     """Plan the optimisation profiles asked for, in their order, and the whole range as the last one.
 
     One of ``more`` is written as ``batch=1:1:1,seq=1:64:128``; dimensions that are not named keep their whole range.
@@ -196,12 +196,12 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def smallest_workspace(cls, build: Callable[[int], object], unlimited: EngineFacts) -> int:
-        return builder.smallest(build, unlimited, cls.known())
+        return builder.find_smallest_workspace(build, unlimited, cls.known())
 
     @classmethod
     def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
         """Space limits from the smallest to what the largest shape works in, evenly on a log scale."""
-        return builder.points(unlimited, smallest, count)
+        return builder.space_workspaces(unlimited, smallest, count)
 
     @classmethod
     def available(cls, device: Device) -> Availability:
@@ -327,7 +327,7 @@ class TensorRT(WorkspaceEngine):
             options=options,
             workspace_bytes=self.workspace_bytes,
             targets=targets,
-            profiles=plan(signature, request.ranges, options.profiles),
+            profiles=make_profiles(signature, request.ranges, options.profiles),
             timing_cache=self._timing_cache(known, here),
             device=index if timed else None,
         )

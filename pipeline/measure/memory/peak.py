@@ -9,9 +9,9 @@ On the CPU it is resident growth over the loaded-libraries baseline:
 Growth counts what the process wrote and the data files that it maps, so that an engine that maps its weights and one
 that reads them compare. It leaves out pages of libraries, which are shared and needed once for any number of sessions.
 
-On CUDA every instrument there is shows its figure. Eager takes its memory from torch's caching allocator by itself.
-TensorRT is handed an allocator that does, and so is ONNX Runtime while a ledger counts
-(``engines/cuda_allocator``): the peaks of all are counted by one instrument, exactly.
+On CUDA all engines take their memory from torch's caching allocator, which counts it exactly: eager by itself, TensorRT
+and (while it is measured) ONNX Runtime through an allocator that they are given (``engines/cuda_allocator``). The
+figures of the driver and of NVML stand beside it.
 """
 
 import gc
@@ -176,7 +176,7 @@ _TAGS = {
 
 
 @dataclass(frozen=True)
-class Taken:
+class AllocatorBytes:
     """Hold bytes of torch's allocator in this process."""
 
     allocated: int
@@ -188,21 +188,21 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Moment(Taken):
+class DeviceBytes(AllocatorBytes):
     """Hold the figures of one time."""
 
     device: int
     """In use on the device by everyone: total less free, by the driver."""
 
 
-class Known(NamedTuple):
+class FigureOrReason(NamedTuple):
     """Hold a figure, or None and why there is none."""
 
     bytes: int | None
     reason: str = ""
 
 
-class Split(NamedTuple):
+class PeakParts(NamedTuple):
     """Hold the allocator's figures in bytes, over what was there before loading, without inputs."""
 
     weights: int
@@ -216,20 +216,20 @@ class CudaPhases:
 
     counted: bool
     """True where the engine took its memory from torch's allocator."""
-    outset: Known
+    outset: FigureOrReason
     """In use on the device before this process had a context there, by NVML."""
-    primed: Known
+    primed: FigureOrReason
     """In use once libraries and context were there, by NVML."""
-    start: Moment
+    start: DeviceBytes
     """Libraries and context are there, and no session yet."""
-    loaded: Moment
-    bound: Moment
-    ended: Moment
+    loaded: DeviceBytes
+    bound: DeviceBytes
+    ended: DeviceBytes
     """After the last call; the session is still open."""
-    closed: Moment
-    load: Taken
+    closed: DeviceBytes
+    load: AllocatorBytes
     """Peaks of loading."""
-    run: Taken
+    run: AllocatorBytes
     """Peaks of running."""
     account: Account
     """The ledger's, once the session was closed; empty for an engine that asks torch itself."""
@@ -241,9 +241,9 @@ class CudaPhases:
     """Bytes that the ledger still had as taken after the session was closed."""
     sampled: Sampled
     """Use of the device, from before loading to after the last call."""
-    process: Known
+    process: FigureOrReason
     """Use by this process after the last call, by NVML."""
-    deployed: Known | None
+    deployed: FigureOrReason | None
     """The most that another session, which allocates by itself as in production, added to the device's use; None for an
     engine that does not."""
     engine_weights: int | None
@@ -274,12 +274,12 @@ def measure_on_cuda(
 
     ``primed`` is called when libraries and context are there, before anything is loaded.
     """
-    outset = Known(*used_bytes(device))
+    outset = FigureOrReason(*used_bytes(device))
     with counting(device.index) as ledger:
         engine.prime(artifact, device)
         primed()
         _settle(device)
-        context = Known(*used_bytes(device))
+        context = FigureOrReason(*used_bytes(device))
         seen = _measure_session(engine, artifact, device, feeds, ledger)
     facts = engine.facts(artifact) if artifact.kind == "engine" else None
     own_memory = not engine.memory_from_torch and seen["counted"]
@@ -316,7 +316,7 @@ def _measure_session(
             with ledger.tagged(ACTIVATIONS):
                 _call(session, bound, 1 + _STEADY_CALLS)
             moments["ended"], most = read_moment(device), read_peaks(device)
-            process = Known(*usage.read_own_bytes(device, os.getpid()))
+            process = FigureOrReason(*usage.read_own_bytes(device, os.getpid()))
             del bound
     del session
     _settle(device)
@@ -335,7 +335,7 @@ def _measure_session(
     }
 
 
-def _measure_deployed(engine: Engine, artifact: Artifact, device: Device, feeds: Feeds) -> Known:
+def _measure_deployed(engine: Engine, artifact: Artifact, device: Device, feeds: Feeds) -> FigureOrReason:
     """Measure what a session adds that allocates as in production; libraries and modules are there by now."""
     _settle(device)
     before = read_device_used(device)
@@ -345,21 +345,21 @@ def _measure_deployed(engine: Engine, artifact: Artifact, device: Device, feeds:
             _call(session, bound, 1 + _STEADY_CALLS)
             del bound
     except EnginesmithError as error:
-        return Known(None, f"a session that allocates by itself failed: {error}")
-    return Known(max(0, sampler.sampled.peak - before), sampler.sampled.words())
+        return FigureOrReason(None, f"a session that allocates by itself failed: {error}")
+    return FigureOrReason(max(0, sampler.sampled.peak - before), sampler.sampled.words())
 
 
-def read_moment(device: Device) -> Moment:
+def read_moment(device: Device) -> DeviceBytes:
     """Read all instruments once the device has caught up."""
     import torch
 
     torch.cuda.synchronize(device.index)
-    return Moment(**_read_allocator(device, "current"), device=read_device_used(device))
+    return DeviceBytes(**_read_allocator(device, "current"), device=read_device_used(device))
 
 
-def read_peaks(device: Device) -> Taken:
+def read_peaks(device: Device) -> AllocatorBytes:
     """Read the peaks of torch's allocator since they were reset."""
-    return Taken(**_read_allocator(device, "peak"))
+    return AllocatorBytes(**_read_allocator(device, "peak"))
 
 
 def _read_allocator(device: Device, which: str) -> dict[str, int]:
@@ -393,14 +393,14 @@ def count_inputs(seen: CudaPhases) -> int:
     return min(bound, seen.feeds) if seen.noted_inputs else 0
 
 
-def split_peak(seen: CudaPhases) -> Split | None:
+def split_peak(seen: CudaPhases) -> PeakParts | None:
     """Compute weights, activations and peak by the allocator; None where it does not count the engine."""
     if not seen.counted:
         return None
     base = seen.start.allocated
     weights = seen.loaded.allocated - base
     running = seen.run.allocated - base - count_inputs(seen)
-    return Split(weights, max(0, running - weights), max(seen.load.allocated - base, running))
+    return PeakParts(weights, max(0, running - weights), max(seen.load.allocated - base, running))
 
 
 def _explain_missing(seen: CudaPhases) -> dict[str, str]:

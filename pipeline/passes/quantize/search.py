@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Phase = Literal["everything", "sensitive", "give back", "speed"]
 
 _GAIN = 1.02
-"""An assignment with less in few bits is preferred where the whole model is faster by this factor for it."""
+"""Least speed-up of the whole model for which an assignment with fewer quantised groups is preferred."""
 _MAIN_SHARE = 0.6
 """A kind with more of the work than this is what quantisation is for."""
 _WORTHWHILE_SHARE = 0.01

@@ -25,7 +25,7 @@ from enginesmith.pipeline.report.html.blocks import (
     within_limits,
 )
 from enginesmith.pipeline.report.html.sections import Drawings, describe_calibration, draw
-from enginesmith.pipeline.report.sections import tabulate_front, tabulate_losses, tabulate_variants
+from enginesmith.pipeline.report.run_tables import tabulate_front, tabulate_losses, tabulate_variants
 from enginesmith.pipeline.report.tables import Tone, mark_name, name_some
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 
 from enginesmith.pipeline.recipe import commented
-from enginesmith.pipeline.report import provenance, sections, sentences
+from enginesmith.pipeline.report import provenance, run_tables, sentences
 from enginesmith.pipeline.report.charts import Chart
 from enginesmith.pipeline.report.html.blocks import (
     Block,
@@ -46,10 +46,10 @@ def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the distance to the baseline's outputs, and the metric."""
     why = next((one.reasons["quality"] for one in run.records if one.reasons.get("quality")), "")
     return (
-        *show_rows(sections.tabulate_losses(run)),
-        *(show_rows(sections.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
+        *show_rows(run_tables.tabulate_losses(run)),
+        *(show_rows(run_tables.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
         drawings["fidelity"],
-        *fold("Every comparison", sections.tabulate_fidelity(run)),
+        *fold("Every comparison", run_tables.tabulate_fidelity(run)),
     )
 
 
@@ -59,7 +59,7 @@ def render_sensitivity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     for index, record in enumerate(run.variants):
         if count := len(record.search):
             name = f"{mark_name(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
-            trials.append(Folded(name, (sections.tabulate_search(record, f"trials-{index}", name),)))
+            trials.append(Folded(name, (run_tables.tabulate_search(record, f"trials-{index}", name),)))
     return (drawings["sensitivity"], *trials)
 
 
@@ -72,7 +72,7 @@ def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         *list_points(f"{note}." for note in sentences.list_footnotes(run)),
         *([Words(f"Ranges come from {describe_calibration(run)}."), *_assignments(run)] if assigned else [none]),
         *show_rows(make_table("paid", "Whether low precision pays", paid)),
-        *show_rows(sections.tabulate_coverage(run)),
+        *show_rows(run_tables.tabulate_coverage(run)),
     )
 
 
@@ -97,23 +97,23 @@ def _assignments(run: Run) -> Iterator[Folded]:
     opened = mixed.index(True) if any(mixed) else 0
     for index, records in enumerate(groups):
         more = f"; and {len(records) - _NAMED} more alike" if len(records) > _NAMED else ""
-        summary = "; ".join(sections.summarize_assignment(record) for record in records[:_NAMED]) + more
-        table = sections.tabulate_assignment(records[0], f"groups-{index}")
+        summary = "; ".join(run_tables.summarize_assignment(record) for record in records[:_NAMED]) + more
+        table = run_tables.tabulate_assignment(records[0], f"groups-{index}")
         yield Folded(summary, (table,), open=index == opened)
 
 
 def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what pruning took away, and what training brought back."""
-    models = show_rows(sections.tabulate_pruning(run))
+    models = show_rows(run_tables.tabulate_pruning(run))
     if not models:
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
-    curves = fold("Every step of training", sections.tabulate_recovery(run))
+    curves = fold("Every step of training", run_tables.tabulate_recovery(run))
     groups = []
-    for place, record in enumerate(sections.list_pruned(run)):
+    for place, record in enumerate(run_tables.list_pruned(run)):
         for index, facts in enumerate(record.pruning):
             title = f"{record.prune}: what each group lost"
-            lost = sections.tabulate_groups(facts, f"lost-{place}-{index}", title)
+            lost = run_tables.tabulate_groups(facts, f"lost-{place}-{index}", title)
             whole = list_points(f"{group} stays whole: {why}." for group, why in facts.whole.items())
             groups.append(Folded(title, (*show_rows(lost), *whole)))
     return (*models, drawings["recovery"], *curves, *groups)
@@ -216,8 +216,8 @@ def render_latency(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     return (
         first,
         *fold("The distribution at other batch sizes", *others),
-        *show_rows(sections.tabulate_latency(run)),
-        *show_rows(sections.tabulate_device_latency(run)),
+        *show_rows(run_tables.tabulate_latency(run)),
+        *show_rows(run_tables.tabulate_device_latency(run)),
         *list_points((*missing, *(f"{note}." for note in sentences.list_measurement_notes(run)))),
     )
 
@@ -226,16 +226,16 @@ def render_memory(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List peak memory by part, and the figures of the engines."""
     return (
         drawings["memory"],
-        *show_rows(sections.tabulate_memory(run)),
-        *show_rows(sections.tabulate_engines(run)),
+        *show_rows(run_tables.tabulate_memory(run)),
+        *show_rows(run_tables.tabulate_engines(run)),
         *list_points(f"{text}." for text in sentences.list_unreported(run)),
-        *fold("Every number of memory, with its source", sections.tabulate_lenses(run)),
+        *fold("Every number of memory, with its source", run_tables.tabulate_lenses(run)),
     )
 
 
 def render_batch_sweep(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List latency and throughput by batch size and callers."""
-    sweep, callers = sections.tabulate_sweep(run), sections.tabulate_throughput(run)
+    sweep, callers = run_tables.tabulate_sweep(run), run_tables.tabulate_throughput(run)
     return (
         drawings["latency-by-batch"],
         drawings["throughput-by-batch"],
@@ -249,7 +249,7 @@ def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Compare each variant with the limits of the device."""
     return (
         drawings["limits"],
-        *show_rows(sections.tabulate_limits(run)),
+        *show_rows(run_tables.tabulate_limits(run)),
         *show_rows(provenance.tabulate_rates(run)),
         *list_points(f"{warning}." for warning in (run.limits.warnings if run.limits else ())),
     )
@@ -259,14 +259,14 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
     sizes = ", ".join(str(batch) for batch in sorted({one.batch for record in run.records for one in record.profile}))
     said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
-    side_by_side = sections.tabulate_profile(run)
+    side_by_side = run_tables.tabulate_profile(run)
     notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
         *([Words(said)] if sizes else []),
         drawings["profile"],
         *fold(side_by_side.caption, side_by_side),
-        *fold("Every module, and why it takes more or less than in the baseline", sections.tabulate_modules(run)),
-        *fold("Every operator, by the module whose work it does", sections.tabulate_operators(run)),
+        *fold("Every module, and why it takes more or less than in the baseline", run_tables.tabulate_modules(run)),
+        *fold("Every operator, by the module whose work it does", run_tables.tabulate_operators(run)),
         *fold("What the profilers say of themselves", *notes),
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from enginesmith.calibration.options import AS_FOUND
-from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, has_files
+from enginesmith.pipeline.artifact import MANIFEST_NAMES, file_digest, files_below, has_files
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
@@ -58,7 +58,7 @@ class Chosen:
         folder = self.main.parent
         if self.record.graph:
             return {name: folder / name for name in (self.main.name, *model_file.external_files(self.main))}
-        names = files_below(folder, skip=RECORDS)
+        names = files_below(folder, skip=MANIFEST_NAMES)
         return {name: folder / name for name in names if not name.endswith(".log")}
 
 
