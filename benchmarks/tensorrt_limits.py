@@ -104,7 +104,7 @@ def _smallest(graph: Path, batch: int) -> dict[str, Any]:
         if not _holds(graph, batch, limit):
             raise LimitTooSmall(f"{limit} bytes")
 
-    limit = builder.smallest(attempt, facts, TensorRTRTX.known())
+    limit = builder.find_smallest_workspace(attempt, facts, TensorRTRTX.known())
     builds = 1 + len(tried)
     below = limit - _STEP_BYTES
     return {

