@@ -40,7 +40,7 @@ def summarize(run: Run) -> str:
     if broken:
         sentences.append(f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}")
     elif len(run.verdicts) == 1:
-        sentences.append(f"its budget is met: {verdicts.format_title(run.verdicts[0].budget)}")
+        sentences.append(f"it meets its budget: {verdicts.format_title(run.verdicts[0].budget)}")
     elif run.verdicts:
         sentences.append(f"all {len(run.verdicts)} budgets met")
     return mark(run, "; ".join(sentences) + ".")

@@ -15,6 +15,7 @@ from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.units import format_bytes
 
 BUSY = "the machine is busy"
+HOST = "the host of this virtual machine"
 PACKAGES = (
     *("enginesmith", "numpy", "torch", "onnx", "onnxscript"),
     *("nvidia-modelopt", "transformers", "timm", "safetensors"),
@@ -171,7 +172,7 @@ def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
         warnings.append(f"the frequency governor is {governor!r}: clocks follow the load; 'performance' is steadier")
     stolen = _share(machine.stolen_seconds, machine.cpu_seconds)
     if stolen > _STOLEN_SHARE:
-        warnings.append(f"the host of this virtual machine has given {stolen:.0%} of its cores' time to others so far")
+        warnings.append(f"{HOST} has given {stolen:.0%} of its cores' time to others so far")
     left = _share(machine.memory_limit_left_bytes, machine.memory_limit_bytes)
     if machine.memory_limit_left_bytes is not None and left < _LEFT_SHARE:
         warnings.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
@@ -203,7 +204,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
     stolen = _grown(before.stolen_seconds, after.stolen_seconds)
     share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
     if share > _STOLEN_SHARE:
-        events.append(f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile")
+        events.append(f"{HOST} gave {share:.0%} of its cores' time to others meanwhile")
     if hot := _grown(before.thermal_throttles, after.thermal_throttles):
         events.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
     if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
