@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import graphs
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+import graphs
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime

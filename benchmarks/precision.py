@@ -26,9 +26,9 @@ import precision_targets
 import torch
 from command import Answer, call
 from judging import EAGER
-from nets import workbench
 
 from enginesmith.pipeline.measure.quality import evaluate
+from nets import workbench
 
 RESULTS = Path(__file__).parent / "results"
 FLOAT = "plain-fp32"

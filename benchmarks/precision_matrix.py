@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import graphs
 from command import call
+
+import graphs
 
 RESULTS = Path(__file__).parent / "results" / "precision_matrix.json"
 CELLS: Mapping[str, tuple[str, str]] = {

@@ -21,6 +21,7 @@ import peers
 import torch
 from command import call
 from judging import EAGER
+
 from nets import workbench
 
 _PEERS: Mapping[str, tuple[str, str]] = {

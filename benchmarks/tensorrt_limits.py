@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import graphs
 import numpy as np
 from command import Answer, call
 
+import graphs
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.tensorrt import builder
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import graphs
 from command import Answer, call
+
+import graphs
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS = ("sm86", "sm89", "sm120")

@@ -24,12 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import graphs
 import mutations
 import numpy as np
 import onnx
 from command import Answer, call
 from onnx import parser
+
+import graphs
 
 RESULTS = Path(__file__).parent / "results" / "tensorrt_trials.json"
 _LIMIT = "60s"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
-import fleets
 import pytest
-import runs
 
+import fleets
+import runs
 from enginesmith.pipeline.report import fleet
 from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.results import run as documents

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import small, variant
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -24,6 +23,7 @@ from enginesmith.pipeline.results.assemble import Header, assemble
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
+from runs import small, variant
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
 BASELINE = Variant(VariantName("eager"), Eager(), "fp32", LOAD, Device())

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from graphs import Weights, build_graph, node, normal, run_model
 
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
+from graphs import Weights, build_graph, node, normal, run_model
 
 CHANNELS, OUTPUTS, SIDE = 4, 6, 9
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import small
 
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
@@ -27,6 +26,7 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.charts import Chart, charts
 from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shorten_name
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
+from runs import small
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import small
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import Quality
@@ -18,6 +17,7 @@ from enginesmith.pipeline.report import comparison as rendering
 from enginesmith.pipeline.results import comparison
 from enginesmith.pipeline.results.comparison import compare, compare_latency
 from enginesmith.pipeline.results.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
+from runs import small
 
 ENGINE = "onnxruntime-fp32"
 

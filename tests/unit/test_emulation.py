@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from graphs import parse_graph
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -18,6 +17,7 @@ from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.passes.float16 import emulation
 from enginesmith.pipeline.system.device import Device
+from graphs import parse_graph
 
 RNG = np.random.default_rng(0)
 BFLOAT16: Any = ml_dtypes.bfloat16

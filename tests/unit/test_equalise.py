@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from graphs import Weights, artifact, difference, measure_ranges, node, normal, operators, save_graph, sqnr_db
 from onnx import numpy_helper
 
 from enginesmith.calibration.ranges import Ranges
@@ -21,6 +20,7 @@ from enginesmith.pipeline.passes.rescale.equalize import (
     equalize_cross_layer,
 )
 from enginesmith.pipeline.passes.run import run_pass
+from graphs import Weights, artifact, difference, measure_ranges, node, normal, operators, save_graph, sqnr_db
 
 SIDE, WIDTH = 8, 6
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import fleets
 import pytest
 from click.testing import CliRunner
 
+import fleets
 from enginesmith import cli
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.recipe import parsed

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fleets
 import pytest
 
+import fleets
 from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
 from enginesmith.pipeline.recipe.fleet import Entry
 from enginesmith.pipeline.results import fleet as records

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fleets
 import pages
-import pytest
 import runs
-
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.recipe.fleet import Fleet
 from enginesmith.pipeline.report import fleet as fleet_markdown

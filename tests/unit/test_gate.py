@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fleets
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from runs import small, variant
 
+import fleets
 from enginesmith import cli
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.commands.context import budgets_of
@@ -30,6 +29,7 @@ from enginesmith.pipeline.results.gate import Demands, parse_tolerance
 from enginesmith.pipeline.results.gate_report import Gate
 from enginesmith.pipeline.results.run import ModelRecord, Run, StoredArtifact, VariantRecord
 from enginesmith.pipeline.workflows import fleet
+from runs import small, variant
 
 MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
 MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import operators, parse_graph, run_model
 from onnx import TensorProto, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
@@ -19,6 +18,7 @@ from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
 from enginesmith.pipeline.passes.float16.rules import SINK, SOURCE, CastNetwork
+from graphs import operators, parse_graph, run_model
 
 RNG = np.random.default_rng(0)
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16

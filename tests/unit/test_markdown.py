@@ -4,16 +4,16 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-import fleets
 import pytest
-from runs import small, variant
 
+import fleets
 from enginesmith.pipeline.commands.context import announce
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import gate, junit, markdown
 from enginesmith.pipeline.results.run import VariantRecord, Verdict
+from runs import small, variant
 
 EVIL = "<script>alert(1)</script> [x](javascript:y) ![i](http://h) @someone #12 `code` a|b\n# head"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pages
 import pytest
-import runs
 
+import pages
+import runs
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.report import files, run_tables, tables
 from enginesmith.pipeline.report.html import blocks, page

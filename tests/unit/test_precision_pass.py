@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import parse_graph
 
 from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact, Effect
@@ -16,6 +15,7 @@ from enginesmith.pipeline.errors import DataError, InvalidGraph, ModelError, Usa
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.run import run_pass
+from graphs import parse_graph
 
 PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
 NET = """net (float[n, 4, 8, 8] x) => (float[n, 5] y) {

@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import NOWHERE, count_kernels, parse_graph, run_model, sqnr_db
 
 from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
@@ -20,6 +19,7 @@ from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
+from graphs import NOWHERE, count_kernels, parse_graph, run_model, sqnr_db
 
 CPU, GPU = Settings(placement="inputs+outputs"), Settings(placement="inputs")
 RUNNABLE = replace(CPU, weight_bits=int8_weight_bits())

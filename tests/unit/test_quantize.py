@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import count_kernels, parse_graph, run_model, sqnr_db
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges
 from enginesmith.pipeline.errors import InvalidGraph
@@ -22,6 +21,7 @@ from enginesmith.pipeline.passes.quantize.search import NOISE, SIGNAL, add_layer
 from enginesmith.pipeline.passes.quantize.weights import quantise_dynamically, quantise_to_int4
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
+from graphs import count_kernels, parse_graph, run_model, sqnr_db
 
 
 def ones(*shape: int) -> Array:

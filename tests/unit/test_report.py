@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import small, variant
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.execution.events import Event, Outcome
@@ -21,6 +20,7 @@ from enginesmith.pipeline.report import markdown, progress, run_tables, sentence
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, VariantRecord, Verdict
+from runs import small, variant
 
 
 def record(name: str, ms: float, speedup: float) -> VariantRecord:

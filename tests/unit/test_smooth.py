@@ -7,6 +7,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
+
+from enginesmith.calibration.ranges import Ranges
+from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.errors import DataError, UsageError
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes.rescale import smooth_quant
+from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth, Smoothed, smooth
+from enginesmith.pipeline.passes.run import run_pass
 from graphs import (
     Weights,
     artifact,
@@ -20,15 +29,6 @@ from graphs import (
     save_graph,
     sqnr_db,
 )
-from onnx import numpy_helper
-
-from enginesmith.calibration.ranges import Ranges
-from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.errors import DataError, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
-from enginesmith.pipeline.passes.rescale import smooth_quant
-from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth, Smoothed, smooth
-from enginesmith.pipeline.passes.run import run_pass
 
 Case = tuple[list[onnx.NodeProto], Weights, str]
 """Nodes from ``x`` (n,5,16) to ``y``, their weights, and the value that is to be scaled."""

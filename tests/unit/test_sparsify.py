@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx
 import pytest
-from graphs import Weights, build_graph, node, normal, save_graph
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.options import DataOptions
@@ -28,6 +27,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.workflows import inspect
+from graphs import Weights, build_graph, node, normal, save_graph
 
 
 def artifact(path: Path) -> Artifact:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_tensorrt import SIGNATURE, TRT, Base, Engine, Heap, named, replace_cuda
 
 from enginesmith.pipeline.engines.cuda_allocator import (
     WEIGHTS,
@@ -29,6 +28,7 @@ from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.engines.tensorrt.versions import capabilities
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.system.device import Device
+from fake_tensorrt import SIGNATURE, TRT, Base, Engine, Heap, named, replace_cuda
 
 HERE = Device()  # fakes run on the host
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_tensorrt import SIGNATURE, TRT, Config, Engine, Graph, Heap, replace_cuda
 
 from enginesmith.pipeline.engines.cuda_allocator import (
     ACTIVATIONS,
@@ -27,6 +26,7 @@ from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import ModelError, SignatureError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+from fake_tensorrt import SIGNATURE, TRT, Config, Engine, Graph, Heap, replace_cuda
 
 UNKNOWN = Signature(inputs=SIGNATURE.inputs, outputs=(*SIGNATURE.outputs, TensorSpec.parse("found:int64:n")))
 HERE = Device()  # fakes run on the host, where torch's tensors can be
