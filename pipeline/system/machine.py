@@ -15,7 +15,7 @@ from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.units import format_bytes
 
 BUSY = "the machine is busy"
-HOST = "the host of this virtual machine"
+_HOST = "the host of this virtual machine"
 PACKAGES = (
     *("enginesmith", "numpy", "torch", "onnx", "onnxscript"),
     *("nvidia-modelopt", "transformers", "timm", "safetensors"),
@@ -172,7 +172,7 @@ def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
         warnings.append(f"the frequency governor is {governor!r}: clocks follow the load; 'performance' is steadier")
     stolen = _share(machine.stolen_seconds, machine.cpu_seconds)
     if stolen > _STOLEN_SHARE:
-        warnings.append(f"{HOST} has given {stolen:.0%} of its cores' time to others so far")
+        warnings.append(f"{_HOST} has given {stolen:.0%} of its cores' time to others so far")
     left = _share(machine.memory_limit_left_bytes, machine.memory_limit_bytes)
     if machine.memory_limit_left_bytes is not None and left < _LEFT_SHARE:
         warnings.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
@@ -204,7 +204,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
     stolen = _grown(before.stolen_seconds, after.stolen_seconds)
     share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
     if share > _STOLEN_SHARE:
-        events.append(f"{HOST} gave {share:.0%} of its cores' time to others meanwhile")
+        events.append(f"{_HOST} gave {share:.0%} of its cores' time to others meanwhile")
     if hot := _grown(before.thermal_throttles, after.thermal_throttles):
         events.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
     if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
@@ -216,6 +216,13 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
         seen = [look[index] for look in looks if index < len(look)]
         events += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
     return tuple(events)
+
+
+def add_warnings(machine: Environment, events: Sequence[str]) -> Environment:
+    """Add what disturbed a measurement to the machine's warnings; the events replace what was said of the host before."""
+    replaced = any(text.startswith(_HOST) for text in events)
+    earlier = [text for text in machine.warnings if not (replaced and text.startswith(_HOST))]
+    return machine.model_copy(update={"warnings": tuple(dict.fromkeys((*earlier, *events)))})
 
 
 def gpu_states() -> tuple[GpuState, ...]:

@@ -114,9 +114,7 @@ class Latency(_Measurement):
                 benchmark.sweep(feeds_at, max(feeds), self.most)
             result = benchmark.result()
             disturbed = devices.interference(machine, environment())
-        said_again = any(text.startswith(devices.HOST) for text in disturbed)
-        earlier = [text for text in machine.warnings if not (said_again and text.startswith(devices.HOST))]
-        machine = machine.model_copy(update={"warnings": tuple(dict.fromkeys((*earlier, *disturbed)))})
+        machine = devices.add_warnings(machine, disturbed)
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [

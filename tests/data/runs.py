@@ -6,10 +6,51 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from enginesmith.pipeline.frameworks.records import PrunedGroup, PruningFacts
+from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.run import ModelRecord, Run, VariantRecord
 
 TEXT = "text"
+
+_GROUP = PrunedGroup(
+    step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2"
+)
+PRUNING = PruningFacts(
+    target="macs=-50%",
+    importance="l2",
+    scope="global",
+    macs_before=1000,
+    macs_after=497,
+    parameters_before=400,
+    parameters_after=210,
+    channels_before=16,
+    channels_after=8,
+    groups=(_GROUP,),
+    whole={"fc": "its outputs are the model's"},
+)
+_PLAN = TrainingPlan(
+    steps=20, batch=64, micro_batch=64, evaluate_every=10, judged=240, statistics=64, processes=1, threads=2
+)
+RECOVERY = Recovery(
+    method="distil",
+    metric="top1",
+    teacher=1.0,
+    before=0.47,
+    after=0.99,
+    best_step=20,
+    steps=20,
+    ending="planned",
+    reason="all 20 planned steps are done",
+    samples=960,
+    held_back=240,
+    data="digits",
+    plan=_PLAN,
+    curve=tuple(
+        Point(step=step, loss=None if step == 0 else 0.1, metric=metric, held_back_loss=0.1, learning_rate=1e-3)
+        for step, metric in ((0, 0.47), (10, 0.98), (20, 0.99))
+    ),
+)
 
 
 def variant(name: str, **fields: Any) -> VariantRecord:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import (
     LatencyRow,
@@ -21,12 +20,12 @@ from enginesmith.pipeline.measure.rows import (
     Work,
 )
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
+from enginesmith.pipeline.passes.finetune.options import Point
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.charts import Chart, charts
 from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shorten_name
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
-from runs import small
+from runs import PRUNING, RECOVERY, small
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),
@@ -131,9 +130,6 @@ def record(name: str, ms: float, mib: float, drop: float | None, modules: int = 
 
 
 def pruned(name: str, ms: float) -> VariantRecord:
-    plan = TrainingPlan(
-        steps=20, batch=64, micro_batch=64, evaluate_every=10, judged=240, statistics=64, processes=1, threads=2
-    )
     curve = tuple(
         Point(
             step=step,
@@ -144,36 +140,8 @@ def pruned(name: str, ms: float) -> VariantRecord:
         )
         for step in range(0, 21, 2)
     )
-    back = Recovery(
-        method="distil",
-        metric="top1",
-        teacher=0.9875,
-        before=0.5,
-        after=0.976,
-        best_step=20,
-        steps=20,
-        ending="planned",
-        reason="all 20 planned steps are done",
-        samples=960,
-        held_back=240,
-        data="digits",
-        plan=plan,
-        curve=curve,
-    )
-    facts = PruningFacts(
-        target="macs=-50%",
-        importance="l2",
-        scope="global",
-        macs_before=10,
-        macs_after=5,
-        parameters_before=10,
-        parameters_after=5,
-        channels_before=16,
-        channels_after=8,
-        groups=(),
-        whole={},
-    )
-    return record(name, ms, 30, 0.011, prune="macs=-50%", pruning=(facts,), recovery=(back,))
+    recovery = RECOVERY.model_copy(update={"teacher": 0.9875, "before": 0.5, "after": 0.976, "curve": curve})
+    return record(name, ms, 30, 0.011, prune="macs=-50%", pruning=(PRUNING,), recovery=(recovery,))
 
 
 def assigned(groups: int) -> tuple[Assignment, ...]:

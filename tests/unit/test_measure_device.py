@@ -71,6 +71,15 @@ def test_warns_of_what_spoils_numbers(here: Environment, change: dict[str, Any],
     assert word in warnings_of(here.model_copy(update={**QUIET, **change}))[0]
 
 
+def test_time_that_the_host_took_is_told_once(here: Environment) -> None:
+    before = here.model_copy(update={**QUIET, "stolen_seconds": 5.0})
+    machine = before.model_copy(update={"warnings": ("the machine is busy", *warnings_of(before))})
+    after = before.model_copy(update={"stolen_seconds": 15.0, "cpu_seconds": 200.0})
+    (event,) = interference(before, after)
+    assert device.add_warnings(machine, (event,)).warnings == ("the machine is busy", event)
+    assert device.add_warnings(machine, ()).warnings == machine.warnings
+
+
 def test_fingerprint_holds_what_lasts(here: Environment) -> None:
     passing = {"load_average": 9.0, "frequency_mhz": 1.0, "cpu_seconds": 1.0, "memory_limit_left_bytes": 5}
     assert fingerprint(here) == fingerprint(here.model_copy(update=passing))

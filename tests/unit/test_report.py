@@ -8,11 +8,10 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.execution.events import Event, Outcome
-from enginesmith.pipeline.frameworks.records import Coverage, PrunedGroup, PruningFacts
+from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
@@ -20,7 +19,7 @@ from enginesmith.pipeline.report import markdown, progress, run_tables, sentence
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, VariantRecord, Verdict
-from runs import small, variant
+from runs import PRUNING, RECOVERY, small, variant
 
 
 def record(name: str, ms: float, speedup: float) -> VariantRecord:
@@ -288,56 +287,18 @@ def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> 
     assert board.overall() == "1 of 3 steps, about 43 s left"
 
 
-GROUP = PrunedGroup(
-    step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2"
-)
-FACTS = PruningFacts(
-    target="macs=-50%",
-    importance="l2",
-    scope="global",
-    macs_before=1000,
-    macs_after=497,
-    parameters_before=400,
-    parameters_after=210,
-    channels_before=16,
-    channels_after=8,
-    groups=(GROUP,),
-    whole={"fc": "its outputs are the model's"},
-)
-PLAN = TrainingPlan(
-    steps=20, batch=64, micro_batch=64, evaluate_every=10, judged=240, statistics=64, processes=1, threads=2
-)
-BACK = Recovery(
-    method="distil",
-    metric="top1",
-    teacher=1.0,
-    before=0.47,
-    after=0.99,
-    best_step=20,
-    steps=20,
-    ending="planned",
-    reason="all 20 planned steps are done",
-    samples=960,
-    held_back=240,
-    data="digits",
-    plan=PLAN,
-    curve=tuple(
-        Point(step=step, loss=None if step == 0 else 0.1, metric=metric, held_back_loss=0.1, learning_rate=1e-3)
-        for step, metric in ((0, 0.47), (10, 0.98), (20, 0.99))
-    ),
-)
-
-
 def pruned_run(*records: VariantRecord) -> Run:
     return small(variant("eager", engine="eager"), *records, winner=None)
 
 
 def pruned(name: str, **more: object) -> VariantRecord:
-    return variant(name, **{"prune": "macs=-50%", "pruning": (FACTS,), **more})
+    return variant(name, **{"prune": "macs=-50%", "pruning": (PRUNING,), **more})
 
 
 def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
-    (row,) = run_tables.tabulate_pruning(pruned_run(pruned("a", recovery=(BACK,)), pruned("b", recovery=(BACK,)))).rows
+    (row,) = run_tables.tabulate_pruning(
+        pruned_run(pruned("a", recovery=(RECOVERY,)), pruned("b", recovery=(RECOVERY,)))
+    ).rows
     assert row == (
         "macs=-50%",
         "l2, global",
@@ -350,14 +311,14 @@ def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
 
 
 def test_each_turn_of_pruning_has_its_row() -> None:
-    rows = run_tables.tabulate_pruning(pruned_run(pruned("a", pruning=(FACTS, FACTS), recovery=(BACK,)))).rows
+    rows = run_tables.tabulate_pruning(pruned_run(pruned("a", pruning=(PRUNING, PRUNING), recovery=(RECOVERY,)))).rows
     assert [row[0] for row in rows] == ["macs=-50%, step 1", "macs=-50%, step 2"]
     assert [row[5] for row in rows][1] == "no"
 
 
 def test_groups_and_curve() -> None:
-    assert run_tables.tabulate_groups(FACTS).rows == (("conv1", "channel", "16", "8"),)
-    assert run_tables.tabulate_recovery(pruned_run(pruned("a", recovery=(BACK,)))).rows[0][1:] == (
+    assert run_tables.tabulate_groups(PRUNING).rows == (("conv1", "channel", "16", "8"),)
+    assert run_tables.tabulate_recovery(pruned_run(pruned("a", recovery=(RECOVERY,)))).rows[0][1:] == (
         "1",
         "0",
         "–",
@@ -367,7 +328,7 @@ def test_groups_and_curve() -> None:
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:
-    made = pruned_run(pruned("a", recovery=(BACK,)))
+    made = pruned_run(pruned("a", recovery=(RECOVERY,)))
     runs.write(made, tmp_path)
     assert runs.read(tmp_path) == made
     assert json.loads((tmp_path / "run.json").read_text())["variants"][0]["recovery"][0]["after"] == 0.99
