@@ -219,7 +219,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
 
 
 def add_warnings(machine: Environment, events: Sequence[str]) -> Environment:
-    """Add what disturbed a measurement to the machine's warnings; the events replace what was said of the host before."""
+    """Add what disturbed a measurement to the machine's warnings; they replace what was said of the host."""
     replaced = any(text.startswith(_HOST) for text in events)
     earlier = [text for text in machine.warnings if not (replaced and text.startswith(_HOST))]
     return machine.model_copy(update={"warnings": tuple(dict.fromkeys((*earlier, *events)))})
