@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import pickle
 import sys
 from collections import OrderedDict
@@ -74,6 +75,21 @@ def test_imported_code_is_remembered_but_no_packages(tmp_path: Path, monkeypatch
         sys.modules.pop("watched_code", None)
     assert tmp_path / "watched_code.py" in tracker.files
     assert not tracker.files & {Path(json.__file__), Path(np.__file__)}
+
+
+def test_code_that_changes_within_a_second_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes compiled code for that of a source file of the same size that is written in the same second."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for number in (1, 2):
+        (tmp_path / "hasty_code.py").write_text(f"x = {number}\n")
+        os.utime(tmp_path / "hasty_code.py", (1_700_000_000, 1_700_000_000))
+        try:
+            with track_files(allow_pickle=False):
+                assert importlib.import_module("hasty_code").x == number
+        finally:
+            sys.modules.pop("hasty_code", None)
+    assert not sys.dont_write_bytecode
 
 
 PICKLED = pickle.dumps(OrderedDict(a=1))

@@ -80,14 +80,20 @@ _active: list[FileTracker] = []
 
 @contextlib.contextmanager
 def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
-    """Track this process until the block ends."""
+    """Track this process until the block ends.
+
+    Compiled code is not written meanwhile: Python would take it for that of a file which is changed in the same second
+    and keeps its size, and the old code would run under the new file's digest.
+    """
     _install_hook()
     tracker = FileTracker(allow_pickle)
     _active.append(tracker)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         with _track_native_opens(tracker):
             yield tracker
     finally:
+        sys.dont_write_bytecode = before
         _active.remove(tracker)
         for module in list(sys.modules.values()):
             if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py"):
