@@ -291,3 +291,36 @@ def test_the_pass_notes_what_became_of_clips(tmp_path: Path) -> None:
     other, records = artifact(before, sha256="other"), {"ranges": artifact(record, "record")}
     with pytest.raises(DataError, match="another model"):
         run_pass(CrossLayerEqualization(), other, tmp_path / "seen", lambda text: None, records)
+
+
+def test_a_shared_bias_stays_with_its_other_reader(tmp_path: Path) -> None:
+    weights = {"w1": normal(WIDTH, 3, 1, 1) * scales(WIDTH)[:, None, None, None], "w2": normal(3, WIDTH, 1, 1)}
+    weights |= {"b": normal(WIDTH), "w3": normal(WIDTH, 3, 1, 1, seed=3)}
+    nodes = [
+        node("Conv", "x w1 b", "a"),
+        node("Relu", "a", "c"),
+        node("Conv", "c w2", "y"),
+        node("Conv", "x w3 b", "z"),
+    ]
+    before = save_graph(tmp_path, nodes, weights, "y z", x=("n", 3, SIDE, SIDE))
+    after, done = written(before)
+    assert done.pairs == 1
+    assert difference(before, after, image()) < 1e-6
+
+
+def test_a_clip_with_another_lower_bound_is_not_passed(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=-1, high=1e4)
+    assert written(before, measure_ranges(before, image(), "b", "d"))[1].clips_left == 2
+
+
+def test_the_range_of_the_whole_value_is_enough_to_pass_a_clip(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=1e4)
+    ranges = measure_ranges(before, image(), "b", "d").model_copy(update={"channels": {}})
+    assert written(before, ranges)[1].clips_replaced == 2
+
+
+def test_a_clip_that_cuts_every_channel_is_not_passed(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=1e-5)
+    after, done = written(before, measure_ranges(before, image(), "b", "d"))
+    assert (done.pairs, done.clips_left) == (0, 1)  # behind the second one some channels are 0 throughout
+    assert difference(before, after, image()) == 0

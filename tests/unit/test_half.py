@@ -504,3 +504,34 @@ def test_cuts_cost_least() -> None:
         assert SINK not in found
         assert prices[found] == min(prices.values())
         assert all(len(found) <= len(one) for one, price in prices.items() if price == prices[found])
+
+
+def test_sizes_that_are_computed_in_float_stay_exact(tmp_path: Path) -> None:
+    """Nothing of float32 lies around them; they have nothing to do with a product either."""
+    text = """(float[1,1,4,N] x) => (float[1,1,4,M] y) {
+        a = Conv<kernel_shape=[1,1]>(x, w)
+        s = Shape(a)
+        f = Cast<to=1>(s)
+        d = Mul(f, two)
+        i = Cast<to=7>(d)
+        y = Resize<mode="nearest">(a, , , i)
+    }"""
+    constants = {"w": weights(1, 1, 1, 1), "two": np.array([1, 1, 1, 2], np.float32)}
+    low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(1, 1, 4, 2051)})
+    assert (types(path)["d"], types(path)["a"]) == (FLOAT, FLOAT16)
+    assert set(low.kept) == {"f", "d", "i"}
+
+
+def test_regions_of_interest_stay_exact(tmp_path: Path) -> None:
+    text = """(float[1,1,4,4] x) => (float[1,1,8,8] y) {
+        a = Conv<kernel_shape=[1,1]>(x, w)
+        y = Resize<mode="linear", coordinate_transformation_mode="tf_crop_and_resize">(a, roi, scales)
+    }"""
+    constants = {
+        "w": weights(1, 1, 1, 1),
+        "roi": np.array([0, 0, 0.1, 0.2, 1, 1, 0.8, 0.9], np.float32),
+        "scales": np.array([1, 1, 2, 2], np.float32),
+    }
+    low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(1, 1, 4, 4)})
+    assert low.nodes == ("a", "y")
+    assert (types(path)["roi"], types(path)["scales"]) == (FLOAT, FLOAT)

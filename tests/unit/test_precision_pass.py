@@ -229,3 +229,10 @@ def test_sums_that_onnx_runtime_fuses_to_its_loss(
     step = Precision(precision=precision, placement=placement)
     _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
     assert {node.output[0] for node in model.graph.node if node.op_type == "Sum"} == written_as_sum
+
+
+def test_outputs_may_be_lowered_too(artifact: Artifact, tmp_path: Path) -> None:
+    step = Precision(precision="int8+fp16", keep_io_types=False)
+    _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    kinds = [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)]
+    assert kinds == [onnx.TensorProto.FLOAT16] * 2

@@ -473,3 +473,38 @@ def test_taylor_ranks_by_gradients() -> None:
     target, options = PruneTarget.parse("0.5"), PruneOptions(importance="taylor")
     done = pruner.prune(model, lambda: (model(x),), target, options, gradients=gradients)
     assert done.surgery.history[0].kept == (2, 3, 4, 5)
+
+
+def test_heads_stay_where_that_is_asked_for() -> None:
+    done = prune(nn.Sequential(Heads(), nn.Linear(16, 3)), (2, 5, 16), "0.25", heads=False)
+    assert done.whole["0.query"] == "attention heads are to stay"
+
+
+def test_steps_on_the_way_keep_the_multiple() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 64, 3), head(64))
+    done = prune(model, target="0.3", steps=3, multiple_of=16)
+    assert [layer.out_channels % 16 for layer in model[:3]] == [0, 0, 0]
+    assert not any("no multiples of" in note for note in done.notes)
+
+
+def test_a_mean_over_channels_keeps_its_layer_whole() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).mean(1).flatten(1)))
+
+    done = prune(Of(forward, first=nn.Conv2d(3, 8, 1), middle=nn.Linear(64, 16), last=nn.Linear(16, 3)))
+    assert "first" in done.whole
+    assert {one.root for one in done.surgery.history} == {"middle"}
+
+
+def test_several_steps_end_where_one_does() -> None:
+    torch.manual_seed(0)
+    done = prune(nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), head(64)), target="macs=-50%", steps=3)
+    assert abs(done.after.macs / done.before.macs - 0.5) <= 0.02
+    assert {one.step for one in done.surgery.history} == {1, 2, 3}
+
+
+def test_channels_that_leave_the_model_stay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    with pytest.raises(ModelError, match="no layer of this model can lose channels"):
+        prune(model)

@@ -482,3 +482,43 @@ def test_graphs_as_exporters_leave_them() -> None:
     assert [group.weight for group in found.done] == ["w", "v", "w"]
     assert [value.name for value in model.graph.inputs] == ["x"]
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
+
+
+def test_tensorrt_takes_the_sum_into_the_convolution_that_is_farther_from_the_fork() -> None:
+    model, _ = done(residual, GPU)
+    assert reads(model, "a", 0) == "Conv"
+    assert reads(model, "a", 1) == "DequantizeLinear"
+
+
+def test_methods_give_their_own_ranges() -> None:
+    known = ranges(residual())
+    amax = {"minmax": 4.0, "percentile": 3.0, "entropy": 2.0, "mse": 1.0}
+    tensors = {**known.tensors, "x": known.tensors["x"].model_copy(update={"amax": amax})}
+    model = residual()
+    quantise(model, known.model_copy(update={"tensors": tensors}), replace(GPU, method="entropy"))
+    np.testing.assert_allclose(grid(model, "x")[0], 2 / 127, rtol=1e-6)
+
+
+def test_a_shared_weight_is_stored_once() -> None:
+    def make() -> ir.Model:
+        return parse_graph(
+            "net (float[1, 4] x) => (float[1, 4] y) { a = MatMul(x, w) b = Relu(a) y = MatMul(b, w) }", w=random(4, 4)
+        )
+
+    model, _ = done(make, GPU)
+    assert sum(v.dtype == ir.DataType.INT8 and len(v.shape or ()) == 2 for v in model.graph.initializers.values()) == 1
+    assert "w" not in model.graph.initializers
+
+
+def test_seven_bits() -> None:
+    model, _ = done(residual, replace(CPU, weight_bits=7))
+    levels = [v.const_value.numpy() for v in model.graph.initializers.values() if str(v.name).startswith("w")]  # type: ignore[union-attr]
+    assert max(np.abs(one.astype(int)).max() for one in levels if one.dtype == np.int8) == 63
+
+
+def test_inputs_only() -> None:
+    model, found = done(residual, replace(CPU, inputs_only=True))
+    assert found.pairs == 4
+    assert reads(model, "r0") == "Conv"
+    assert reads(model, "a", 1) == "Conv"
+    assert reads(model, "y", 2) == "", "the bias stays a float"

@@ -412,3 +412,48 @@ def test_what_cannot_be_scaled_is_passed_on_with_the_reason(tmp_path: Path) -> N
     assert "1 values were left alone: no place for the factors that would cost nothing" in effect.notes
     effect = applied(before, tmp_path / "b", recorded(tmp_path, measured(before, value)), insert=True)
     assert "1 multiplications were added" in effect.notes
+
+
+def test_two_products_share_one_multiplication(tmp_path: Path) -> None:
+    nodes, weights, value = normalised()
+    before = saved(tmp_path, [*nodes, node("Neg", "v", "z")], weights, "y z")
+    after, done = written(before, measured(before, value), insert=True)
+    assert (done.products, done.inserted) == (2, 1)
+    assert operators(after).count("Mul") == 1
+    assert difference(before, after, X) < 1e-6
+
+
+def test_a_weight_that_one_value_meets_twice_is_scaled_once(tmp_path: Path) -> None:
+    nodes, weights, value = normalised()
+    again = [node("MatMul", "v w1", "c"), node("Add", "a c", "z")]
+    before = saved(tmp_path, [*nodes, *again], weights, "y z")
+    after, done = written(before, measured(before, value))
+    assert (done.values, done.products) == (1, 3)
+    assert difference(before, after, X) < 1e-6
+
+
+def test_awq_leaves_dead_channels_alone(tmp_path: Path) -> None:
+    nodes, weights, value = salient()
+    weights["scale"][5] = 0
+    before = saved(tmp_path, nodes, weights)
+    after, done = written(before, measured(before, value), mode="awq", alpha=None)
+    assert done.values == 1
+    assert (weight(after, "w")[5] == weights["w"][5]).all()
+    assert difference(before, after, X) < 1e-6
+
+
+def test_awq_needs_inputs_that_divide_into_blocks(tmp_path: Path) -> None:
+    nodes, weights, value = salient(width=48)
+    before = saved(tmp_path, nodes, weights)
+    assert written(before, measured(before, value), mode="awq", alpha=None)[1].even == 1
+
+
+def test_dead_channels_stay_as_they_are(tmp_path: Path) -> None:
+    nodes, weights, value = normalised()
+    weights["scale"][0] = weights["shift"][0] = weights["w1"][1] = weights["w2"][1] = 0
+    before = saved(tmp_path, nodes, weights)
+    after, done = written(before, measured(before, value))
+    assert done.values == 1
+    assert (weight(after, "w1")[:2] == weights["w1"][:2]).all()
+    assert weight(after, "scale")[1] == weights["scale"][1]
+    assert difference(before, after, X) < 1e-6

@@ -558,3 +558,30 @@ def test_who_waits_for_a_store_fails_with_the_first(
     with pytest.raises(StoreError, match="away"):
         shared.ensure_marked()  # one who comes later asks anew
     assert len(asked) == 2
+
+
+def test_what_lost_a_file_is_uploaded_again(machine: Machine, url: str) -> None:
+    put(machine("one"))
+    system, root = remote(url)
+    (file,) = (f"{root}/{path}" for path in below(url) if path.endswith("model.onnx"))
+    system.rm_file(file)
+    put(machine("two"))
+    assert machine("three", tell=pytest.fail).get(KEY) is not None
+
+
+def test_many_writers_of_one_key_are_harmless(machine: Machine, url: str) -> None:
+    stores = [machine(f"m{number}") for number in range(4)]
+    found: list[bytes] = []
+
+    def publish(store: Store, number: int) -> None:
+        found.append(put(store, content=b"%d" % number).path.read_bytes())
+
+    threads = [threading.Thread(target=publish, args=(store, number)) for number, store in enumerate(stores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    last = machine("last").get(KEY)
+    assert last is not None
+    assert last.path.read_bytes() in found

@@ -555,3 +555,7 @@ def test_a_node_is_found_by_its_name_where_its_index_is_anothers(graph: Path) ->
 def test_source_lines_are_no_part_of_a_message() -> None:
     text = "ITensor::getDims: Error Code 4: API Usage Error (add: odd types. In validateTypes at /_src/a/node.cpp:40)"
     assert plain(text) == "ITensor::getDims: (add: odd types"
+
+
+def test_a_locked_build_fails_where_a_timing_is_missing() -> None:
+    assert "ERROR_ON_TIMING_CACHE_MISS" in configured(Config(), locked=True).flags
