@@ -20,13 +20,7 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 @parameters.where_to_run
 @parameters.how_to_work
 def build(
-    file: Path,
-    output: Path | None,
-    refit_engine: str | None,
-    check: bool,
-    as_json: bool,
-    quiet: bool,
-    **options: Any,
+    file: Path, output: Path | None, refit_engine: str | None, check: bool, as_json: bool, quiet: bool, **options: Any
 ) -> int:
     """Build a TensorRT engine from an ONNX FILE, or check that it builds.
 
@@ -44,11 +38,11 @@ def build(
             built = build.build(recipe, output, settings, refit_engine)
             context.terminal().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
             return 0
-        found = build.check(recipe, settings)
-    rows = [one.model_dump(mode="json") for one in found]
+        trials = build.check(recipe, settings)
+    rows = [trial.model_dump(mode="json") for trial in trials]
     if not as_json:  # shorter for people
         rows = [{name: row[name] for name in row if name != "notes"} for row in rows]
         rows = [row | {"builds": "yes" if row["builds"] else "no"} for row in rows]
     context.terminal().show_table(rows, as_json)
     enough = all if recipe.targets else any  # without a target: whether it builds for any at all
-    return 0 if enough(one.builds for one in found) else 1
+    return 0 if enough(trial.builds for trial in trials) else 1

@@ -16,8 +16,7 @@ def cache() -> None:
 
 
 _which = parameters.together(
-    parameters.store_option,
-    click.option("--local", is_flag=True, help="Only this machine's copy of a shared store."),
+    parameters.store_option, click.option("--local", is_flag=True, help="Only this machine's copy of a shared store.")
 )
 
 

@@ -29,11 +29,11 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     if any(map(records.is_fleet, runs)):
         _compare_fleets(runs, any_device, output, as_json)
         return
-    found = comparison.compare([(path, run.read(path)) for path in runs], any_device=any_device)
+    compared = comparison.compare([(path, run.read(path)) for path in runs], any_device=any_device)
     if output is not None:
         with storage_errors(str(output)):
-            write_whole(output, render(found).encode())
-    context.terminal().show_comparison(found, as_json)
+            write_whole(output, render(compared).encode())
+    context.terminal().show_comparison(compared, as_json)
 
 
 def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:

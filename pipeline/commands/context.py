@@ -121,7 +121,7 @@ def show_run(run: "Run", folder: Path, as_json: bool) -> int:
 
     code: int = terminal().show_run(run, folder, as_json)
     if not as_json:
-        broken = [verdicts.format_verdict(one) for one in run.verdicts if not one.passed]
+        broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
         announce(run.name, broken, sentences.list_cautions(run), markdown.render(run))
     return code
 
@@ -132,9 +132,11 @@ def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
 
     code: int = terminal().show_fleet(record, folder, as_json)
     if not as_json:
-        errors = [f"{one.name}: {one.reason}" for one in record.entries if one.status in ("failed", "breached")]
+        errors = [f"{entry.name}: {entry.reason}" for entry in record.entries if entry.status in ("failed", "breached")]
         slower = fleet_tables.list_slower(record)
-        doubtful = [f"{one.name}: {one.reason}" for one in record.having("lacking")]
-        doubtful += [f"{one.name} became slower: {fleet_tables.describe_change(one.since_last)}" for one in slower]
+        doubtful = [f"{entry.name}: {entry.reason}" for entry in record.having("lacking")]
+        doubtful += [
+            f"{entry.name} became slower: {fleet_tables.describe_change(entry.since_last)}" for entry in slower
+        ]
         announce(record.name, errors, doubtful, fleet.render_markdown(record))
     return code

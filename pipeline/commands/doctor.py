@@ -14,5 +14,5 @@ def doctor(as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    found = inspect.examine()
-    context.terminal().show_facts(found.model_dump(mode="json") if as_json else inspect.readable(found), as_json)
+    state = inspect.examine()
+    context.terminal().show_facts(state.model_dump(mode="json") if as_json else inspect.readable(state), as_json)

@@ -38,12 +38,12 @@ def fit(
 
     if len(models) == 1 and Path(models[0]).is_dir():
         kept = fit.keeping(run.read(Path(models[0])), keep_speed)
-        context.terminal().show_table([one.model_dump(mode="json") for one in kept], as_json)
+        context.terminal().show_table([record.model_dump(mode="json") for record in kept], as_json)
         return 0
     if memory is None:
         raise click.UsageError("give --memory SIZE, or a run directory")
 
     with context.open_settings(options, quiet) as settings:
-        found = fit.fit(context.recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
-    context.terminal().show_facts(found.model_dump(mode="json"), as_json)
-    return 0 if found.largest_batch is not None else 3
+        fits = fit.fit(context.recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
+    context.terminal().show_facts(fits.model_dump(mode="json"), as_json)
+    return 0 if fits.largest_batch is not None else 3

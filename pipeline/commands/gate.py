@@ -66,20 +66,20 @@ def gate(
         judge = partial(gates.gate, run, _demands(runs.read(run).recipe, options, quiet), variant)
     if update_baseline and baseline is not None:
         gates.check_replaceable(run, baseline, records.read if is_fleet else runs.read)
-        found = judge()
-        source = gates.stored_in(run, found.variant) if isinstance(found, Gate) and found.passed else None
-        if found.passed and (is_fleet or source):
+        verdict = judge()
+        source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and verdict.passed else None
+        if verdict.passed and (is_fleet or source):
             fleets.keep(run, baseline) if source is None else gates.keep(source, baseline)
-            found = found.model_copy(update={"baseline": str(baseline), "updated": True})
+            verdict = verdict.model_copy(update={"baseline": str(baseline), "updated": True})
     else:
-        found = judge(baseline=baseline)
+        verdict = judge(baseline=baseline)
     if as_json:
-        context.terminal().print_json(found.model_dump(mode="json", by_alias=True))
-        return found.exit_code
-    for line in texts.list_lines(found):
+        context.terminal().print_json(verdict.model_dump(mode="json", by_alias=True))
+        return verdict.exit_code
+    for line in texts.list_lines(verdict):
         click.echo(line)
-    context.announce("gate", texts.list_broken(found), texts.list_cautions(found), texts.render(found))
-    return found.exit_code
+    context.announce("gate", texts.list_broken(verdict), texts.list_cautions(verdict), texts.render(verdict))
+    return verdict.exit_code
 
 
 def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands":

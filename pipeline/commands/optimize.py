@@ -21,10 +21,7 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
     WORK,
     option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
     option(
-        "--changed-since",
-        type=PATH,
-        metavar="FLEET",
-        help="Fleets: take from that earlier one what has not changed.",
+        "--changed-since", type=PATH, metavar="FLEET", help="Fleets: take from that earlier one what has not changed."
     ),
 )
 def optimize(

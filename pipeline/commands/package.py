@@ -22,8 +22,8 @@ def package(run: Path, form: str, output: Path, variant: str | None, as_json: bo
     """
     from enginesmith.pipeline.results.package import package as packages
 
-    found = packages.package(run, next(one for one in packages.FORMATS if one == form), output, variant)
+    bundle = packages.package(run, next(known for known in packages.FORMATS if known == form), output, variant)
     if as_json:
-        context.terminal().print_json(found.model_dump(mode="json"))
+        context.terminal().print_json(bundle.model_dump(mode="json"))
     else:
-        click.echo(found.summary)
+        click.echo(bundle.summary)

@@ -36,7 +36,7 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        if any(isinstance(one, Option) and one.advanced for one in self.params):
+        if any(isinstance(parameter, Option) and parameter.advanced for parameter in self.params):
             self.params.append(
                 click.Option(
                     ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,

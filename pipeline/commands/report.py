@@ -33,10 +33,10 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
     if records.is_fleet(run):
         written = _report_fleet(run, output, formats)
     else:
-        found = runs.read(run)
+        record = runs.read(run)
         folder = run if run.is_dir() else run.parent
         chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
-        written = files.write(found, output or folder, chosen, files.read_samples(folder))
+        written = files.write(record, output or folder, chosen, files.read_samples(folder))
     if as_json:
         context.terminal().print_json({"files": [str(path) for path in written]})
         return
@@ -51,6 +51,6 @@ def _report_fleet(folder: Path, output: Path | None, formats: tuple[str, ...]) -
     from enginesmith.pipeline.results import fleet as records
 
     fleet = records.open_fleet(folder)
-    runs = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
+    runs = {entry.name: run for entry in fleet.record.entries if (run := fleet.run(entry))}
     chosen = tuple(name for name in fleet_files.NAMES if name in formats) or files.REPORTS
     return fleet_files.write(fleet.record, output or fleet.folder, runs, chosen)

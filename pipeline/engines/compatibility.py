@@ -53,12 +53,12 @@ def check_driver(
         yield check(name, stack.driver_reason, needed, ok, newer_driver, note)
         return
     known = "{}.{}".format(*stack.driver_cuda)
-    found = f"{stack.driver}, for CUDA {known}" if stack.driver else f"one for CUDA {known}"
+    driver = f"{stack.driver}, for CUDA {known}" if stack.driver else f"one for CUDA {known}"
     too_old = stack.driver and stricter and least and numbers(stack.driver) < numbers(least)
     fits = stack.driver_cuda[0] >= wanted[0] and not too_old
     newer = fits and stack.driver_cuda < wanted[:2]
     note = f"it does not know CUDA {built_for}: what is compiled when it runs (PTX) may be refused" if newer else ""
-    yield check(name, found, needed, fits, "; or: ".join(filter(None, (newer_driver, fix))), note)
+    yield check(name, driver, needed, fits, "; or: ".join(filter(None, (newer_driver, fix))), note)
 
 
 def check_machine(stack: Stack) -> Iterator[Check]:
@@ -84,8 +84,8 @@ def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str =
     here = stack.packages
     wrong = [need for need in asked if need.name not in here or not meets(here[need.name], need.versions)]
     wrong.sort(key=lambda need: need.name in here)
-    found = [f"{need.name} {here[need.name]}" if need.name in here else f"no {need.name}" for need in wrong]
+    present = [f"{need.name} {here[need.name]}" if need.name in here else f"no {need.name}" for need in wrong]
     wanted = [f"{need.name}{need.versions}" for need in wrong]
     fix = fix or f"pip install {' '.join(map(repr, wanted))}"
     needed = ", ".join(wanted) or "as the package's metadata says"
-    return check(name, ", ".join(found) or f"all {len(asked)}", needed, not wanted, fix)
+    return check(name, ", ".join(present) or f"all {len(asked)}", needed, not wanted, fix)

@@ -38,15 +38,13 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
     )
     device: Annotated[str | None, Option("Where and how it runs", everyday=True, metavar="cpu|cuda[:I]")] = Field(
-        None,
-        description="device: cpu, cuda or cuda:1; by default cuda if an engine needs it and there is one",
+        None, description="device: cpu, cuda or cuda:1; by default cuda if an engine needs it and there is one"
     )
     threads: Annotated[int, Option("Where and how it runs")] = Field(
         0, ge=0, description="CPU threads of a session; 0 means one per core"
     )
     targets: Annotated[tuple[str, ...], Option("Building engines", "--target", everyday=True)] = Field(
-        (),
-        description="GPUs that TensorRT-RTX builds for, present or not: sm86, portable …; by default the one here",
+        (), description="GPUs that TensorRT-RTX builds for, present or not: sm86, portable …; by default the one here"
     )
     workspace: Annotated[
         tuple[str, ...], COMMA_LIST, Option("Building engines", everyday=True, metavar="SIZE,SIZE")

@@ -20,7 +20,7 @@ class DeduplicatedSteps:
 
     def shared_step(self, plan: str, step: str) -> Step:
         """Find the step that stands for a plan's step."""
-        return next(one for one in self.steps if (plan, step) in self.takers[one.id])
+        return next(candidate for candidate in self.steps if (plan, step) in self.takers[candidate.id])
 
     def done_for_others(self, plan: str) -> frozenset[str]:
         """List the steps of a plan that are done for another one, the first that has them."""
@@ -28,18 +28,18 @@ class DeduplicatedSteps:
 
     def by_plan(self, outcomes: Outcomes) -> dict[str, dict[str, Outcome]]:
         """Group outcomes by plan, under the plan's own names."""
-        found: dict[str, dict[str, Outcome]] = defaultdict(dict)
+        by_plan: dict[str, dict[str, Outcome]] = defaultdict(dict)
         for name, outcome in outcomes.items():
             for plan, step in self.takers[name]:
-                found[plan][step] = replace(outcome, step=step)
-        return found
+                by_plan[plan][step] = replace(outcome, step=step)
+        return by_plan
 
     def combine(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Outcome]:
         """Turn outcomes of plans into those of the steps that they share."""
         return {
-            name: replace(found, step=name)
+            name: replace(result, step=name)
             for name, takers in self.takers.items()
-            if (found := next((outcomes[plan][step] for plan, step in takers if step in outcomes.get(plan, {})), None))
+            if (result := next((outcomes[plan][step] for plan, step in takers if step in outcomes.get(plan, {})), None))
         }
 
 
@@ -69,7 +69,7 @@ def deduplicate_steps(plans: Mapping[str, Plan]) -> DeduplicatedSteps:
                     label=step.name,
                 )
             takers[by_work[digest].id].append((plan_name, step.id))
-    return DeduplicatedSteps(tuple(by_work.values()), {name: tuple(found) for name, found in takers.items()})
+    return DeduplicatedSteps(tuple(by_work.values()), {name: tuple(users) for name, users in takers.items()})
 
 
 def assign_machines(plan: Plan, place: Place, lacking: str) -> Plan:

@@ -157,7 +157,7 @@ class Runner:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         request = StepRequest(
             step,
-            {role: found.artifact for role, found in inputs.items() if found.artifact and found.good},
+            {role: outcome.artifact for role, outcome in inputs.items() if outcome.artifact and outcome.good},
             log=self.log_of(step),
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),

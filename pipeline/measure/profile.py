@@ -56,13 +56,13 @@ def _profile(candidate: Candidate, feeds: Feeds, graph: Path | None, calls: int,
 
 def fill_profile(profile: Profile, profiled: Profiled) -> Profile:
     """Add up the operators' time by module."""
-    total = sum(one.seconds for one in profiled.operators)
-    together = _group_modules(one.origin.modules for one in profiled.operators)
+    total = sum(operator.seconds for operator in profiled.operators)
+    together = _group_modules(operator.origin.modules for operator in profiled.operators)
     members: dict[tuple[str, ...], list[OperatorTime]] = {}
-    for one in profiled.operators:
-        key = together[one.origin.modules[0]] if one.origin.modules else (f"{NODE}{one.name}", "")
-        members.setdefault(key, []).append(one)
-    known = {*together, *(path for one in profiled.operators for path in one.origin.also)}
+    for operator in profiled.operators:
+        key = together[operator.origin.modules[0]] if operator.origin.modules else (f"{NODE}{operator.name}", "")
+        members.setdefault(key, []).append(operator)
+    known = {*together, *(path for operator in profiled.operators for path in operator.origin.also)}
     rows = [_add_operators(key, operators, total, known) for key, operators in members.items()]
     notes, whole = list(profiled.notes), profiled.call_seconds
     if whole and whole - total > _GAP * whole:
@@ -86,15 +86,15 @@ def _add_operators(
     key: tuple[str, ...], operators: Sequence[OperatorTime], total: float, known: set[str]
 ) -> ProfileRow:
     modules = key if operators[0].origin.modules else ()
-    ordered = sorted(operators, key=lambda one: -one.seconds)
-    seconds = sum(one.seconds for one in operators)
+    ordered = sorted(operators, key=lambda operator: -operator.seconds)
+    seconds = sum(operator.seconds for operator in operators)
     runs, conversions = Counter[str](), dict[str, float]()
     also: dict[str, dict[str, None]] = {}
-    for one in ordered:
-        runs[one.operator] += one.calls
-        if one.origin.converts:
-            conversions[one.operator] = conversions.get(one.operator, 0.0) + one.seconds * 1e3
-        for path, fused in one.origin.also.items():
+    for operator in ordered:
+        runs[operator.operator] += operator.calls
+        if operator.origin.converts:
+            conversions[operator.operator] = conversions.get(operator.operator, 0.0) + operator.seconds * 1e3
+        for path, fused in operator.origin.also.items():
             if path not in modules:
                 also.setdefault(path, {}).update(dict.fromkeys(fused))
     return ProfileRow(
@@ -104,7 +104,7 @@ def _add_operators(
         calls=runs.total(),
         ms=seconds * 1e3,
         share=seconds / total if total else 0.0,
-        precision=next((one.precision for one in ordered if one.origin.multiplies), ""),
+        precision=next((operator.precision for operator in ordered if operator.origin.multiplies), ""),
         conversions=conversions,
         also={path: tuple(names) for path, names in also.items()},
     )
@@ -114,7 +114,7 @@ def _group_modules(together: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, 
     """Group modules that share a row because an operator does the work of several: path → all of its row."""
     groups: dict[str, tuple[str, ...]] = {}
     for modules in together:
-        merged = tuple(dict.fromkeys(path for one in modules for path in groups.get(one, (one,))))
+        merged = tuple(dict.fromkeys(path for module in modules for path in groups.get(module, (module,))))
         groups.update(dict.fromkeys(merged, merged))
     return groups
 
@@ -200,12 +200,12 @@ def join_profiles(profiles: Sequence[Profile]) -> tuple[JoinedRow, ...]:
 
     For each variant they add up to its own total. Modules share a row where some variant has one operator for them.
     """
-    profiles = [one for one in profiles if one.total_ms is not None]
+    profiles = [profile for profile in profiles if profile.total_ms is not None]
     if not profiles:
         return ()
-    together = _group_modules(row.modules for one in profiles for row in one.rows if row.modules)
-    indexed = [_Indexed(one, together) for one in profiles]
-    keys = dict.fromkeys(key for one in indexed for key in one.rows)
+    together = _group_modules(row.modules for profile in profiles for row in profile.rows if row.modules)
+    indexed = [_Indexed(profile, together) for profile in profiles]
+    keys = dict.fromkeys(key for table in indexed for key in table.rows)
     labels = {group: name_modules(group, set(together)) for group in set(together.values())}
     names = {path: labels[group] for path, group in together.items()}
     return _sort_rows([_join(key, indexed, names) for key in keys])
@@ -246,19 +246,19 @@ def _sort_rows(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
 
 
 def _join(key: tuple[str, ...], profiles: Sequence[_Indexed], names: Mapping[str, str]) -> JoinedRow:
-    parts = [(one, one.rows.get(key, [])) for one in profiles]
+    parts = [(profile, profile.rows.get(key, [])) for profile in profiles]
     times = [sum(row.ms for row in rows) if rows else None for _, rows in parts]
     base = parts[0][1]
     idle = bool(base) and all(set(row.operators) == {BETWEEN} for row in base)
     why = {}
-    for one, rows in parts[1:]:
-        absent = "" if idle else _explain_absence(one, key, names)
-        why[one.profile.variant] = _explain(one, rows, times[0]) if rows else absent
+    for part, rows in parts[1:]:
+        absent = "" if idle else _explain_absence(part, key, names)
+        why[part.profile.variant] = _explain(part, rows, times[0]) if rows else absent
     unknown = next((row for _, rows in parts for row in rows if not row.modules), None)
     return JoinedRow(
         module=names[key[0]] if unknown is None else unknown.module,
         modules=key if unknown is None else (),
-        ms={one.variant: time for one, time in zip((one.profile for one in profiles), times, strict=True)},
+        ms={profile.variant: time for profile, time in zip((table.profile for table in profiles), times, strict=True)},
         why={variant: text for variant, text in why.items() if text},
     )
 
@@ -308,7 +308,7 @@ def _count_more(shown: Mapping[str, object] | Sequence[str]) -> str:
 
 def list_columns(profiles: Sequence[Profile]) -> tuple[str, ...]:
     """List the heads of the table of :func:`format_cells`."""
-    names = [one.variant for one in profiles if one.total_ms is not None]
+    names = [profile.variant for profile in profiles if profile.total_ms is not None]
     return ("module", *(f"{name} ms" for name in names), *(f"{name} / {names[0]}" for name in names[1:]), "why")
 
 
@@ -326,7 +326,11 @@ def format_cells(profiles: Sequence[Profile], most: int = 30) -> list[tuple[str,
     if left:
         sums = {f"({len(left)} more)": left, **sums}
     added = [
-        JoinedRow(module=name, modules=(), ms={one: sum(row.ms[one] or 0.0 for row in group) for one in group[0].ms})
+        JoinedRow(
+            module=name,
+            modules=(),
+            ms={variant: sum(row.ms[variant] or 0.0 for row in group) for variant in group[0].ms},
+        )
         for name, group in sums.items()
     ]
     return [_format_row(row) for row in (*rows[:most], *added)]

@@ -84,7 +84,7 @@ def check_metric(text: str) -> None:
     if ":" in text:
         user_code.check_reference(text, "metric")
         return
-    others = [f"{one.name} (of {one.distribution})" for one in plugins.installed(plugins.METRICS)]
+    others = [f"{plugin.name} (of {plugin.distribution})" for plugin in plugins.installed(plugins.METRICS)]
     known = ", ".join((*METRICS, *others))
     raise DataError(f"there is no metric {text!r}", f"use {known}, module:function or file.py:function")
 

@@ -214,7 +214,7 @@ class DeviceLimits(BaseModel):
         """Find the fastest way to multiply values of a precision: in it or in a type that holds them; with its name."""
         named = ((name, self.products.get(name)) for name in (precision, *_HOLDS.get(precision, ())))
         known = [(name, rate) for name, rate in named if rate]
-        return max(known, key=lambda one: one[1].per_second, default=None)
+        return max(known, key=lambda item: item[1].per_second, default=None)
 
 
 Bound = Literal["arithmetic", "memory", "launch", "nothing known"]

@@ -35,8 +35,8 @@ def pass_class(name: str) -> "type[Pass]":
     """
     if name not in PASSES and not plugins.offered(plugins.PASSES, name):
         raise UsageError(f"there is no pass {name!r}", f"use {_requestable()}")
-    found: type[Pass] = plugins.load_class(plugins.PASSES, name, PASSES, "enginesmith.pipeline.passes.base:Pass")
-    return found
+    kind: type[Pass] = plugins.load_class(plugins.PASSES, name, PASSES, "enginesmith.pipeline.passes.base:Pass")
+    return kind
 
 
 def requested_pass(name: str) -> "type[Pass]":
@@ -46,10 +46,10 @@ def requested_pass(name: str) -> "type[Pass]":
         UsageError: no pass has that name, or it is not asked for like that.
         MissingCapability: as in :func:`pass_class`.
     """
-    found = pass_class(name)
-    if found.stage != "request" or found.requires or (found.consumes, found.produces) != ("onnx", "onnx"):
+    kind = pass_class(name)
+    if kind.stage != "request" or kind.requires or (kind.consumes, kind.produces) != ("onnx", "onnx"):
         raise UsageError(f"the pass {name!r} is not asked for by --pass", f"use {_requestable()}")
-    return found
+    return kind
 
 
 def passes_for(
@@ -60,9 +60,9 @@ def passes_for(
     ``kind`` is that of the artifact that the first of them gets.
     """
     for name in PASSES:
-        found = pass_class(name)
-        if found.stage == stage and found.consumes == kind:
-            for step in _make(found, recipe, request):
+        pass_type = pass_class(name)
+        if pass_type.stage == stage and pass_type.consumes == kind:
+            for step in _make(pass_type, recipe, request):
                 kind = step.produces
                 yield step
 
@@ -74,13 +74,13 @@ def graph_passes(recipe: Any, kind: "Kind") -> "Iterator[Pass]":
         yield from _make(requested_pass(name), recipe, None)
 
 
-def _make(found: "type[Pass]", recipe: Any, request: "PrecisionRequest | None") -> "Iterator[Pass]":
+def _make(kind: "type[Pass]", recipe: Any, request: "PrecisionRequest | None") -> "Iterator[Pass]":
     from enginesmith.pipeline.passes.base import PrecisionRequest
 
-    yield from found.requested({field: getattr(recipe, field) for field in found.reads}, request or PrecisionRequest())
+    yield from kind.requested({field: getattr(recipe, field) for field in kind.reads}, request or PrecisionRequest())
 
 
 def _requestable() -> str:
     own = [name for name in PASSES if pass_class(name).stage == "request"]
-    installed = [f"{one.name} (of {one.distribution})" for one in plugins.installed(plugins.PASSES)]
+    installed = [f"{plugin.name} (of {plugin.distribution})" for plugin in plugins.installed(plugins.PASSES)]
     return ", ".join([*own, *installed]) + ("" if installed else "; no installed distribution offers others")

@@ -104,14 +104,14 @@ class CompressedModel:
 
     def variant(self, variant: Variant) -> Variant:
         """Make the variant that differs from the given one in nothing but the model."""
-        found = self.transform.variant(variant)
+        result = self.transform.variant(variant)
         return replace(
-            found,
-            verified=(self.check, *found.verified),
-            prune=self.prune or found.prune,
-            pruned=found.pruned + tuple(step.id for step in self.own if isinstance(step.task, Prune)),
-            recovered=found.recovered + tuple(step.id for step in self.own if isinstance(step.task, Recover)),
-            sparsity=self.sparsity or found.sparsity,
+            result,
+            verified=(self.check, *result.verified),
+            prune=self.prune or result.prune,
+            pruned=result.pruned + tuple(step.id for step in self.own if isinstance(step.task, Prune)),
+            recovered=result.recovered + tuple(step.id for step in self.own if isinstance(step.task, Recover)),
+            sparsity=self.sparsity or result.sparsity,
         )
 
 
@@ -125,15 +125,15 @@ def compress(resolved: ResolvedRecipe, dense_plan: DensePlan) -> tuple[list[Vari
     graphs = [variant for variant in dense_plan.variants if variant.engine.consumes == "onnx"]
     made = passes_for("sparsity", recipe)
     sparse = [_plan_sparse(pattern, step, dense_plan) for pattern, step in zip(recipe.sparsities, made, strict=True)]
-    variants = [one.variant(variant) for one in sparse for variant in graphs]
-    steps = [step for one in sparse for step in one.steps()]
+    variants = [transform.variant(variant) for transform in sparse for variant in graphs]
+    steps = [step for transform in sparse for step in transform.steps()]
     for target in recipe.prune_targets:
         pruned = _plan_pruned(resolved, target, dense_plan)
         steps += pruned.steps()
         variants += [pruned.variant(variant) for variant in dense_plan.variants]
-        for one in sparse:
-            steps += pruned.transform.steps(one.steps())
-            variants += [pruned.variant(one.variant(variant)) for variant in graphs]
+        for transform in sparse:
+            steps += pruned.transform.steps(transform.steps())
+            variants += [pruned.variant(transform.variant(variant)) for variant in graphs]
     return variants, steps
 
 
@@ -231,7 +231,7 @@ def _plan_sparse(pattern: Sparsity, made: Pass, dense_plan: DensePlan) -> Compre
     name = StepRef(made.step_name, changes=(pattern.slug,))
     sparsify = Step(name, Transform(step=made), {"model": dense_plan.graph})
     steps = [sparsify, *_reference_steps(name, pattern.slug, simulation())]
-    shared = (dense_plan.shared | {LOAD} | {one.id for one in dense_plan.to_graph}) - {dense_plan.graph}
+    shared = (dense_plan.shared | {LOAD} | {step.id for step in dense_plan.to_graph}) - {dense_plan.graph}
     stands_for = {dense_plan.graph: name, REFERENCE: REFERENCE.with_change(pattern.slug)}
     transform = PlanTransform(pattern.slug, stands_for, shared)
     modules = {} if dense_plan.graph == LOAD else {"model": LOAD}

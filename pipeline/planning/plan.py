@@ -187,14 +187,14 @@ class Plan:
 
     def leading_to(self, ends: Iterable[str]) -> list[StepRef]:
         """List steps and all that they cannot do without, the first ones first."""
-        found: set[str] = set()
+        reached: set[str] = set()
         waiting = list(ends)
         while waiting:
             name = waiting.pop()
-            if name not in found:
-                found.add(name)
+            if name not in reached:
+                reached.add(name)
                 waiting += self._by_id[name].inputs.values()
-        return [step.id for step in self.steps if step.id in found]
+        return [step.id for step in self.steps if step.id in reached]
 
     def graph_of(self, variant: Variant) -> StepRef | None:
         """Find the step whose graph a variant's engine is built from; None where it runs the module."""

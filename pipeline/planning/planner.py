@@ -88,9 +88,9 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
         kinds = [engine_class(name) for name in engines]
-        found = [kind.buildable() for kind in kinds if kind.file_suffix]
-        if len(found) == len(kinds) and found and not any(one.ok for one in found):
-            raise MissingCapability(f"{engines[0]} cannot be built here: {found[0].reason}", found[0].remedy)
+        checks = [kind.buildable() for kind in kinds if kind.file_suffix]
+        if len(checks) == len(kinds) and checks and not any(check.ok for check in checks):
+            raise MissingCapability(f"{engines[0]} cannot be built here: {checks[0].reason}", checks[0].remedy)
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(original, unavailable=f"there is nothing to compare it with: {lacking[0]}")
@@ -281,7 +281,10 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Ste
 def _latency_step(recipe: Recipe, variants: Sequence[Variant], again: str) -> Step:
     """Plan to measure all variants together that can run on the baseline's device."""
     device = variants[0].device
-    variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.unavailable)]
+    variants = [
+        variants[0],
+        *(variant for variant in variants[1:] if device.kind in variant.engine.kinds and not variant.unavailable),
+    ]
     asked = recipe.measure
     settings = LatencySettings(
         precision=asked.precision,

@@ -67,7 +67,7 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
         )
         more = list(_search(recipe, variant, step, goal, given, graph, subject, quality))
         steps += more
-        searched, assign = tuple(one.id for one in more if isinstance(one.task, Search)), more[-1].id
+        searched, assign = tuple(step.id for step in more if isinstance(step.task, Search)), more[-1].id
         needs["assignment"] = assign
     steps.append(Step(graph_there, Transform(step=step), needs))
     steps.append(verify_step(recipe, graph_there, graph_there, simulation(), Device(), kind.threshold))

@@ -59,20 +59,20 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
     """
     recipe = resolved.recipe
     anywhere = resolved.updated(targets=(PORTABLE,))  # a graph is the same for all of them
-    found = [variant for variant in list_variants(anywhere, recipe.engines) if variant.lowering]
-    if len(found) != 1:
+    lowered = [variant for variant in list_variants(anywhere, recipe.engines) if variant.lowering]
+    if len(lowered) != 1:
         raise UsageError(
-            f"{len(found)} graphs are asked for, and one file is written", "give one --precision and one --engine"
+            f"{len(lowered)} graphs are asked for, and one file is written", "give one --precision and one --engine"
         )
     graph, checks, steps = _graph_steps(resolved)
     first = list(first_steps(resolved))
     original = Variant(VariantName("baseline"), baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
-    quality = quality_step(recipe, found[0], original.name)
+    quality = quality_step(recipe, lowered[0], original.name)
     if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.name)):
         first.append(own)
-    if found[0].engine.needs_shapes:
+    if lowered[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
-    made = lower_precision(recipe, found[0], graph, quality)
+    made = lower_precision(recipe, lowered[0], graph, quality)
     return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
 
 
@@ -232,7 +232,7 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
         name = StepRef(LOAD.kind, index)
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
         engine = _own_engine(source)
-        lacking = "" if (found := engine.available(device)).ok else f"it does not run on {device}: {found.reason}"
+        lacking = "" if (usable := engine.available(device)).ok else f"it does not run on {device}: {usable.reason}"
         label = _distinct(VariantName(_label(source)), variants)
         variants.append(Variant(label, engine, AS_GIVEN, name, device=device, unavailable=lacking))
     for variant in _variants_of_module(resolved):
@@ -240,7 +240,7 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
         steps.append(check)
         label = _distinct(variant.name, variants)
         variants.append(replace(variant, name=label, device=device, verified=(check.id,)))
-    graphs = [one.artifact for one in variants if one.engine.shows_graph]
+    graphs = [variant.artifact for variant in variants if variant.engine.shows_graph]
     for index, variant in enumerate(variants):
         graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
         variants[index], more = measurements(recipe, variant, graph, again)

@@ -52,28 +52,30 @@ def list_variants(resolved: ResolvedRecipe, engines: Sequence[str], *, here: boo
         engine = engine_class(name)
         if engine.consumes == "torch":  # in each precision that a module can be cast to
             for precision in [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]:
-                for one in engine.configurations(recipe, precision):
-                    yield Variant(_name(one), one.engine, precision, LOAD, device=device_for(recipe, one.engine))
+                for config in engine.configurations(recipe, precision):
+                    yield Variant(
+                        _name(config), config.engine, precision, LOAD, device=device_for(recipe, config.engine)
+                    )
             continue
         for asked in recipe.precisions:
             label = resolved.given_precision if asked == "fp32" else asked
-            for one in engine.configurations(recipe, label):
-                variant, device = _name(one), device_for(recipe, one.engine)
+            for config in engine.configurations(recipe, label):
+                variant, device = _name(config), device_for(recipe, config.engine)
                 if str(variant) in taken:  # a file may be in a precision already that is asked for besides
                     continue
                 taken.add(str(variant))
-                found = one.engine.runnable(device) if here and engine.built_elsewhere else None
+                runnable = config.engine.runnable(device) if here and engine.built_elsewhere else None
                 yield Variant(
-                    *(variant, one.engine, label, StepRef("build", variant), device),
-                    workspace=one.workspace or None,
-                    target=one.target,
-                    unavailable="" if found is None or found.ok else found.reason,
+                    *(variant, config.engine, label, StepRef("build", variant), device),
+                    workspace=config.workspace or None,
+                    target=config.target,
+                    unavailable="" if runnable is None or runnable.ok else runnable.reason,
                     lowering=None if asked == "fp32" else asked,
                 )
 
 
-def _name(one: Configuration) -> VariantName:
-    return VariantName(one.engine.name, one.precision, one.workspace, one.target or "", one.mode)
+def _name(config: Configuration) -> VariantName:
+    return VariantName(config.engine.name, config.precision, config.workspace, config.target or "", config.mode)
 
 
 def device_for(recipe: Recipe, engine: Engine) -> Device:

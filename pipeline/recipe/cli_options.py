@@ -57,7 +57,7 @@ def _kind(field: FieldInfo, option: Option) -> tuple[Kind, list[str]]:
     """Choose how click reads the values of a field, and list the words that it takes, if they are a few."""
     union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(field.annotation) if union else (field.annotation,)
-    plain = [typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members]
+    plain = [typing.get_args(item)[0] if typing.get_origin(item) is typing.Annotated else item for item in members]
     kinds = [kind for kind in plain if kind is not types.NoneType]
     kind: Any = kinds[0] if len(kinds) == 1 else None
     if COMMA_LIST in field.metadata or any(unit in METAVARS for unit in metadata(field)):

@@ -100,14 +100,14 @@ def select_pairs(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> 
     Raises:
         UsageError: a pattern names none; ``where`` says who gave it.
     """
-    found = set()
+    selected = set()
     for pattern in patterns:
         named = [pair for pair in pairs if pair.matches(pattern)]
         if not named:
             known = [name for pair in pairs for name in (pair.model, pair.target, str(pair))]
             raise unknown_name(where, pattern, known, "entry")
-        found.update(named)
-    return tuple(pair for pair in pairs if pair in found)
+        selected.update(named)
+    return tuple(pair for pair in pairs if pair in selected)
 
 
 def unknown_name(where: str, name: str, known: Iterable[str], what: str) -> UsageError:
@@ -227,8 +227,8 @@ class Fleet(_Part):
                 if target not in self.targets:
                     raise unknown_name(f"models.{name}.targets", target, self.targets, "target")
         asked = {name: model.targets for name, model in self.models.items() if model.targets is not None}
-        wanted = [one for one in every if one.target in asked.get(one.model, self.targets)]
-        return tuple(one for one in wanted if one not in skipped)
+        wanted = [entry for entry in every if entry.target in asked.get(entry.model, self.targets)]
+        return tuple(entry for entry in wanted if entry not in skipped)
 
     def entries(self, only: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> tuple[Entry, ...]:
         """Return pairs with their recipes; ``only`` selects some, and ``options`` are fields for all of them.
@@ -284,8 +284,10 @@ def make(values: dict[str, Any]) -> Fleet:
         fleet = Fleet.model_validate(_plain(values))
     except ValidationError as error:
         raise _explain_error(error) from error
-    layers = {"recipe": fleet.recipe} | {f"targets.{name}.recipe": one.recipe for name, one in fleet.targets.items()}
-    layers |= {f"models.{name}.recipe": one.recipe for name, one in fleet.models.items()}
+    layers = {"recipe": fleet.recipe} | {
+        f"targets.{name}.recipe": target.recipe for name, target in fleet.targets.items()
+    }
+    layers |= {f"models.{name}.recipe": model.recipe for name, model in fleet.models.items()}
     layers |= {f"overrides.{name}": layer for name, layer in fleet.overrides.items()}
     for place, layer in layers.items():
         if "model" in layer:
@@ -303,23 +305,23 @@ def make(values: dict[str, Any]) -> Fleet:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn a list of models' names into a mapping, and leave out whatever is empty."""
-    found = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
     for part in ("models", "targets", "overrides"):
-        inner = found.get(part)
-        if isinstance(inner, list) and part != "overrides" and all(isinstance(one, str) for one in inner):
+        inner = given.get(part)
+        if isinstance(inner, list) and part != "overrides" and all(isinstance(item, str) for item in inner):
             validate_unique(part, inner)
             inner = dict.fromkeys(inner)
         if isinstance(inner, dict):
-            found[part] = {name: {} if value is None else value for name, value in inner.items()}
+            given[part] = {name: {} if value is None else value for name, value in inner.items()}
     for part in ("models", "targets"):
-        if isinstance(inner := found.get(part), dict):
-            found[part] = {
+        if isinstance(inner := given.get(part), dict):
+            given[part] = {
                 name: {key: field for key, field in value.items() if field is not None}
                 if isinstance(value, dict)
                 else value
                 for name, value in inner.items()
             }
-    return found
+    return given
 
 
 def _validate_device(where: str, target: Target) -> None:
@@ -343,9 +345,9 @@ def _validate_values(where: str, values: dict[str, Any]) -> None:
 
 def _explain_error(error: ValidationError) -> UsageError:
     """Explain a validation error in the words of a fleet file."""
-    found = error.errors()  # what is missing may be there by a name that is not known
-    first = next((one for one in found if one["type"] in _UNKNOWN), found[0])
-    place = [str(one) for one in first["loc"]]
+    errors = error.errors()  # what is missing may be there by a name that is not known
+    first = next((problem for problem in errors if problem["type"] in _UNKNOWN), errors[0])
+    place = [str(key) for key in first["loc"]]
     if first["type"] in _UNKNOWN:
         parts: dict[str, type[BaseModel]] = {"models": Model, "targets": Target}
         part = parts.get(place[0], Fleet) if place[1:] else Fleet

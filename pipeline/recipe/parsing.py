@@ -81,7 +81,7 @@ def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
     if "batch" in values or not isinstance(given, str):
         return values
     range_, default = ShapeRange.parse(given), Recipe.model_fields["batch"].default
-    return {**values, "batch": [one for one in default if range_.min <= one <= range_.max] or [range_.opt]}
+    return {**values, "batch": [batch for batch in default if range_.min <= batch <= range_.max] or [range_.opt]}
 
 
 def _explain_error(error: ValidationError) -> UsageError:
@@ -96,12 +96,12 @@ def _explain_error(error: ValidationError) -> UsageError:
 
 def plain_words(message: str) -> str:
     """Rewrite a message of pydantic in the words of YAML."""
-    return _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], message)
+    return _IN_PYTHON_WORDS.sub(lambda match: _YAML_WORDS[match[0][:5]], message)
 
 
 def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
     """Make the error for an unknown field, with similar ones."""
-    *above, name = (str(one) for one in place)
+    *above, name = (str(key) for key in place)
     for step in above:
         inner = part.model_fields[step].annotation
         assert isinstance(inner, type)
@@ -174,7 +174,7 @@ def _check_smaller(recipe: Recipe) -> None:
         ("--prune", [target.slug for target in recipe.prune_targets]),
         ("--sparsity", [pattern.slug for pattern in recipe.sparsities]),
     ):  # each raises its own message
-        if twice := next((one for one in ids if ids.count(one) > 1), None):
+        if twice := next((id_ for id_ in ids if ids.count(id_) > 1), None):
             raise UsageError(f"{option} is given twice as {twice}", "give each one once")
     for what, part, empty, missing in (
         ("pruning", recipe.pruning, not recipe.prune, "--prune macs=-50%"),

@@ -72,13 +72,11 @@ class Recipe(EngineOptions, ModelOptions):
     data_options: DataOptions = AS_FOUND
     quantisation: QuantisationOptions = QuantisationOptions()
     prune: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="TARGET")] = Field(
-        (),
-        description="what to prune: 30% of the channels, macs=-50%, params=-50% or latency=-40%",
+        (), description="what to prune: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
     )
     pruning: PruneOptions = PruneOptions()
     recover: Annotated[bool, Option("Variants", everyday=True, metavar="METHOD")] = Field(
-        False,
-        description="train pruned models on the calibration data: distil, supervised or module:function",
+        False, description="train pruned models on the calibration data: distil, supervised or module:function"
     )
     recovery: RecoverOptions = RecoverOptions()
     sparsity: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="PATTERN")] = Field(

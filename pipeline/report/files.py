@@ -40,7 +40,7 @@ def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: 
     """
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        return [_write_one(run, folder, one, samples) for one in dict.fromkeys(formats)]
+        return [_write_one(run, folder, form, samples) for form in dict.fromkeys(formats)]
 
 
 class Writer:

@@ -66,7 +66,7 @@ def _link_first(entries: Sequence[EntryRecord]) -> dict[tuple[int, int], str]:
 def _entry_row(entry: EntryRecord) -> dict[str, str]:
     winner = entry.winner
     speedup = winner.speedup if winner else None
-    broken = [verdicts.format_title(one.budget) for one in entry.verdicts if not one.passed]
+    broken = [verdicts.format_title(verdict.budget) for verdict in entry.verdicts if not verdict.passed]
     return {
         "entry": entry.name,
         "status": describe_status(entry),
@@ -102,7 +102,7 @@ def describe_change(change: EntryChange | None) -> str:
     now = change.pair.after.winner
     if now is None or change.winner is None:
         return f"no winner {'then' if now else 'now' if change.winner else 'then either'}"
-    beside = change.winners or next((one for one in change.pair.variants if one.id == now), None)
+    beside = change.winners or next((variant for variant in change.pair.variants if variant.id == now), None)
     row = beside.latency[0] if beside and beside.latency else None
     if row is None:
         return "not measured"
@@ -144,18 +144,18 @@ def _list_changes(record: FleetRecord, *, certain: bool) -> Iterator[tuple[dict[
 
 def list_slower(record: FleetRecord) -> list[EntryRecord]:
     """List entries with a variant that became slower for certain."""
-    return [one for one in record.entries if any(ratio > 1 for ratio in _list_certain_ratios(one))]
+    return [entry for entry in record.entries if any(ratio > 1 for ratio in _list_certain_ratios(entry))]
 
 
 def list_faster(record: FleetRecord) -> list[EntryRecord]:
     """List entries with a variant that became faster for certain."""
-    return [one for one in record.entries if any(ratio < 1 for ratio in _list_certain_ratios(one))]
+    return [entry for entry in record.entries if any(ratio < 1 for ratio in _list_certain_ratios(entry))]
 
 
 def _list_certain_ratios(entry: EntryRecord) -> Iterator[float]:
     compared = entry.since_last.compared if entry.since_last else ()
     changed = (row.change for variant in compared for row in variant.latency)
-    return (one.median for one in changed if one.significant and one.median is not None)
+    return (change.median for change in changed if change.significant and change.median is not None)
 
 
 def describe_last(record: FleetRecord) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _list_notes(change: EntryChange | None) -> Iterator[str]:
         return
     for name, fields in change.pair.changed.sections:
         if fields and name in ("model", "versions"):
-            yield f"{name} changed: {', '.join(one.name for one in fields)}"
+            yield f"{name} changed: {', '.join(field.name for field in fields)}"
     for variant in change.compared:
         if variant is change.winners or variant.id == change.pair.after.winner:
             yield from (row.change.note for row in variant.latency if row.change.note)

@@ -31,7 +31,7 @@ def render(run: Run) -> str:
 
 def render_fleet(record: FleetRecord, runs: Mapping[str, Run]) -> str:
     """Render a fleet as JUnit XML: a suite of entries, and the suites of its ``runs`` by entry."""
-    suites: dict[str, list[_Case]] = {"entries": [_make_entry_case(one) for one in record.entries]}
+    suites: dict[str, list[_Case]] = {"entries": [_make_entry_case(entry) for entry in record.entries]}
     for name, run in runs.items():
         suites |= {f"{name} {suite}": cases for suite, cases in _suites(run).items()}
     return _document(record.name, record.created, record.seconds, suites)
@@ -69,9 +69,9 @@ def _document(title: str, created: str, seconds: float, suites: Mapping[str, Seq
 
 
 def _budgets(run: Run) -> Iterator[_Case]:
-    for one in run.verdicts:
-        name = f"{verdicts.format_title(one.budget)}: {verdicts.format_limit(one)}"
-        yield _Case(name) if one.passed else _Case(name, "failure", verdicts.format_verdict(one))
+    for verdict in run.verdicts:
+        name = f"{verdicts.format_title(verdict.budget)}: {verdicts.format_limit(verdict)}"
+        yield _Case(name) if verdict.passed else _Case(name, "failure", verdicts.format_verdict(verdict))
     for budget in verdicts.list_unjudged(run):
         yield _Case(verdicts.format_title(budget), "skipped", f"not judged: {run.winner_reason}")
 

@@ -100,7 +100,7 @@ def _format_fact(name: str, value: Any) -> tuple[str, str]:
     if unit and isinstance(value, int | float):
         return title, _UNITS[unit](value)
     if isinstance(value, Mapping):
-        return title, ", ".join(f"{key} {one}" for key, one in value.items()) or "none"
+        return title, ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return title, ", ".join(map(str, value)) or "none"
     return title, f"{value:.4g}" if isinstance(value, float) else str(value)

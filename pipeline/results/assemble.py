@@ -113,7 +113,7 @@ def make_record(
         profile=tuple(Profile.model_validate(entry) for entry in profile),
         build=build,
         pruning=tuple(map(read_facts, pruned)),
-        recovery=tuple(read_recovery(one.folder) for one in recovered),
+        recovery=tuple(read_recovery(artifact.folder) for artifact in recovered),
         **audits,
         assignment=assignment,
         search=_search(variant, outcomes, len(assignment) or None),

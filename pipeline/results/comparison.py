@@ -75,9 +75,9 @@ def is_same_model(before: Run, after: Run) -> bool | None:
 
     Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
     """
-    one, other = before.model.sha256, after.model.sha256
-    if one is not None and other is not None:
-        return one == other
+    old, other = before.model.sha256, after.model.sha256
+    if old is not None and other is not None:
+        return old == other
     if before.model.signature != after.model.signature:
         return False
     made = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
@@ -99,7 +99,9 @@ def why_no_yardstick(before: Run, after: Run) -> str:
         *_changed(_lasting(before), _lasting(after)),
         *_changed(_machine(before, _PROCESSOR, _GPU_STATE), _machine(after, _PROCESSOR, _GPU_STATE)),
     ]
-    sides = ("none" if value is None else str(value) for one in changed[:1] for value in (one.before, one.after))
+    sides = (
+        "none" if value is None else str(value) for change in changed[:1] for value in (change.before, change.after)
+    )
     return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
 
 
@@ -169,12 +171,12 @@ def _lasting(run: Run) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Changed, ...]:
-    one, other = _flat(before), _flat(after)
-    names = dict.fromkeys((*one, *other))
+    old, other = _flat(before), _flat(after)
+    names = dict.fromkeys((*old, *other))
     return tuple(
-        Changed(name=name, before=one.get(name), after=other.get(name))
+        Changed(name=name, before=old.get(name), after=other.get(name))
         for name in names
-        if one.get(name) != other.get(name)
+        if old.get(name) != other.get(name)
     )
 
 
@@ -240,7 +242,7 @@ def compare_latency(before: Run, after: Run, variant: str, batch: int, successor
         return Change(median=1.0, low=1.0, high=1.0, significant=False, note=_SAME)
     apart = _no_yardstick(before, after, names, first, second)
     if not apart and _positive(first.speedup) and _positive(second.speedup):
-        baselines = [found for run in (before, after) if (found := run.baseline.row(batch))]
+        baselines = [baseline for run in (before, after) if (baseline := run.baseline.row(batch))]
         return _judge_ratio(divide(first.speedup, second.speedup), "speed-up over eager", rows, baselines, "")
     if _positive(first.median_ms) and _positive(second.median_ms):
         return _judge_ratio(divide(second.median_ms, first.median_ms), "milliseconds", rows, (), apart)
@@ -353,7 +355,7 @@ def _note_missing(
     """Explain why one of two numbers is missing, as its budget explains it; None if both are known."""
     sides = zip(("first", "second"), values, records, strict=True)
     missing = [
-        f"none in the {which} run: {why_unknown(one, budget, 0)}" for which, value, one in sides if value is None
+        f"none in the {which} run: {why_unknown(record, budget, 0)}" for which, value, record in sides if value is None
     ]
     return MetricDelta(name=name, before=values[0], after=values[1], note="; ".join(missing)) if missing else None
 
@@ -370,26 +372,26 @@ def _compare_memory(earlier: VariantRecord, later: VariantRecord) -> MetricDelta
 
 def _compare_drops(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     """Compare two drops; what the metric's samples have in common was taken out in each run by itself."""
-    one, other = earlier.quality, later.quality
-    drops = [quality.drop if quality else None for quality in (one, other)]
-    if one is None or other is None:
+    old, other = earlier.quality, later.quality
+    drops = [quality.drop if quality else None for quality in (old, other)]
+    if old is None or other is None:
         missing = _note_missing("drop", drops, "max_drop", (earlier, later))
         assert missing is not None
         return missing
-    delta = MetricDelta(name="drop", before=one.drop, after=other.drop)
-    sides = ((one, before.model.data), (other, after.model.data))
+    delta = MetricDelta(name="drop", before=old.drop, after=other.drop)
+    sides = ((old, before.model.data), (other, after.model.data))
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         said = (f"{quality.metric} on {quality.samples} samples of {data or 'unknown'} data" for quality, data in sides)
         return delta.model_copy(update={"note": f"{' and '.join(said)} do not compare"})
-    if one == other:
+    if old == other:
         return delta.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})
-    ends = [end for end in (one.drop_low, one.drop_high, other.drop_low, other.drop_high) if end is not None]
+    ends = [end for end in (old.drop_low, old.drop_high, other.drop_low, other.drop_high) if end is not None]
     if len(ends) < 4:
-        return delta.model_copy(update={"note": f"{one.metric} has no interval"})
+        return delta.model_copy(update={"note": f"{old.metric} has no interval"})
     least, most, lower, upper = ends
-    apart = other.drop - one.drop
-    low = apart - math.hypot(other.drop - lower, most - one.drop)
-    high = apart + math.hypot(upper - other.drop, one.drop - least)
+    apart = other.drop - old.drop
+    low = apart - math.hypot(other.drop - lower, most - old.drop)
+    high = apart + math.hypot(upper - other.drop, old.drop - least)
     return delta.model_copy(update={"low": low, "high": high, "significant": not low <= 0 <= high})
 
 
@@ -483,7 +485,7 @@ def compare(runs: Sequence[tuple[Path, Run]], *, any_device: bool = False) -> Co
     for path, after in others:
         apart = () if any_device else compare_devices(before, after)
         if apart and _is_measured(before) and _is_measured(after):
-            where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
+            where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
             raise UsageError(
                 f"{reference} and {path} were measured on different devices ({where}): their times do not compare",
                 "compare runs of one machine, or give --any-device to see them side by side all the same",
@@ -512,7 +514,7 @@ def _pair(reference: Path, before: Run, path: Path, after: Run) -> Pair:
 
 
 def _is_measured(run: Run) -> bool:
-    return any(one.peak_bytes is not None or any(row.p50_ms for row in one.latency) for one in run.records)
+    return any(record.peak_bytes is not None or any(row.p50_ms for row in record.latency) for record in run.records)
 
 
 def compare_variants(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
@@ -541,13 +543,13 @@ def compare_variants(before: Run, after: Run, earlier: VariantRecord, later: Var
     )
 
 
-def _cautions(before: Side, after: Side, one: Run, other: Run, variants: Sequence[VariantComparison]) -> Iterator[str]:
+def _cautions(before: Side, after: Side, old: Run, other: Run, variants: Sequence[VariantComparison]) -> Iterator[str]:
     """List what has to be known before any number is believed, the gravest first."""
-    if is_same_model(one, other) is False:
+    if is_same_model(old, other) is False:
         yield "the runs are of different models: what differs may be due to that alone"
-    for apart in compare_devices(one, other):
+    for apart in compare_devices(old, other):
         yield f"measured on different devices: {apart.name} is {apart.before} and {apart.after}"
-    for side, run in ((before, one), (after, other)):
+    for side, run in ((before, old), (after, other)):
         if not side.measured:
             yield f"nothing was measured in {side.path}"
         elif not any(row.p50_ms for row in run.baseline.latency):
@@ -555,12 +557,12 @@ def _cautions(before: Side, after: Side, one: Run, other: Run, variants: Sequenc
         if not run.complete:
             yield f"{side.path} is not complete; `enginesmith resume {side.path}` does the rest"
         batches = {row.batch for record in run.records for row in record.latency}
-        shared = {row.batch for found in variants for row in found.latency if row.change.basis or row.change.median}
+        shared = {row.batch for variant in variants for row in variant.latency if row.change.basis or row.change.median}
         if side.measured and (alone := sorted(batches - shared)):
             yield f"batch {', '.join(map(str, alone))} was measured in {side.path} alone"
-    judged = [row.change for found in variants for row in found.latency if row.change.basis and row.change.low]
+    judged = [row.change for variant in variants for row in variant.latency if row.change.basis and row.change.low]
     if len(judged) >= _MANY:
         yield f"of {len(judged)} intervals of 95 %, {len(judged) / 20:.0f} are expected to leave 1 out by chance"
-    for side, run in ((before, one), (after, other)):
+    for side, run in ((before, old), (after, other)):
         for warning in run.environment.get("warnings", ()):
             yield f"{side.path}: {warning}"

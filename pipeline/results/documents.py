@@ -60,12 +60,12 @@ def parse_known_fields(kind: type[Model], values: Any) -> tuple[Model, tuple[str
             break
         except ValidationError as error:
             errors = error.errors(include_url=False)
-            wrong = next((one for one in errors if one["type"] != "extra_forbidden"), None)
+            wrong = next((error for error in errors if error["type"] != "extra_forbidden"), None)
             if wrong is not None:
                 raise ValueError(_sentence(wrong)) from error
-            for one in errors:
-                unknown.append(_dotted(one["loc"], indices=False))
-                *above, last = one["loc"]
+            for problem in errors:
+                unknown.append(_dotted(problem["loc"], indices=False))
+                *above, last = problem["loc"]
                 del functools.reduce(operator.getitem, above, values)[last]
     unknown += _left_out(values, document.model_dump(mode="json", by_alias=True), ())
     return document, tuple(dict.fromkeys(unknown))
@@ -138,7 +138,7 @@ def _shown(value: Any) -> str:
 
 def _dotted(place: Sequence[str | int], *, indices: bool = True) -> str:
     """Name a field: ``variants[2].latency[0].p50_ms``; without indices it is one name for that of all variants."""
-    parts = (f"[{one if indices else ''}]" if isinstance(one, int) else f".{one}" for one in place)
+    parts = (f"[{key if indices else ''}]" if isinstance(key, int) else f".{key}" for key in place)
     return "".join(parts).removeprefix(".")
 
 

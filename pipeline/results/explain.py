@@ -64,9 +64,9 @@ def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | 
 def _because(record: VariantRecord, low: str, where: Device) -> str:
     """Explain the groups that were left out on purpose, and where the engine does otherwise than the graph asks."""
     reasons = list(_explain_engine(record, low, where))
-    kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
+    kept = [group for group in record.assignment if narrowest_type(group.precision) != low]
     if kept:
-        common = Counter(one.why or "no reason is recorded" for one in kept).most_common(_SHOWN)
+        common = Counter(group.why or "no reason is recorded" for group in kept).most_common(_SHOWN)
         why = ", ".join(f"{reason} ({count})" for reason, count in common)
         reasons.insert(0, f"{len(kept)} of {len(record.assignment)} groups stay in {kept[0].precision}: {why}")
     return "".join(f"; {reason}" for reason in reasons)
@@ -124,13 +124,13 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
     """Find the fastest variant of the same engine in wider floats."""
     wider = ("fp32",) if record.precision in HALF else _FLOATS
     others = [
-        (row.p50_ms, one.id, one)
-        for one in siblings
-        if (one.engine, one.target) == (record.engine, record.target)
-        and one.precision in wider
-        and one.status == "measured"
-        and not one.shortfall
-        and (row := one.row(batch))
+        (row.p50_ms, sibling.id, sibling)
+        for sibling in siblings
+        if (sibling.engine, sibling.target) == (record.engine, record.target)
+        and sibling.precision in wider
+        and sibling.status == "measured"
+        and not sibling.shortfall
+        and (row := sibling.row(batch))
     ]
     return min(others)[2] if others else None
 
@@ -158,9 +158,9 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
         yield support
 
 
-def _count(count: int, one: str, more: str = "") -> str:
+def _count(count: int, singular: str, more: str = "") -> str:
     """Format a count: ``3 casts``; nothing for none."""
-    return f"{count} {one if count == 1 else more or one + 's'}" if count else ""
+    return f"{count} {singular if count == 1 else more or singular + 's'}" if count else ""
 
 
 def describe_hardware(low: str, where: Device, environment: Mapping[str, Any]) -> str:

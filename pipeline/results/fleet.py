@@ -170,7 +170,7 @@ class FleetRecord(_Part):
 
     def having(self, status: EntryStatus) -> tuple[EntryRecord, ...]:
         """List the entries of a status."""
-        return tuple(one for one in self.entries if one.status == status)
+        return tuple(entry for entry in self.entries if entry.status == status)
 
     @property
     def complete(self) -> bool:
@@ -180,7 +180,7 @@ class FleetRecord(_Part):
     @property
     def exit_code(self) -> int:
         """Choose the exit code: the worst of all; wrong usage only where nothing else came of any."""
-        codes = {one.exit_code for one in self.entries}
+        codes = {entry.exit_code for entry in self.entries}
         if codes == {UsageError.exit_code}:
             return UsageError.exit_code
         order = (1, UsageError.exit_code, GateBreach.exit_code, MissingCapability.exit_code)
@@ -261,12 +261,12 @@ class Found:
     reused: int = 0
 
 
-def entry_record(entry: Entry, found: Found, folder: Path, siblings: Sequence[str] = ()) -> EntryRecord:
+def entry_record(entry: Entry, result: Found, folder: Path, siblings: Sequence[str] = ()) -> EntryRecord:
     """Make the record of an entry, whose run directory lies in the fleet's folder.
 
     ``siblings`` are the names of entries of the same model: the logs of steps that they share are with one of them.
     """
-    run, error, status = found.run, found.error, _status(found)
+    run, error, status = result.run, result.error, _status(result)
     exit_code = {"breached": GateBreach.exit_code, "lacking": MissingCapability.exit_code}.get(status, 0)
     if status == "failed":
         exit_code = UsageError.exit_code if isinstance(error, UsageError) else EnginesmithError.exit_code
@@ -285,12 +285,12 @@ def entry_record(entry: Entry, found: Found, folder: Path, siblings: Sequence[st
         remedy=remedy_of(error) if error else "",
         run=f"{RUNS}/{entry.name}" if run else None,
         seconds=run.seconds if run else None,
-        steps=found.steps or (len(run.steps) if run else 0),
-        reused=found.reused if found.steps else sum(one.cached for one in run.steps) if run else 0,
-        variants=dict(Counter(one.status for one in run.variants)) if run else {},
+        steps=result.steps or (len(run.steps) if run else 0),
+        reused=result.reused if result.steps else sum(step.cached for step in run.steps) if run else 0,
+        variants=dict(Counter(variant.status for variant in run.variants)) if run else {},
         winner=winner(run) if run else None,
         verdicts=run.verdicts if run else (),
-        failures=tuple(_failures(found, folder, (entry.name, *siblings))),
+        failures=tuple(_failures(result, folder, (entry.name, *siblings))),
         model_sha256=run.model.sha256 if run else None,
     )
 
@@ -300,15 +300,15 @@ def _machine(entry: Entry) -> Machine:
     return Machine(device=place.device, accelerator=place.accelerator, resources=dict(place.resources))
 
 
-def _status(found: Found) -> EntryStatus:
-    run, error = found.run, found.error
+def _status(result: Found) -> EntryStatus:
+    run, error = result.run, result.error
     if error is not None:
         return "lacking" if isinstance(error, MissingCapability) else "failed"
-    if run is None or not (found.ended or run.complete):
+    if run is None or not (result.ended or run.complete):
         return "pending"
     if run.winner is not None:
         return "done"
-    if any(not one.passed for one in run.verdicts):
+    if any(not verdict.passed for verdict in run.verdicts):
         return "breached"
     return "done" if run.complete else "lacking"
 
@@ -353,19 +353,19 @@ _EXPLAINED_BY = {
 """Number of a winner → the budget that explains why it is missing."""
 
 
-def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
+def _failures(result: Found, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
     """List the entry's own failure, then those of its variants, each with the log of the step that failed.
 
     A log is in the first of the run directories that has it; its path is from the fleet's folder.
     """
-    run, logs = found.run, dict[str, str]()
+    run, logs = result.run, dict[str, str]()
     for step in [step.id for step in run.steps if step.status == "failed"] if run else []:
         names = (f"{RUNS}/{home}/logs/{step}.log" for home in homes)
         if name := next((name for name in names if (folder / name).is_file()), None):
             logs[step] = name
-    if found.error is not None:
-        kind, log = found.error.failure or None, next(iter(logs.values()), None)
-        yield Failure(variant="", reason=found.error.message, remedy=remedy_of(found.error), failure=kind, log=log)
+    if result.error is not None:
+        kind, log = result.error.failure or None, next(iter(logs.values()), None)
+        yield Failure(variant="", reason=result.error.message, remedy=remedy_of(result.error), failure=kind, log=log)
     for record in run.records if run else ():
         if record.status == "failed":
             log = next((log for step, log in logs.items() if record.reason.startswith(f"{step}: ")), None)
@@ -384,7 +384,7 @@ class Earlier:
 
     def entry(self, name: str) -> EntryRecord | None:
         """Look up an entry by name."""
-        return next((one for one in self.record.entries if one.name == name), None)
+        return next((entry for entry in self.record.entries if entry.name == name), None)
 
     def run(self, entry: EntryRecord) -> Run | None:
         """Read the run of an entry, if it is still there."""
@@ -414,7 +414,7 @@ def find_last(out: Path, begun: FleetRecord) -> Earlier | None:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # it is no fleet's
                 values = documents.load(path)
                 created, file, only = str(values["created"]), values["file"], tuple(values["only"])
-                ended = bool(values["entries"]) and all(one["status"] != "pending" for one in values["entries"])
+                ended = bool(values["entries"]) and all(entry["status"] != "pending" for entry in values["entries"])
                 if ended and file == begun.file and only in ((), begun.only) and created < begun.created:
                     others.append((created, path))
     for _, path in sorted(others, reverse=True):
@@ -441,7 +441,7 @@ def compare_entry(
     if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
         return change.model_copy(update={"note": "taken over: nothing has changed"})
     if not any_device and (apart := comparison.compare_devices(then, now)):
-        where = "; ".join(f"{one.name} was {one.before}, and is {one.after}" for one in apart)
+        where = "; ".join(f"{figure.name} was {figure.before}, and is {figure.after}" for figure in apart)
         return change.model_copy(update={"note": f"other machine: {where}"})
     sides = [(earlier.folder / str(entry.run), then), (folder, now)]
     (pair,) = comparison.compare(sides, any_device=True).pairs
@@ -453,8 +453,8 @@ def compare_entry(
 
 def name_last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
     """Name the earlier fleet in the record of the one in ``out``, made with ``only`` such patterns."""
-    here = {one.name for one in entries}
-    gone = () if only else tuple(one.name for one in earlier.record.entries if one.name not in here)
+    here = {entry.name for entry in entries}
+    gone = () if only else tuple(entry.name for entry in earlier.record.entries if entry.name not in here)
     return Last(path=path_from(out, earlier.folder), created=earlier.record.created, without=gone)
 
 

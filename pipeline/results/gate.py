@@ -121,34 +121,34 @@ def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if reason := why_ineligible(after.record):
         yield GateCheck(name="status", against="run", passed=False, text=reason)
     sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
-    for one in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
-        numbers = {"passed": one.passed, "limit": one.limit, "actual": one.actual}
+    for verdict in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
+        numbers = {"passed": verdict.passed, "limit": verdict.limit, "actual": verdict.actual}
         yield GateCheck.model_validate(
-            {"name": one.budget, "against": "budget", "text": verdicts.format_verdict(one), **numbers}
+            {"name": verdict.budget, "against": "budget", "text": verdicts.format_verdict(verdict), **numbers}
         )
 
 
 def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if after.record.status == "measured":
         yield _check_latency(before, after, demands)
-    for one in compare_metrics(before.run, after.run, before.record, after.record):
-        if one.name in _HELD and one.before is not None:
-            yield _check_quantity(one, one.before, demands.tolerance)
+    for metric in compare_metrics(before.run, after.run, before.record, after.record):
+        if metric.name in _HELD and metric.before is not None:
+            yield _check_quantity(metric, metric.before, demands.tolerance)
 
 
-def _check_quantity(one: MetricDelta, before: float, tolerance: float) -> GateCheck:
+def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> GateCheck:
     """Check memory and size by the tolerance, and quality by its interval alone, as a loss may be near 0."""
-    title, shown = _HELD[one.name]
-    if one.after is None or one.significant is None:
+    title, shown = _HELD[metric.name]
+    if metric.after is None or metric.significant is None:
         passed = False
-        said = f"{title} cannot be held against the baseline's {shown(before)}: {one.note or 'no reason is known'}"
+        said = f"{title} cannot be held against the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
     else:
-        allowed = 0.0 if one.name == "drop" else tolerance * abs(before)
-        passed = not (one.significant and one.after - before > allowed)
-        said = f"{title} is {shown(one.after)}, the baseline's {shown(before)}"
-        if one.name != "drop" and before:
-            said += f" ({one.after / before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
-    return GateCheck(name=one.name, against="baseline", passed=passed, text=said, before=before, actual=one.after)
+        allowed = 0.0 if metric.name == "drop" else tolerance * abs(before)
+        passed = not (metric.significant and metric.after - before > allowed)
+        said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
+        if metric.name != "drop" and before:
+            said += f" ({metric.after / before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
+    return GateCheck(name=metric.name, against="baseline", passed=passed, text=said, before=before, actual=metric.after)
 
 
 def _make_latency_check(passed: bool, text: str, **more: Any) -> GateCheck:
@@ -159,7 +159,7 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
     """Check latency by measuring side by side where that can be done, else by what both runs stored."""
     apart = comparison.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
-        where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
+        where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
         return _make_latency_check(False, said)
     if remeasure.same(before, after):
@@ -190,7 +190,7 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
     change = compare_latency(before.run, after.run, before.record.id, batch, after.record.id)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"
     basis = "; ".join(filter(None, [f"{basis} ({why})", change.note]))
-    before_ms, after_ms = (row.p50_ms if (row := one.record.row(batch)) else None for one in (before, after))
+    before_ms, after_ms = (row.p50_ms if (row := side.record.row(batch)) else None for side in (before, after))
     if change.median is None:
         said = f"latency cannot be held against the baseline's: {change.note}"
         return _make_latency_check(False, said, basis=basis)
@@ -228,8 +228,8 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
     if before.run.model.source != after.run.model.source:
         yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
     changed = comparison.list_differences(before.run, after.run)
-    for one in changed.versions:
-        yield f"{one.name} is {one.after}, and was {one.before}"
+    for version in changed.versions:
+        yield f"{version.name} is {version.after}, and was {version.before}"
     for name, number in (("peak memory", before.record.peak_bytes), ("quality", before.record.quality)):
         if number is None:
             yield f"{name} was not measured in the baseline, so nothing is held against it"
@@ -308,7 +308,7 @@ def _copy(source: Stored, whole: Path) -> None:
     """Copy the document, the samples, and the files of the variant that later runs are compared with."""
     whole.mkdir(parents=True)
     record = source.record
-    kept = [Path(one.path) for one in (record.artifact, record.graph, record.test_vector) if one]
+    kept = [Path(stored.path) for stored in (record.artifact, record.graph, record.test_vector) if stored]
     if outside := next((path for path in kept if path.is_absolute() or ".." in path.parts), None):
         raise UsageError(f"the run names a file outside of its folder: {str(outside)!r}", "run optimize again")
     for folder in sorted({path.parent for path in kept} - {Path()}):

@@ -48,7 +48,7 @@ class Gate(BaseModel):
     @property
     def breaches(self) -> tuple[GateCheck, ...]:
         """Return the checks that failed."""
-        return tuple(one for one in self.verdicts if not one.passed)
+        return tuple(verdict for verdict in self.verdicts if not verdict.passed)
 
     @property
     def exit_code(self) -> int:

@@ -93,13 +93,13 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
 
 def same(before: Stored, after: Stored) -> bool:
     """Tell whether both are the same engine, byte for byte, run in the same way."""
-    one, other = before.record.artifact, after.record.artifact
-    if one is None or other is None or one.sha256 != other.sha256:
+    old, other = before.record.artifact, after.record.artifact
+    if old is None or other is None or old.sha256 != other.sha256:
         return False
     if _engine(before.record) != _engine(after.record) or _device(before) != _device(after):
         return False
     return all(
-        has_files((side.folder / made.path).parent, made.sha256) for side, made in ((before, one), (after, other))
+        has_files((side.folder / made.path).parent, made.sha256) for side, made in ((before, old), (after, other))
     )
 
 

@@ -170,7 +170,7 @@ class VariantRecord(_Part):
     def built_with(self) -> dict[str, Any]:
         """Fields of the step that made the engine, ``engine`` and ``device`` among them; empty where none did."""
         kept = (entry.parameters.get("fields") for entry in reversed(self.history))
-        return next((one for one in kept if isinstance(one, dict) and isinstance(one.get("engine"), dict)), {})
+        return next((made for made in kept if isinstance(made, dict) and isinstance(made.get("engine"), dict)), {})
 
     def row(self, batch: int) -> LatencyRow | None:
         """Look up the latency at a batch size; None if it was not measured."""
@@ -297,7 +297,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
         run, unknown = documents.parse_known_fields(Run, values)
     except OSError as error:
         if (folder / "fleet.json").is_file():
-            few = ", ".join(str(one) for one in sorted((folder / "runs").glob("*"))[:_MOST_NAMED]) or f"{folder}/runs/…"
+            few = ", ".join(str(run) for run in sorted((folder / "runs").glob("*"))[:_MOST_NAMED]) or f"{folder}/runs/…"
             raise UsageError(
                 f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}"
             ) from error

@@ -107,7 +107,7 @@ BUDGETS: tuple[Budget, ...] = (
         "min_sqnr_db",
         "fidelity",
         lambda record, batch: min(
-            (one.sqnr_db for one in record.judged_fidelity if one.sqnr_db is not None), default=None
+            (fidelity.sqnr_db for fidelity in record.judged_fidelity if fidelity.sqnr_db is not None), default=None
         ),
         lambda record, batch: "no outputs are floats" if record.judged_fidelity else "its outputs were not judged",
         lambda value: f"SQNR {value:.1f} dB",
@@ -221,7 +221,8 @@ def _explain_slowness(record: VariantRecord, dense: VariantRecord | None, batch:
 def _explain_bounds(record: VariantRecord, dense: VariantRecord | None, batch: int) -> Iterator[str]:
     """Explain by the limits of the machine why it is no faster, where they were measured."""
     mine, theirs = (
-        next((row for row in one.limits if row.batch == batch), None) if one else None for one in (record, dense)
+        next((row for row in variant.limits if row.batch == batch), None) if variant else None
+        for variant in (record, dense)
     )
     if mine is None or theirs is None or not mine.floor_ms or not theirs.floor_ms:
         yield "measure with --limits to see what bounds it"
@@ -253,7 +254,9 @@ def judge_budgets(
             reason = "" if value is not None else why_unknown(record, budget.field, batch)
             passed = budget.allows(value, limit)
             if budget.field == "min_sqnr_db":
-                known = (one.passed if one.sqnr_db is None else one.sqnr_db >= limit for one in judged)
+                known = (
+                    fidelity.passed if fidelity.sqnr_db is None else fidelity.sqnr_db >= limit for fidelity in judged
+                )
                 passed = bool(judged) and all(known)
             verdict = Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason)
             verdicts.append(verdict)
@@ -295,7 +298,9 @@ def select_winner(
 
     eligible = [record for record in records if not why_ineligible(record)]
     scores = {record.id: _score(record, objective, batch) for record in eligible}
-    ranked = sorted((one for one in eligible if scores[one.id] is not None), key=lambda one: scores[one.id] or 0)
+    ranked = sorted(
+        (record for record in eligible if scores[record.id] is not None), key=lambda record: scores[record.id] or 0
+    )
     pareto = _pareto(eligible, batch)
     within = [record for record in ranked if all(verdict.passed for verdict in judged(record))]
     if within:
@@ -305,10 +310,10 @@ def select_winner(
     if ranked:
         best = judged(ranked[0])
         missed = ", ".join(
-            f"{one.budget} {'unknown' if one.actual is None else f'{one.actual:g}'} "
-            f"{'<' if one.budget.startswith('min_') else '>'} {one.limit:g}"
-            for one in best
-            if not one.passed
+            f"{verdict.budget} {'unknown' if verdict.actual is None else f'{verdict.actual:g}'} "
+            f"{'<' if verdict.budget.startswith('min_') else '>'} {verdict.limit:g}"
+            for verdict in best
+            if not verdict.passed
         )
         return Selection(None, f"no variant holds every budget; the best, {ranked[0].id}, has {missed}", pareto, best)
     waiting = [record for record in records if record.status == "built" and record.reason]
@@ -340,7 +345,7 @@ def _pareto(records: Sequence[VariantRecord], batch: int) -> tuple[str, ...]:
             drop = record.quality.drop if record.quality and record.quality.drop is not None else 0.0
             points[record.id] = (row.p50_ms, memory, drop)
 
-    def beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-        return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
+    def beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+        return point != other and all(mine <= theirs for mine, theirs in zip(point, other, strict=True))
 
     return tuple(name for name, point in points.items() if not any(beats(other, point) for other in points.values()))

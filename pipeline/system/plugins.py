@@ -36,8 +36,8 @@ class Plugin(NamedTuple):
 
 def installed(group: str) -> tuple[Plugin, ...]:
     """List a group's entry points by name, without importing any."""
-    found = importlib.metadata.entry_points(group=group)
-    return tuple(sorted({_describe(point) for point in found}))
+    entries = importlib.metadata.entry_points(group=group)
+    return tuple(sorted({_describe(point) for point in entries}))
 
 
 def offered(group: str, name: str) -> bool:
@@ -103,8 +103,8 @@ def identify_code(value: Any) -> dict[str, str]:
 def identify_plugins(model: "BaseModel") -> dict[str, dict[str, str]]:
     """Identify every plug-in among the values of a model's fields: package → :func:`identify_code`."""
     kinds = {type(value) for value in _walk(model)}
-    found = {kind.__module__.partition(".")[0]: identify_code(kind) for kind in kinds}
-    return {package: code for package, code in sorted(found.items()) if code}
+    codes = {kind.__module__.partition(".")[0]: identify_code(kind) for kind in kinds}
+    return {package: code for package, code in sorted(codes.items()) if code}
 
 
 def _walk(value: Any) -> Iterator[Any]:

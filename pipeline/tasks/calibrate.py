@@ -128,7 +128,7 @@ class Feeder(BaseModel):
         symbol = samples.batch_symbol(signature)
         usual = {name: range_.opt for name, range_ in known.ranges.items() if name != symbol}
         fitting = {index: case for index, case in enumerate(known.cases) if usual.items() <= case.sizes.items()}
-        index = max(fitting, key=lambda one: fitting[one].batch)
+        index = max(fitting, key=lambda position: fitting[position].batch)
         stored = samples.read_arrays(reference.folder, "feeds", index)
         feeds = {spec.name: stored[spec.name] for spec in signature.inputs}
         if known.data != _SYNTHETIC:
@@ -169,7 +169,7 @@ class Calibrate(Task):
             channels=collector.channels(),
         )
         (out / FILE).write_text(ranges.model_dump_json() + "\n")
-        histograms = sum(one.amax is not None for one in ranges.tensors.values())
+        histograms = sum(tensor.amax is not None for tensor in ranges.tensors.values())
         return Effect(
             file=FILE,
             summary=f"{len(feeding.data)} samples of {feeding.provenance.data}, {len(ranges.tensors)} values, "

@@ -212,12 +212,12 @@ def _start_helpers(task: Recover, inputs: Inputs, begun: Path, size: int) -> Ite
         try:
             yield start
         except EnginesmithError:
-            for one in going:
-                if one.done():
-                    one.result()
+            for future in going:
+                if future.done():
+                    future.result()
             raise
-        for one in going:
-            one.result()
+        for future in going:
+            future.result()
 
 
 def _help(connection: Connection, task: Recover, inputs: Inputs, begun: Path, rank: int, size: int) -> None:

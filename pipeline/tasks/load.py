@@ -142,8 +142,8 @@ class Shapes(Task):
                 f"give one: --shape {missing[0]}=MIN:OPT:MAX",
             )
         ranges = samples.plan_ranges(model.signature, given, self.batches, make_example(model)[1])
-        (out / _FILE).write_text(json.dumps({name: str(one) for name, one in ranges.items()}, indent=1) + "\n")
-        summary = ", ".join(f"{name} {one}" for name, one in ranges.items()) or "every dimension is fixed"
+        (out / _FILE).write_text(json.dumps({name: str(range_) for name, range_ in ranges.items()}, indent=1) + "\n")
+        summary = ", ".join(f"{name} {range_}" for name, range_ in ranges.items()) or "every dimension is fixed"
         return Effect(file=_FILE, summary=summary)
 
 

@@ -203,7 +203,7 @@ def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
     if symbol is None:
         return None
     cases = enumerate(samples.read(reference.folder).cases)
-    index, case = max(((index, case) for index, case in cases if case.measured), key=lambda found: found[1].batch)
+    index, case = max(((index, case) for index, case in cases if case.measured), key=lambda item: item[1].batch)
     known = samples.read_arrays(reference.folder, "feeds", index)
     return lambda batch: samples.resize(known, signature, {**case.sizes, symbol: batch})
 

@@ -78,7 +78,7 @@ class Sensitivity(Task):
             for group in groups
         ]
         write_records(out, records)
-        known = sorted((one.sqnr_db, one.name) for one in records if one.sqnr_db is not None)
+        known = sorted((record.sqnr_db, record.name) for record in records if record.sqnr_db is not None)
         worst = f"; most sensitive {known[0][1]} with {known[0][0]:.1f} dB" if known else ""
         return Effect(file=RECORDS, summary=f"{len(records)} groups, {len(known)} measured{worst}", reads=reads)
 
@@ -171,7 +171,7 @@ class Goal(BaseModel):
             compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds)
             for _, feeds, expected in samples.read_calls(reference.folder)
         ]
-        return min(points, key=lambda one: (one.passed, one.sqnr_db if one.sqnr_db is not None else -1e3))
+        return min(points, key=lambda point: (point.passed, point.sqnr_db if point.sqnr_db is not None else -1e3))
 
 
 class Search(Task):

@@ -118,10 +118,10 @@ class Prune(Task):
     def _describe(self, loaded: "LoadedModel", done: "Pruned") -> PruningFacts:
         rows = loaded.dynamic_sizes.get(samples.batch_symbol(loaded.signature) or "", 1)
         groups: dict[str, PrunedGroup] = {}  # the entries of each group over all steps are one
-        for one in done.surgery.history:
-            first = groups.get(one.root, one)
-            kept = one.kept if first is one else tuple(first.kept[index] for index in one.kept)
-            groups[one.root] = one.model_copy(update={"before": first.before, "kept": kept, "step": 1})
+        for cut in done.surgery.history:
+            first = groups.get(cut.root, cut)
+            kept = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
+            groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": kept, "step": 1})
         return PruningFacts(
             target=str(self.target),
             importance=self.options.importance,
@@ -165,11 +165,11 @@ def check_runs(loaded: "LoadedModel") -> None:
     symbol, sizes = samples.batch_symbol(loaded.signature), loaded.dynamic_sizes
     tried = [sizes, *([{**sizes, symbol: sizes[symbol] + 1}] if symbol in sizes else [])]
     example = {name: value.numpy() for name, value in loaded.example.items()}
-    for one in tried:
-        feeds = [torch.from_numpy(value) for value in samples.resize(example, loaded.signature, one).values()]
+    for trial in tried:
+        feeds = [torch.from_numpy(value) for value in samples.resize(example, loaded.signature, trial).values()]
         _, why = dependency_graph.run_or_explain(loaded.module.model, partial(loaded.module, *feeds))
         if why:
-            at = f" at batch size {one[symbol]}" if symbol in one else ""
+            at = f" at batch size {trial[symbol]}" if symbol in trial else ""
             raise ModelError(
                 f"the pruned model does not run{at}: {why}",
                 "its forward counts on sizes that were pruned; protect the layers before it with --protect",
@@ -206,14 +206,14 @@ class LatencyTrial(BaseModel):
 def propose_share(trials: Sequence[LatencyTrial], wanted: float) -> float | None:
     """Bisect for the share of MACs to try next; return None where the search is over."""
     low, high, share = _LEAST, 1.0, wanted
-    for one in trials:
-        left = one.latency_left
+    for trial in trials:
+        left = trial.latency_left
         if left is not None and abs(left - wanted) <= CLOSE * wanted:
             return None
         if left is None or left < wanted:
-            low = one.macs_left
+            low = trial.macs_left
         else:
-            high = one.macs_left
+            high = trial.macs_left
         if high - low <= _FINEST:
             return None
         share = round((low + high) / 2, 4)
@@ -223,13 +223,13 @@ def propose_share(trials: Sequence[LatencyTrial], wanted: float) -> float | None
 def choose_trial(trials: Sequence[LatencyTrial], wanted: float) -> LatencyTrial | None:
     """Choose the trial that keeps the most MACs among those that are fast enough, or None."""
     most = wanted * (1 + CLOSE)
-    fast = [one for one in trials if one.latency_left is not None and one.latency_left <= most]
-    return max(fast, key=lambda one: one.macs_left, default=None)
+    fast = [trial for trial in trials if trial.latency_left is not None and trial.latency_left <= most]
+    return max(fast, key=lambda trial: trial.macs_left, default=None)
 
 
 def describe_fastest(trials: Sequence[LatencyTrial]) -> str:
     """Describe the fastest of trials none of which is fast enough."""
-    known = {one.latency_left: one for one in trials if one.latency_left is not None}
+    known = {trial.latency_left: trial for trial in trials if trial.latency_left is not None}
     if not known:
         return trials[-1].reason
     best = known[min(known)]
@@ -366,7 +366,7 @@ class PruneToLatency(Prune):
         if best is None:
             raise UsageError(f"--prune {self.target} is not reached: {describe_fastest(trials)}", "ask for less")
         effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
-        (out / TRIALS).write_text(json.dumps([one.model_dump(mode="json") for one in trials], indent=1) + "\n")
+        (out / TRIALS).write_text(json.dumps([trial.model_dump(mode="json") for trial in trials], indent=1) + "\n")
         summary = f"{effect.summary}; {best.latency_left:.1%} of the dense latency, in {len(trials)} trials"
         notes = (*effect.notes, *([] if best.high is not None else [_UNSURE]))
         return effect.model_copy(update={"summary": summary, "notes": notes})

@@ -54,8 +54,7 @@ class Sample(Task):
         for spec in (*signature.inputs, *signature.outputs):  # numpy has no bfloat16 to feed or compare
             if spec.dtype not in DTYPES:
                 raise SignatureError(
-                    f"{spec.name!r} is {spec.dtype}, which no feeds can be made of",
-                    "cast inside the graph, to float32",
+                    f"{spec.name!r} is {spec.dtype}, which no feeds can be made of", "cast inside the graph, to float32"
                 )
         given, sizes = make_example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
@@ -153,7 +152,7 @@ def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float |
 
 def describe_failure(fidelity: Fidelity) -> str:
     """Describe the first output that is too far from the reference."""
-    worst = next(one for one in fidelity.outputs if not one.passed)
+    worst = next(output for output in fidelity.outputs if not output.passed)
     if not worst.finite:
         return f"output {worst.name!r} has NaN or Inf where the reference has none"
     if worst.sqnr_db is None:

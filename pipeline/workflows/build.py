@@ -82,8 +82,8 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
 def _save_as(made: Artifact, output: Path) -> list[str]:
     """Copy an engine with what lies beside it; the engine last, as it is what makes the rest of use."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    found = files_below(made.folder, skip=MANIFEST_NAMES)
-    names = {name.removeprefix(made.path.name): name for name in reversed(found) if name.startswith(made.path.name)}
+    files = files_below(made.folder, skip=MANIFEST_NAMES)
+    names = {name.removeprefix(made.path.name): name for name in reversed(files) if name.startswith(made.path.name)}
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
         for suffix, name in names.items():
             shutil.copyfile(made.folder / name, Path(scratch, output.name + suffix))

@@ -106,8 +106,8 @@ class BuiltSizes(MemoryEstimate):
             return super().workspace(batch)
         if not engine.gates_workspace():
             return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
-        found = zip(self._models, self.needs(batch), strict=True)
-        limits = [self._smallest(engine, model, batch, need.facts) for model, need in found if need.facts]
+        pairs = zip(self._models, self.needs(batch), strict=True)
+        limits = [self._smallest(engine, model, batch, need.facts) for model, need in pairs if need.facts]
         return max(limits), f"{engine.name} builds the same engine under any limit: it keeps all of the speed"
 
     def _smallest(self, engine: type[WorkspaceEngine], model: ResolvedRecipe, batch: int, facts: EngineFacts) -> int:
@@ -256,20 +256,20 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
     asked = recipe.ranges.get("batch")
     most = asked.max if asked else _LARGEST_BATCH
     batch = largest(sizes.needed, memory_bytes, most)
-    found: dict[str, Any] = {}
+    sizes_found: dict[str, Any] = {}
     if batch is None:
         least = sizes.needed(1)
         reason = f"even batch 1 needs {format_bytes(least)} ({least} bytes)"
     else:
         parts = sizes.parts(batch)
         workspace, note = sizes.workspace(batch)
-        found = {"largest_batch": batch, "needed_bytes": sum(parts.values()), **parts}
-        found |= {"smallest_workspace_bytes": workspace, "workspace_note": note}
+        sizes_found = {"largest_batch": batch, "needed_bytes": sum(parts.values()), **parts}
+        sizes_found |= {"smallest_workspace_bytes": workspace, "workspace_note": note}
         reason = "" if batch < most else f"larger batches than {most} were not tried"
     lacking = (need.lacking for need in sizes.needs(batch or 1))
     return Fits(
         memory_bytes=memory_bytes,
-        **found,
+        **sizes_found,
         source=sizes.source,
         builds=len(sizes.tried),
         reason="; ".join(filter(None, [reason, next(filter(None, lacking), "")])),
@@ -296,7 +296,7 @@ def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
     kept = []
     for group in groups.values():
         best = max(rate for _, rate, _ in group)
-        limit, rate, name = min(one for one in group if one[1] >= share * best)
+        limit, rate, name = min(level for level in group if level[1] >= share * best)
         kept.append(WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best))
     return tuple(kept)
 

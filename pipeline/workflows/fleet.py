@@ -114,12 +114,12 @@ def _run_entries(begun: FleetRecord, entries: Sequence[Entry], out: Path, settin
     try:
         work.take_over(settings)
         work.found |= {
-            name: Found(one.run, one.error, steps=one.steps, reused=one.reused)
-            for name, one in job.optimize_all(work.requests(), settings).items()
+            name: Found(result.run, result.error, steps=result.steps, reused=result.reused)
+            for name, result in job.optimize_all(work.requests(), settings).items()
         }
     finally:
         record = work.record()
-        files.write(record, out, {name: one.run for name, one in work.found.items() if one.run})
+        files.write(record, out, {name: outcome.run for name, outcome in work.found.items() if outcome.run})
     return record
 
 
@@ -129,7 +129,7 @@ class _ActiveFleet:
     def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
         self._begun, self._entries, self._out = begun, entries, out
         self._started = time.monotonic()
-        self._files = records.digest_files([one.recipe for one in entries])
+        self._files = records.digest_files([entry.recipe for entry in entries])
         known = begun.changed_since or (begun.last.path if begun.last else None)
         named = known is not None and records.is_fleet(out / known)
         self._last = records.open_fleet(out / str(known)) if named else records.find_last(out, begun)
@@ -146,26 +146,26 @@ class _ActiveFleet:
         if self._begun.changed_since is None:
             return
         since = records.open_fleet(self._out / self._begun.changed_since)
-        models = job.load_digests([self._request(one) for one in self._entries], settings)
+        models = job.load_digests([self._request(entry) for entry in self._entries], settings)
         for entry, named in zip(self._entries, self._files, strict=True):
             state = records.State(models.get(entry.name), named, self._begun.packages)
-            found = records.find_unchanged(since, entry, state)
+            earlier = records.find_unchanged(since, entry, state)
             folder = self._out / RUNS / entry.name
-            if isinstance(found, str):
-                self._because[entry.name] = found
+            if isinstance(earlier, str):
+                self._because[entry.name] = earlier
             elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
                 records.take_over(since, entry.name, folder)
                 self._taken.add(entry.name)
-                self.found[entry.name] = Found(found, steps=len(found.steps), reused=len(found.steps))
+                self.found[entry.name] = Found(earlier, steps=len(earlier.steps), reused=len(earlier.steps))
 
     def requests(self) -> list[RunRequest]:
         """List the runs that are to be made; none of them in the folder of an earlier fleet."""
-        left = [one for one in self._entries if one.name not in self._taken]
+        left = [entry for entry in self._entries if entry.name not in self._taken]
         for entry in left:
             folder = self._out / RUNS / entry.name
             with storage_errors(f"the run directory {folder}"):
                 folder.unlink() if folder.is_symlink() else None
-        return [self._request(one) for one in left]
+        return [self._request(entry) for entry in left]
 
     def _request(self, entry: Entry) -> RunRequest:
         return RunRequest(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
@@ -184,11 +184,15 @@ class _ActiveFleet:
     def _entry(self, entry: Entry, named: Mapping[str, str]) -> EntryRecord:
         folder, change = self._out / RUNS / entry.name, None
         interrupted = runs.read(folder) if (folder / "run.json").is_file() else None
-        found = self.found.get(entry.name) or Found(interrupted, ended=False)
-        siblings = [one.name for one in self._entries if one.recipe.model == entry.recipe.model and one is not entry]
-        record = entry_record(entry, found, self._out, siblings)
+        state = self.found.get(entry.name) or Found(interrupted, ended=False)
+        siblings = [
+            sibling.name
+            for sibling in self._entries
+            if sibling.recipe.model == entry.recipe.model and sibling is not entry
+        ]
+        record = entry_record(entry, state, self._out, siblings)
         if self._last is not None and record.status != "pending":
-            change = records.compare_entry(self._last, entry.name, folder, found.run)
+            change = records.compare_entry(self._last, entry.name, folder, state.run)
         return record.model_copy(
             update={
                 "files": dict(named),
@@ -207,8 +211,8 @@ def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path |
     """
     fleet = records.open_fleet(folder)
     before = records.open_fleet(baseline) if baseline else None
-    entries = {one.name: _judge(fleet, one, demands_of, before) for one in fleet.record.entries}
-    passed, against = all(one.passed for one in entries.values()), None if baseline is None else str(baseline)
+    entries = {entry.name: _judge(fleet, entry, demands_of, before) for entry in fleet.record.entries}
+    passed, against = all(entry.passed for entry in entries.values()), None if baseline is None else str(baseline)
     return FleetGate(fleet=str(folder), baseline=against, passed=passed, entries=entries)
 
 
@@ -220,8 +224,8 @@ def keep(folder: Path, target: Path) -> None:
         StoreError: it cannot be written.
     """
     fleet = records.open_fleet(folder)
-    winners = {one.name: gates.stored_in(fleet.folder / str(one.run), None) for one in fleet.record.entries}
-    gates.keep_fleet(fleet, {name: found for name, found in winners.items() if found}, target)
+    winners = {entry.name: gates.stored_in(fleet.folder / str(entry.run), None) for entry in fleet.record.entries}
+    gates.keep_fleet(fleet, {name: winner for name, winner in winners.items() if winner}, target)
 
 
 def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands], before: Earlier | None) -> Gate:
@@ -238,8 +242,8 @@ def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
     if entry.status not in ("done", "breached"):  # whatever its run directory has so far
         return broken(f"{entry.status}: {entry.reason or 'it was not ended'}")
     try:
-        found = gates.gate(where, named, baseline=kept)
+        result = gates.gate(where, named, baseline=kept)
     except UsageError as error:  # of this entry; the others have their own
         return broken(error.message)
     alone = ("the baseline has no run of it",) if before and kept is None else ()
-    return found.model_copy(update={"cautions": (*found.cautions, *alone)})
+    return result.model_copy(update={"cautions": (*result.cautions, *alone)})

@@ -10,14 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.calibration import describe
 from enginesmith.models import MODELS
-from enginesmith.pipeline.engines import (
-    ENGINES,
-    check_software,
-    describe_file,
-    engine_class,
-    environment,
-    with_files,
-)
+from enginesmith.pipeline.engines import ENGINES, check_software, describe_file, engine_class, environment, with_files
 from enginesmith.pipeline.engines.compatibility import Check
 from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.errors import UsageError, install_command
@@ -87,15 +80,15 @@ def _sparsity(file: Path) -> Facts:
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.passes.sparsify import check, sparsify
 
-    found = check.sparse_weights(file)
-    elements = sum(one.elements for one in found)
-    zeros = sum(one.zeros for one in found)
+    weights = check.sparse_weights(file)
+    elements = sum(weight.elements for weight in weights)
+    zeros = sum(weight.zeros for weight in weights)
     return {
         "marked as": sparsify.of(model_file.skeleton(file)) or "dense",
         "zeros": f"{zeros / elements:.1%} of {elements:,} weights of products"
         if elements
         else "no weights of products",
-        "2:4": f"{sum(one.two_of_four for one in found)} of {len(found)} weights",
+        "2:4": f"{sum(weight.two_of_four for weight in weights)} of {len(weights)} weights",
     }
 
 
@@ -108,17 +101,17 @@ def _precision(file: Path, signature: Signature) -> Facts:
     sizes = dict.fromkeys(signature.symbols, _USUAL_SIZE)
     if batch := batch_symbol(signature):
         sizes[batch] = 1
-    found = coverage.compute_coverage(file, sizes)
+    covered = coverage.compute_coverage(file, sizes)
     return {
         "sizes": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "all fixed",
-        "multiply-adds": f"{found.total_macs:,}",
-        "share of multiply-adds": format_shares(found.macs),
-        "share of weights": format_shares(found.weights),
-        "products": ", ".join(f"{count} {name}" for name, count in found.products.items()) or "none",
-        "products of unknown size": found.unknown_products,
-        "Q/DQ pairs": found.qdq_pairs,
-        "islands of low precision": found.islands,
-        "casts between floating-point types": found.casts,
+        "multiply-adds": f"{covered.total_macs:,}",
+        "share of multiply-adds": format_shares(covered.macs),
+        "share of weights": format_shares(covered.weights),
+        "products": ", ".join(f"{count} {name}" for name, count in covered.products.items()) or "none",
+        "products of unknown size": covered.unknown_products,
+        "Q/DQ pairs": covered.qdq_pairs,
+        "islands of low precision": covered.islands,
+        "casts between floating-point types": covered.casts,
     }
 
 
@@ -142,8 +135,8 @@ def _safetensors(file: Path) -> Facts:
     try:
         with safe_open(file, framework="numpy") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a dict
-            arrays = [f"{name}: {one.get_dtype()}{one.get_shape()}" for name, one in slices.items()]
-            rows = {one.get_shape()[0] for one in slices.values() if one.get_shape()}
+            arrays = [f"{name}: {slice_.get_dtype()}{slice_.get_shape()}" for name, slice_ in slices.items()]
+            rows = {slice_.get_shape()[0] for slice_ in slices.values() if slice_.get_shape()}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"cannot read {file}: {error}", "is it a safetensors file, and whole?") from error
     samples = {"samples": rows.pop()} if len(rows) == 1 else {}
@@ -165,7 +158,10 @@ def _run(folder: Path) -> Facts:
         "data": run.model.data,
         "winner": run.winner,
         "verdict": sentences.summarize(run),
-        "variants": [f"{mark_name(one)}: {one.status} {one.reason or one.shortfall}".strip() for one in run.records],
+        "variants": [
+            f"{mark_name(record)}: {record.status} {record.reason or record.shortfall}".strip()
+            for record in run.records
+        ],
         "notes": [*sentences.list_footnotes(run), *run.environment.get("warnings", ())],
     }
 
@@ -174,17 +170,17 @@ def _fleet(folder: Path) -> Facts:
     from enginesmith.pipeline.report import fleet_tables
     from enginesmith.pipeline.results import fleet as records
 
-    found = records.read(folder)
+    fleet = records.read(folder)
     return {
         "kind": "fleet",
-        "name": found.name,
-        "created": found.created,
-        "complete": found.complete,
-        "file": found.file,
-        "verdict": fleet_tables.summarize(found),
+        "name": fleet.name,
+        "created": fleet.created,
+        "complete": fleet.complete,
+        "file": fleet.file,
+        "verdict": fleet_tables.summarize(fleet),
         "entries": [
-            f"{one.name}: {fleet_tables.describe_status(one)}: {one.winner.id if one.winner else one.reason}"
-            for one in found.entries
+            f"{entry.name}: {fleet_tables.describe_status(entry)}: {entry.winner.id if entry.winner else entry.reason}"
+            for entry in fleet.entries
         ],
         "runs": str((folder if folder.is_dir() else folder.parent) / records.RUNS),
     }
@@ -210,12 +206,12 @@ def engines(device: str) -> list[Facts]:
     where = make({"model": "digits", "device": device}).where
     rows = []
     for name in ENGINES:
-        found = engine_class(name)
-        here, builds = found.available(where), found.buildable()
+        engine = engine_class(name)
+        here, builds = engine.available(where), engine.buildable()
         rows.append(
             {
                 "engine": name,
-                "made from": found.consumes,
+                "made from": engine.consumes,
                 "usable": "yes" if here.ok else "no",
                 "builds here": "yes" if builds.ok else f"no: {builds.reason}",
                 "reason": here.reason,
@@ -306,9 +302,9 @@ def _describe_usable(row: Facts) -> str:
     return f"no: {row['reason']}" + ("; it can be built here for other machines" if elsewhere else "")
 
 
-def readable(found: Diagnosis) -> Facts:
+def readable(diagnosis: Diagnosis) -> Facts:
     """Describe it for people: what is here, what spoils numbers, what fits and runs, and last what is to be done."""
-    machine, words = found.environment, {True: "yes: ", False: "NO: ", None: "– "}
+    machine, words = diagnosis.environment, {True: "yes: ", False: "NO: ", None: "– "}
     gpus = {f"cuda:{index}": _describe_gpu(gpu) for index, gpu in enumerate(machine.gpus or ())}
     return {
         "processor": _describe_processor(machine),
@@ -321,15 +317,15 @@ def readable(found: Diagnosis) -> Facts:
         },
         **(gpus or {"GPUs": f"none: {machine.reasons.get('gpus', '')}"}),
         "software": {"system": machine.system, "kernel": machine.kernel, "python": machine.python, **machine.packages},
-        "store": found.store,
+        "store": diagnosis.store,
         "what spoils measurements": list(machine.warnings),
         "what fits together": {
             check.name: f"{words[check.ok]}{check.found}; needed: {check.needed}"
             + (f" ({check.note})" if check.note else "")
-            for check in found.compatibility
+            for check in diagnosis.compatibility
         },
-        **{f"engines on {where}": rows for where, rows in found.engines.items()},
-        "what to do about what is missing or does not fit": list(found.fixes),
+        **{f"engines on {where}": rows for where, rows in diagnosis.engines.items()},
+        "what to do about what is missing or does not fit": list(diagnosis.fixes),
     }
 
 
@@ -379,7 +375,7 @@ def _describe_gpu(gpu: GpuState) -> Facts:
         elif name.endswith("_bytes"):
             facts[label] = format_bytes(value)
         elif name == "processes":
-            facts[label] = ", ".join(f"{one['pid']} ({format_bytes(one['used_bytes'])})" for one in value) or "none"
+            facts[label] = ", ".join(f"{item['pid']} ({format_bytes(item['used_bytes'])})" for item in value) or "none"
         elif isinstance(value, tuple | list):
             facts[label] = ", ".join(value) or "nothing"
         else:

@@ -103,9 +103,9 @@ class OptimizeJob:
         self._plans: dict[str, Plan] = {}
         self._active: dict[str, _ActiveRun] = {}
         self._environment = environment()
-        for one in requests:
-            with self._record_errors(one):
-                planned = self._plans[one.name] = plan(one.resolved(), here=settings.executor == "local")
+        for request in requests:
+            with self._record_errors(request):
+                planned = self._plans[request.name] = plan(request.resolved(), here=settings.executor == "local")
                 worker.also_preload(libraries_of(planned.steps))
 
     def run(self) -> list[RunResult]:
@@ -117,93 +117,95 @@ class OptimizeJob:
         if self._plans:
             with contextlib.ExitStack() as stack:
                 executor = stack.enter_context(self._settings.open_executor())
-                for one in self._requests:
-                    if one.name in self._plans:
-                        with self._record_errors(one):
-                            self._active[one.name] = self._activate(one, executor, stack)
+                for request in self._requests:
+                    if request.name in self._plans:
+                        with self._record_errors(request):
+                            self._active[request.name] = self._activate(request, executor, stack)
                 self._run_plans(executor)
-        return [self._result(one) for one in self._requests]
+        return [self._result(request) for request in self._requests]
 
     @contextlib.contextmanager
-    def _record_errors(self, one: RunRequest) -> Iterator[None]:
+    def _record_errors(self, request: RunRequest) -> Iterator[None]:
         """Record an error as this run's; the other runs go on."""
         try:
             yield
         except EnginesmithError as error:
-            self._errors[one.name] = error
+            self._errors[request.name] = error
 
-    def _activate(self, one: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
-        stack.enter_context(claim_run_directory(one.out, one.recipe))
-        made, place = self._plans[one.name], one.place
+    def _activate(self, request: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
+        stack.enter_context(claim_run_directory(request.out, request.recipe))
+        made, place = self._plans[request.name], request.place
         if place is None and not executor.is_local:
-            cuda = any("cpu" not in engine_class(name).kinds for name in one.recipe.engines)
-            place = Place(device="cuda" if cuda else one.recipe.where.kind)
+            cuda = any("cpu" not in engine_class(name).kinds for name in request.recipe.engines)
+            place = Place(device="cuda" if cuda else request.recipe.where.kind)
         if place is not None:
             made = assign_machines(made, place, executor.why_unavailable(place))
-        directory = RunDirectory(one.out, one.recipe, made, self._environment, len(self._plans))
+        directory = RunDirectory(request.out, request.recipe, made, self._environment, len(self._plans))
         directory.write()
-        return _ActiveRun(one, made, directory)
+        return _ActiveRun(request, made, directory)
 
     def _run_plans(self, executor: Executor) -> None:
         settings, runs = self._settings, self._active.values()
-        together = deduplicate_steps({name: one.plan for name, one in self._active.items()})
-        for name, one in self._active.items():
-            one.shared = together.done_for_others(name)
+        together = deduplicate_steps({name: active.plan for name, active in self._active.items()})
+        for name, active in self._active.items():
+            active.shared = together.done_for_others(name)
 
         def log_of(step: Step) -> Path:  # those of shared steps lie in the first run's folder
             name, own = together.takers[step.id][0]
             return self._active[name].request.out / "logs" / f"{own}.log"
 
         runner = Runner(executor, log_of, settings.time_limit_seconds, settings.listener)
-        given = together.combine({name: self._handed_over(one, together, runner) for name, one in self._active.items()})
-        most = max((len(one.request.recipe.batch) for one in runs), default=1)
+        given = together.combine(
+            {name: self._handed_over(active, together, runner) for name, active in self._active.items()}
+        )
+        most = max((len(run.request.recipe.batch) for run in runs), default=1)
         steps = in_time(together.steps, settings.time_limit_seconds, most)
 
         with files.Writer(len(runs)) as reports:
 
-            def report(one: _ActiveRun) -> None:
-                one.directory.write()
-                reports.write(one.request.out)
+            def report(active: _ActiveRun) -> None:
+                active.directory.write()
+                reports.write(active.request.out)
 
             def update(new: Outcomes) -> None:
                 for name, outcomes in together.by_plan(new).items():
-                    one = self._active[name]
-                    one.outcomes |= outcomes
-                    one.directory.update(one.outcomes)
-                    if one.ended:
-                        report(one)
+                    active = self._active[name]
+                    active.outcomes |= outcomes
+                    active.directory.update(active.outcomes)
+                    if active.ended:
+                        report(active)
 
             try:
                 update(given)
                 runner.run(steps, given, update)
             finally:
-                for one in runs:
-                    if not one.ended:
-                        report(one)
-        for one in runs:
-            if any(outcome.status == "unavailable" for outcome in one.outcomes.values()):
-                with storage_errors(f"the run directory {one.request.out}"):
-                    save_handoff(one.request.out, one.plan, one.outcomes)
+                for active in runs:
+                    if not active.ended:
+                        report(active)
+        for active in runs:
+            if any(outcome.status == "unavailable" for outcome in active.outcomes.values()):
+                with storage_errors(f"the run directory {active.request.out}"):
+                    save_handoff(active.request.out, active.plan, active.outcomes)
 
-    def _handed_over(self, one: _ActiveRun, together: DeduplicatedSteps, runner: Runner) -> Outcomes:
+    def _handed_over(self, active: _ActiveRun, together: DeduplicatedSteps, runner: Runner) -> Outcomes:
         """Load the outcomes of an earlier run of the same model, perhaps on another machine."""
-        out = one.request.out
+        out = active.request.out
         if not has_handoff(out):
             return {}
-        load = together.shared_step(one.request.name, LOAD)
+        load = together.shared_step(active.request.name, LOAD)
         loaded = runner.run([load])[load.id].artifact
-        found = load_handoff(out, one.plan, loaded) if loaded else {}
-        if not found:
-            one.directory.caution("the model is not the one that this run was begun with: everything is made anew")
-        return found
+        loaded_outcomes = load_handoff(out, active.plan, loaded) if loaded else {}
+        if not loaded_outcomes:
+            active.directory.caution("the model is not the one that this run was begun with: everything is made anew")
+        return loaded_outcomes
 
-    def _result(self, one: RunRequest) -> RunResult:
-        active = self._active.get(one.name)
+    def _result(self, request: RunRequest) -> RunResult:
+        active = self._active.get(request.name)
         if active is None:
-            return RunResult(None, self._errors[one.name])
+            return RunResult(None, self._errors[request.name])
         run, outcomes = active.directory.write(), active.outcomes
         reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
-        again = self._settings.resume_command(one.fleet or one.out)
+        again = self._settings.resume_command(request.fleet or request.out)
         return RunResult(run, _why_unusable(run, outcomes, again), len(outcomes), reused)
 
 
@@ -212,7 +214,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     for name in (LOAD, REFERENCE):
         if (error := outcomes[name].error) is not None:
             return error
-    if not run.variants or any(one.status in ("measured", "built") for one in run.variants):
+    if not run.variants or any(variant.status in ("measured", "built") for variant in run.variants):
         return None
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     for kind in (MissingCapability, UsageError):
@@ -248,7 +250,7 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = Non
         EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
     """
     finished = OptimizeJob(requests, settings or Settings()).run()
-    return {one.name: found for one, found in zip(requests, finished, strict=True)}
+    return {request.name: result for request, result in zip(requests, finished, strict=True)}
 
 
 def resume(out: Path, settings: Settings | None = None) -> Run:
@@ -272,14 +274,14 @@ def load_digests(requests: Sequence[RunRequest], settings: Settings | None = Non
     """Load models as they are now, and return their digests by name; a model that cannot be loaded has none."""
     settings = settings or Settings()
     plans = {}
-    for one in requests:
+    for request in requests:
         with contextlib.suppress(EnginesmithError):
-            plans[one.name] = plan_loading(one.resolved())
-            worker.also_preload(libraries_of(plans[one.name].steps))
+            plans[request.name] = plan_loading(request.resolved())
+            worker.also_preload(libraries_of(plans[request.name].steps))
     together = deduplicate_steps(plans)
     with settings.open_executor() as executor, tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         outcomes = Runner(executor, lambda step: Path(logs, f"{step.id}.log")).run(together.steps)
-    artifacts = {name: found[LOAD].artifact for name, found in together.by_plan(outcomes).items()}
+    artifacts = {name: plan_outcomes[LOAD].artifact for name, plan_outcomes in together.by_plan(outcomes).items()}
     return {name: artifact.sha256 for name, artifact in artifacts.items() if artifact}
 
 

@@ -132,7 +132,7 @@ class RunDirectory:
         """Copy an artifact to a folder of the run directory, unless it is there as it is; returns its main file."""
         target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
         if str(relative) not in self._whole and not has_files(target, artifact.sha256):
-            for old in (one for one in (partial, target) if one.exists()):
+            for old in (folder for folder in (partial, target) if folder.exists()):
                 shutil.rmtree(old, ignore_errors=True)
             try:
                 for name in files_below(artifact.folder, skip=[MANIFEST]):
@@ -250,7 +250,7 @@ def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
         return {}
     if index.load_sha256 != load.sha256:
         return {}
-    found: dict[str, Outcome] = {LOAD: Outcome(LOAD, "done", load, cached=True)}
+    known: dict[str, Outcome] = {LOAD: Outcome(LOAD, "done", load, cached=True)}
     for step in plan.steps:
         kept = index.steps.get(step.id)
         if not kept or kept.identity != step.task.identity:
@@ -258,28 +258,28 @@ def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
         folder, artifact = run / kept.folder, kept.artifact
         if has_files(folder, artifact.sha256):
             there = artifact.model_copy(update={"path": folder / artifact.path})
-            found[step.id] = Outcome(step.id, "done", there, cached=True)
+            known[step.id] = Outcome(step.id, "done", there, cached=True)
     records = [step for step in plan.steps if step.task.produces == "record"]
-    needed = _find_required(plan.steps, found)
+    needed = _find_required(plan.steps, known)
     # records of inputs that are made anew here tell of another graph or engine
-    while stale := [step.id for step in records if step.id in found and not needed.isdisjoint(step.sources)]:
-        found = {name: outcome for name, outcome in found.items() if name not in stale}
-        needed = _find_required(plan.steps, found)
-    return found | {
+    while stale := [step.id for step in records if step.id in known and not needed.isdisjoint(step.sources)]:
+        known = {name: outcome for name, outcome in known.items() if name not in stale}
+        needed = _find_required(plan.steps, known)
+    return known | {
         step.id: Outcome(step.id, "done", cached=True, reason="what was made of it is kept")
         for step in plan.steps
-        if step.id not in found and step.id not in needed
+        if step.id not in known and step.id not in needed
     }
 
 
-def _find_required(steps: Sequence[Step], found: Mapping[str, Outcome]) -> set[str]:
+def _find_required(steps: Sequence[Step], known: Mapping[str, Outcome]) -> set[str]:
     """Find missing steps that a step which makes more than a graph depends on."""
     by_id = {step.id: step for step in steps}
     needed: set[str] = set()
-    waiting = [step.id for step in steps if step.id not in found and step.task.produces in _KINDS]
+    waiting = [step.id for step in steps if step.id not in known and step.task.produces in _KINDS]
     while waiting:
         name = waiting.pop()
-        if name in needed or name in found:
+        if name in needed or name in known:
             continue
         needed.add(name)
         waiting += by_id[name].sources

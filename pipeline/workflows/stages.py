@@ -191,8 +191,8 @@ def verify_bundle(folder: Path, settings: Settings) -> StageResult:
             f"{folder} is a file, and nothing says what its outputs have to equal",
             "give the model: --against MODEL; or a bundle, which is a folder",
         )
-    summary, found = verification.verify(folder, settings.time_limit_seconds)
-    return StageResult(summary=summary, fidelity=(found,))
+    summary, fidelity = verification.verify(folder, settings.time_limit_seconds)
+    return StageResult(summary=summary, fidelity=(fidelity,))
 
 
 def _to_file(
@@ -211,7 +211,14 @@ def _to_file(
     outcomes = run_steps(steps, settings, recipe)
     made = outcomes[stage].artifact
     if made is None:
-        short = next((one.artifact.rejected for one in outcomes.values() if one.artifact and one.artifact.rejected), "")
+        short = next(
+            (
+                outcome.artifact.rejected
+                for outcome in outcomes.values()
+                if outcome.artifact and outcome.artifact.rejected
+            ),
+            "",
+        )
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
     fidelity = _fidelity(outcomes, StepRef("verify", stage))
     if failed := next((entry for entry in fidelity if not entry.passed), None):
@@ -249,8 +256,8 @@ def _check_output(source: Source, output: Path) -> None:
 
 
 def _fidelity(outcomes: Outcomes, step: StepRef) -> tuple[StageFidelity, ...]:
-    found = outcomes[step].artifact
-    return tuple(StageFidelity.model_validate(entry) for entry in read_records(found)) if found else ()
+    artifact = outcomes[step].artifact
+    return tuple(StageFidelity.model_validate(entry) for entry in read_records(artifact)) if artifact else ()
 
 
 def _save_as(made: Artifact, output: Path) -> list[str]:

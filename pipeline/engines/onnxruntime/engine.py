@@ -166,14 +166,14 @@ class OnnxRuntime(Engine):
         if stack.taken is None or stack.written is None:
             return
         taken, written = stack.taken, stack.written
-        found = f"ONNX Runtime takes IR {taken.ir} and opset {taken.opset}"
+        accepted = f"ONNX Runtime takes IR {taken.ir} and opset {taken.opset}"
         needed = f"IR {exported.ir} and opset {exported.opset}, for exported models"
         fits = taken.ir >= exported.ir and taken.opset >= exported.opset
         package = "onnxruntime-gpu" if "onnxruntime-gpu" in stack.versions else "onnxruntime"
         newest = f"the installed onnx writes up to IR {written.ir} and opset {written.opset}"
         ahead = written.opset > taken.opset or written.ir > taken.ir
         note = f"{newest}: such files open in tools and not in ONNX Runtime" if ahead else ""
-        yield check("ONNX format", found, needed, fits, f"pip install --upgrade {package}", note)
+        yield check("ONNX format", accepted, needed, fits, f"pip install --upgrade {package}", note)
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
@@ -353,10 +353,10 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
     asked = [need for need in stack.requirements.get("onnxruntime-gpu", ()) if need.extra in ("cuda", "cudnn")]
     major = numbers(stack.onnxruntime_cuda)[0]
     if stack.torch_cuda:
-        found = f"{stack.torch_cuda} and {stack.onnxruntime_cuda}"
+        builds = f"{stack.torch_cuda} and {stack.onnxruntime_cuda}"
         same = numbers(stack.torch_cuda)[0] == major
         needed, other = "the same major version, to share libraries", f"a torch that is built for CUDA {major}"
-        yield check("CUDA of torch and onnxruntime-gpu", found, needed, same, f"{fix}; or {other}")
+        yield check("CUDA of torch and onnxruntime-gpu", builds, needed, same, f"{fix}; or {other}")
     if asked and f"libcudart.so.{major}" not in stack.loadable:
         yield check_packages(stack, "CUDA libraries of onnxruntime-gpu", asked, fix)
     fits = stack.cudnn is not None and numbers(stack.cudnn)[0] == _CUDNN_OF_ONNXRUNTIME

@@ -156,9 +156,9 @@ def check_software(stack: Stack, name: str) -> Iterator[Check]:
     if len(variants) > 1:
         known = stack.driver_cuda[0] if stack.driver_cuda else newest
         wanted = max((major for major in variants if major <= known), default=min(variants))
-        found, needed = " and ".join(f"cu{major}" for major in variants), "one of them: they overwrite each other"
+        present, needed = " and ".join(f"cu{major}" for major in variants), "one of them: they overwrite each other"
         fix = f"pip uninstall -y {name} {' '.join(parts)} && pip install {name}-cu{wanted}"
-        yield check(f"packages of {name}", found, needed, False, fix)
+        yield check(f"packages of {name}", present, needed, False, fix)
     else:
         pinned = [need for part in (name, *parts) for need in stack.requirements.get(part, ())]
         fix = f"pip install --force-reinstall {name}-cu{newest}"
@@ -172,5 +172,5 @@ def check_software(stack: Stack, name: str) -> Iterator[Check]:
         else:
             fits, needed = "sm" + "".join(map(str, capability)) in targets, ", ".join(targets)
             fix = "pip install tensorrt: the other flavour has kernels for this GPU"
-        found = f"{gpu.name}: compute capability {gpu.compute_capability}"
-        yield check(f"{name} on cuda:{index}", found, needed, fits, fix)
+        present = f"{gpu.name}: compute capability {gpu.compute_capability}"
+        yield check(f"{name} on cuda:{index}", present, needed, fits, fix)

@@ -227,12 +227,12 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
 
 def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
     """Compare arrays but for the last bits, which threads may add up in another order."""
-    for one, other in zip(before, after, strict=True):
-        if one.shape != other.shape:
+    for tensor, other in zip(before, after, strict=True):
+        if tensor.shape != other.shape:
             return False
-        finite = one[one.isfinite()] if one.is_floating_point() else one[:0]
+        finite = tensor[tensor.isfinite()] if tensor.is_floating_point() else tensor[:0]
         noise = 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
-        if not (torch.equal(one, other) or torch.allclose(one, other, rtol=1e-4, atol=noise, equal_nan=True)):
+        if not (torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=1e-4, atol=noise, equal_nan=True)):
             return False
     return True
 

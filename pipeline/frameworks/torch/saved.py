@@ -133,11 +133,11 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
         )
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return torch.equal(one, other) or (
-        torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return torch.equal(tensor, other) or (
+        torch.equal(tensor.isnan(), other.isnan()) and torch.equal(tensor.nan_to_num(), other.nan_to_num())
     )
 
 

@@ -131,8 +131,8 @@ class MeasuredSession:
             self._make_ready(settings)
 
     def _open(self, settings: LatencySettings) -> float:
-        one, self._limit_bytes = self.candidate, settings.memory_limit_bytes
-        self.worker = Worker(serve_session, one.engine, one.artifact, one.device, log=self.log)
+        candidate, self._limit_bytes = self.candidate, settings.memory_limit_bytes
+        self.worker = Worker(serve_session, candidate.engine, candidate.artifact, candidate.device, log=self.log)
         seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.start_limit_seconds)
         return seconds
 

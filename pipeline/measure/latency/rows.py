@@ -89,7 +89,9 @@ class LatencyBenchmark:
         self._settings, self._progress, self._dense, self._logs = settings, progress, dense, log_folder
         self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
         self._samples: dict[str, NDArray[Any]] = {}
-        self._sessions = [MeasuredSession(one, log_folder / f"latency-{one.id}.log") for one in candidates]
+        self._sessions = [
+            MeasuredSession(candidate, log_folder / f"latency-{candidate.id}.log") for candidate in candidates
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +110,7 @@ class LatencyBenchmark:
         ``fresh`` opens their sessions anew, with nothing left of other batch sizes.
         """
         baseline = self._sessions[0]
-        running = [one for one in self._sessions if not only or one.candidate.id in only]
+        running = [session for session in self._sessions if not only or session.candidate.id in only]
         known = self.rows(baseline.candidate.id)
         if baseline not in running and not any(row.oom and row.batch <= batch for row in known):
             running.insert(0, baseline)
@@ -118,7 +120,7 @@ class LatencyBenchmark:
             self._progress(f"batch {batch}: warming up {session.candidate.id}")
             session.start(feeds, self._settings)
         stopped = run_interleaved(running, self._settings, self._progress)
-        names = {one.candidate.id: one for one in running}
+        names = {session.candidate.id: session for session in running}
         for session in running:
             against = baseline if baseline in running else None
             dense = names.get(self._dense.get(session.candidate.id, ""))

@@ -192,10 +192,10 @@ class _TextbookWriter:
         return self._shared[place]
 
     def _write_triangle(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value":
-        zero, one = (self._share_constant(node, name, np.array(number)) for name, number in (("first", 0), ("step", 1)))
+        zero, step = (self._share_constant(node, name, np.array(value)) for name, value in (("first", 0), ("step", 1)))
         axis = self._share_constant(node, "column", np.array([1]))
         rows, columns = (
-            tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Shape", [tensor], {"start": 2, "end": 3})]), one])
+            tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Shape", [tensor], {"start": 2, "end": 3})]), step])
             for tensor in (query, key)
         )
         return tape.op("LessOrEqual", [columns, tape.op("Unsqueeze", [rows, axis])])
@@ -358,8 +358,8 @@ def spread_masks(model: "ir.Model") -> None:
             axis = _find_query_axis(counted)
             tape = Tape()
             count = tape.op("Shape", [counted], {"start": axis, "end": axis + 1})
-            one = tape.op("Constant", [], {"value_ints": [1]})
-            spread[key] = tape.op("Expand", [mask, tape.op("Concat", [count, one], {"axis": 0})])
+            second = tape.op("Constant", [], {"value_ints": [1]})
+            spread[key] = tape.op("Expand", [mask, tape.op("Concat", [count, second], {"axis": 0})])
             for new in tape.nodes:
                 new.metadata_props.update(node.metadata_props)
             body.insert_before(node, tape.nodes)

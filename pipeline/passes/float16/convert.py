@@ -96,8 +96,7 @@ def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
 
     edit.flatten(model)
     ir.passes.Sequential(
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.NameFixPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0), common.NameFixPass()
     )(model)
     if any(value.type is None for node in model.graph.all_nodes() for value in node.outputs):
         declared = [(value.name, value.shape) for value in model.graph.outputs]
@@ -312,8 +311,8 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
     scales: dict[ir.Value, None] = {}
     for node in graph:
         pair = [node, *find_dequantisers(node)] if node.op_type == QUANTISE else [node]
-        if node.op_type in (QUANTISE, DEQUANTISE) and any(one in low for one in pair):
-            scales |= {value: None for one in pair if (value := _get_constant(one, _SCALE)) is not None}
+        if node.op_type in (QUANTISE, DEQUANTISE) and any(side in low for side in pair):
+            scales |= {value: None for side in pair if (value := _get_constant(side, _SCALE)) is not None}
     for scale in scales:
         assert scale.const_value is not None
         before = scale.const_value.numpy()
@@ -356,7 +355,7 @@ def _spread(array: Array, node: "ir.Node", levels: Array) -> Array:
     block = node.attributes.get_int("block_size", 0)
     if block:
         return np.repeat(array, block, axis).take(range(levels.shape[axis]), axis)
-    return np.expand_dims(array, [one for one in range(levels.ndim) if one != axis % levels.ndim])
+    return np.expand_dims(array, [dimension for dimension in range(levels.ndim) if dimension != axis % levels.ndim])
 
 
 def _get_constant(node: "ir.Node", index: int) -> "ir.Value | None":

@@ -57,7 +57,7 @@ def find_slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
     if not is_standard(node) or not onnx.defs.has(node.op_type, opset, ""):
         return Slots()
     schema = onnx.defs.get_schema(node.op_type, opset, "")
-    able = {one.type_param_str for one in schema.type_constraints if f"tensor({dtype})" in one.allowed_type_strs}
+    able = {kind.type_param_str for kind in schema.type_constraints if f"tensor({dtype})" in kind.allowed_type_strs}
     taken = {index: _find_type(schema.inputs, index) for index, value in enumerate(node.inputs) if is_float(value)}
     given = {index: _find_type(schema.outputs, index) for index, value in enumerate(node.outputs) if is_float(value)}
     inputs = {index for index, kind in taken.items() if kind in able and index not in _FIXED.get(node.op_type, ())}
@@ -81,7 +81,9 @@ def find_dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
             if reader.op_type == DEQUANTISE:
                 yield reader
             elif index == 0:
-                waiting += [one for one in reader.outputs if one.dtype == value.dtype and one not in waiting]
+                waiting += [
+                    output for output in reader.outputs if output.dtype == value.dtype and output not in waiting
+                ]
 
 
 # The numbers of float16: up to 65504, and none that is smaller than 6.1e-5 with all its bits.
@@ -254,7 +256,7 @@ def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> 
     types = [value.type for value in (*node.inputs, *node.outputs) if value is not None]
     if None in types:
         return "its types are not known: shape inference does not get there"
-    if not all(isinstance(one, ir.TensorType) for one in types):
+    if not all(isinstance(kind, ir.TensorType) for kind in types):
         return "works on sequences"
     return "" if slots else f"{node.op_type} of opset {opset} has no {dtype} form"
 
@@ -263,7 +265,9 @@ def has_body(node: "ir.Node") -> bool:
     """Tell whether it is a branch or a loop."""
     import onnx_ir as ir
 
-    return any(one.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for one in node.attributes.values())
+    return any(
+        attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
+    )
 
 
 def is_product(node: "ir.Node") -> bool:
@@ -368,7 +372,7 @@ def choose(graph: "ir.Graph", judged: Judged, *, keep_io: bool) -> "dict[ir.Node
             if is_float(value):
                 network.add_value(vertices[node] if judged.makes_low(node, index) else SOURCE, readers(value))
         if node.op_type == QUANTISE:
-            halves = [vertices.get(one, SOURCE) for one in find_dequantisers(node)]
+            halves = [vertices.get(dequantiser, SOURCE) for dequantiser in find_dequantisers(node)]
             network.add_value(vertices.get(node, SOURCE), halves)
     kept, linked = network.source_side(), network.connected_to_sink()
     low = {node: None for node in judged.free if vertices[node] not in kept and vertices[node] in linked}
@@ -385,9 +389,9 @@ def _save_casts(low: "dict[ir.Node, None]", judged: Judged, *, keep_io: bool) ->
         if node.op_type == QUANTISE:
             maker = value.producer()
             made_low = maker in everything and value.index() in judged.slots[maker].outputs
-            alone = not made_low and all(one.op_type == QUANTISE for one, _ in value.uses() if one in everything)
+            alone = not made_low and all(user.op_type == QUANTISE for user, _ in value.uses() if user in everything)
         else:
             leaves_low = value.is_graph_output() and not keep_io
-            alone = not leaves_low and not any(one in everything for one, _ in value.uses())
+            alone = not leaves_low and not any(user in everything for user, _ in value.uses())
         if alone:
             del low[node]

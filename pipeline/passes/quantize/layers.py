@@ -133,7 +133,7 @@ def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
 def _describe_group(node: "ir.Node") -> QuantizableOp:
     positions = {**dict.fromkeys(_RECURRENT, slice(1, 3)), **dict.fromkeys(PRODUCTS, slice(2))}
     read = node.inputs[positions[node.op_type]] if node.op_type in positions else ()
-    weights = {value: found for value in read if value is not None and (found := read_constant(value)) is not None}
+    weights = {value: array for value in read if value is not None and (array := read_constant(value)) is not None}
     bias = _find_bias(node)
     others = [value for value in node.inputs if value is not None and value not in weights and value is not bias]
     return QuantizableOp(

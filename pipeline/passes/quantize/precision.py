@@ -79,7 +79,7 @@ class Assignment:
                 f"the assignment names ranges by {' and '.join(named)}", f"name one of {', '.join(METHODS)}"
             )
         low = precision.partition("+")[0]
-        kept = frozenset(name for name, one in given.items() if one != low)
+        kept = frozenset(name for name, width in given.items() if width != low)
         floating = frozenset(name for name in kept if given[name] == "fp32")
         return cls(methods[0] if methods else method, kept, floating, why)
 
@@ -150,8 +150,8 @@ class Precision(PrecisionPass):
         ranges = self._load_ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
         model = edit.load(artifact.path)
-        values = (value.const_value for one in model.graphs() for value in one.initializers.values())
-        total = sum(one.size for one in values if one is not None and one.dtype == ir.DataType.FLOAT)
+        values = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+        total = sum(array.size for array in values if array is not None and array.dtype == ir.DataType.FLOAT)
         progress(f"rewriting for {self.precision}")
         done = self._quantise(model, ranges, chosen) if self._low else None
         groups = done.groups if done else layers.find_groups(model)
@@ -209,7 +209,7 @@ class Precision(PrecisionPass):
         if low == "fp32":
             return None
         known = ranges.tensors.items() if ranges else ()
-        largest = {name: max(-one.minimum, one.maximum) if one.finite else math.inf for name, one in known}
+        largest = {name: max(-span.minimum, span.maximum) if span.finite else math.inf for name, span in known}
         lowered = lower(model, low, keep_io=self.keep_io_types, keep=chosen.floating, largest=largest)
         if not self._low and not lowered.nodes:
             shown = _count_reasons(lowered.kept.values()) or "there are no such nodes"

@@ -94,7 +94,7 @@ def propose(
         return Candidate("everything", method, fixed, f"everything quantised, ranges by {method}")
     tried = {(trial.method, frozenset(trial.kept)) for trial in trials}
     later = (_grow(trials, groups, fixed), _give_back(trials, groups, fixed), _speed_up(trials, groups))
-    return next((one for one in later if one and (one.method, one.kept) not in tried), None)
+    return next((trial for trial in later if trial and (trial.method, trial.kept) not in tried), None)
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
@@ -246,7 +246,7 @@ class _Copy:
         copy = ir.Node(
             node.domain,
             node.op_type,
-            [one and self._copy_value(one) for one in node.inputs],
+            [input_ and self._copy_value(input_) for input_ in node.inputs],
             list(node.attributes.values()),
             num_outputs=len(node.outputs),
             name=f"{self._output}/{node.name}",

@@ -112,7 +112,7 @@ class _DynamicProducts:
             like=node,
             name=str(node.name),
         )
-        new.attributes.update({name: one for name, one in node.attributes.items() if name != "layout"})
+        new.attributes.update({name: attribute for name, attribute in node.attributes.items() if name != "layout"})
         self.writer.graph.insert_before(node, new)
         self.writer.replace(node, new.outputs)
 

@@ -43,7 +43,9 @@ def fidelity(cast: Cast) -> Chart:
     """Draw SQNR along the stages of each variant, with the threshold."""
     title = "Signal to quantisation noise against the reference (SQNR, dB) after each stage, at the worst shape"
     by_id = {record.id: worst for record in cast.records if (worst := _find_worst(record.fidelity))}
-    known = {name: each for name, each in by_id.items() if any(one.sqnr_db is not None for one in each.values())}
+    known = {
+        name: each for name, each in by_id.items() if any(fidelity.sqnr_db is not None for fidelity in each.values())
+    }
     if known:
         return Chart("fidelity", title, _draw_fidelity(cast, known), _summarize_fidelity(cast, known))
     why = "No output has an SQNR" if by_id else "No stage was held against the reference"
@@ -102,15 +104,15 @@ def _list_thresholds(cast: Cast, shown: Sequence[VariantRecord]) -> list[tuple[f
 def _draw_stages(cast: Cast, record: VariantRecord, each: _Stages, stages: Sequence[str]) -> list[Figure]:
     """Draw judged stages as a line, and those that change the model on purpose as markers beside it."""
     style, judged = cast.style(record), _select_judged(each)
-    changed = {stage: one for stage, one in each.items() if stage not in judged}
-    symbols = [style.symbol if one.passed else "x-open" for one in judged.values()]
-    sizes = [style.size if one.passed else 14 for one in judged.values()]
+    changed = {stage: fidelity for stage, fidelity in each.items() if stage not in judged}
+    symbols = [style.symbol if fidelity.passed else "x-open" for fidelity in judged.values()]
+    sizes = [style.size if fidelity.passed else 14 for fidelity in judged.values()]
     outline = {"line": {"color": style.colour, "width": 1.5}, "opacity": 1}
     line = {"marker": {**style.marker, "symbol": symbols, "size": sizes, **outline}}
     beside = {"marker": {**style.marker, "symbol": f"{style.symbol}-open"}, "mode": "markers", "showlegend": not judged}
     traces = []
     for part, how in ((judged, line), (changed, beside)):
-        hover = [hover_text(mark_name(record), _describe_stage(one)) for one in part.values()]
+        hover = [hover_text(mark_name(record), _describe_stage(fidelity)) for fidelity in part.values()]
         traces += [draw_line(style, *_make_line(part, stages), hover, **how)] if part else []
     return traces
 
@@ -126,18 +128,20 @@ def _break_name(stage: str) -> list[str]:
 
 
 def _make_line(each: _Stages, stages: Sequence[str]) -> tuple[list[float], list[float | None]]:
-    return [float(stages.index(stage)) for stage in each], [one.sqnr_db for one in each.values()]
+    return [float(stages.index(stage)) for stage in each], [fidelity.sqnr_db for fidelity in each.values()]
 
 
 def _select_judged(each: _Stages) -> dict[str, StageFidelity]:
     """Leave out the stages that change the model on purpose, whose result later stages are compared with."""
-    return {stage: one for stage, one in each.items() if not (one.passed and one.reason)}
+    return {stage: fidelity for stage, fidelity in each.items() if not (fidelity.passed and fidelity.reason)}
 
 
-def _describe_stage(one: StageFidelity) -> str:
-    sqnr = "no SQNR" if one.sqnr_db is None else f"SQNR {one.sqnr_db:.1f} dB"
-    verdict = "passed" if one.passed else "failed"
-    return f"{one.stage}: {sqnr} at {one.point} (batch {one.batch}), {verdict}" + (f": {one.reason}" * bool(one.reason))
+def _describe_stage(fidelity: StageFidelity) -> str:
+    sqnr = "no SQNR" if fidelity.sqnr_db is None else f"SQNR {fidelity.sqnr_db:.1f} dB"
+    verdict = "passed" if fidelity.passed else "failed"
+    return f"{fidelity.stage}: {sqnr} at {fidelity.point} (batch {fidelity.batch}), {verdict}" + (
+        f": {fidelity.reason}" * bool(fidelity.reason)
+    )
 
 
 def _summarize_fidelity(cast: Cast, by_id: _Worst) -> str:
@@ -146,14 +150,18 @@ def _summarize_fidelity(cast: Cast, by_id: _Worst) -> str:
     winner = [record for record in records if record.id == cast.run.winner]
     falls = []
     for record in winner or records:
-        known = [(one, one.sqnr_db) for one in _select_judged(by_id[record.id]).values() if one.sqnr_db is not None]
+        known = [
+            (fidelity, fidelity.sqnr_db)
+            for fidelity in _select_judged(by_id[record.id]).values()
+            if fidelity.sqnr_db is not None
+        ]
         pairs = itertools.pairwise(known)
         falls += [(before - after, record, two, before) for (_, before), (two, after) in pairs if after < before]
-    failed = [record for record in records if not all(one.passed for one in by_id[record.id].values())]
+    failed = [record for record in records if not all(fidelity.passed for fidelity in by_id[record.id].values())]
     ends = f"{len(failed)} of {len(records)} variants failed a stage" if failed else "every stage passed"
     if not falls:
-        judged = (one for each in by_id.values() for one in _select_judged(each).values())
-        least = min((one.sqnr_db for one in judged if one.sqnr_db is not None), default=None)
+        judged = (fidelity for each in by_id.values() for fidelity in _select_judged(each).values())
+        least = min((fidelity.sqnr_db for fidelity in judged if fidelity.sqnr_db is not None), default=None)
         bound = "" if least is None else f": SQNR is {least:.1f} dB or more"
         return f"No stage loses accuracy against the one before it{bound}; {ends}{cast.unnamed(by_id)}."
     fall, record, stage, before = max(falls, key=lambda fall: fall[0])
@@ -170,7 +178,10 @@ def sensitivity(cast: Cast) -> Chart:
     """Draw SQNR of each group's own result in the low precision; an open marker is a group that stayed in float."""
     title = "SQNR (dB) of each group's own result in low precision, its inputs exact; open markers stayed in float"
     tried = [
-        (one, group, group.sqnr_db) for one in cast.records for group in one.assignment if group.sqnr_db is not None
+        (record, group, group.sqnr_db)
+        for record in cast.records
+        for group in record.assignment
+        if group.sqnr_db is not None
     ]
     if not tried:
         why = "Nothing was quantised group by group in this run."
@@ -223,17 +234,17 @@ def _describe_group(group: Assignment) -> str:
 def recovery(cast: Cast) -> Chart:
     """Draw metric on held-back samples and loss by step, a line for each time that a model was trained back."""
     turns = [
-        (record, f"{record.prune}, turn {turn}" if len(record.recovery) > 1 else record.prune or record.id, one)
+        (record, f"{record.prune}, turn {turn}" if len(record.recovery) > 1 else record.prune or record.id, recovery)
         for record in list_pruned(cast.run)
-        for turn, one in enumerate(record.recovery, 1)
-        if one.curve
+        for turn, recovery in enumerate(record.recovery, 1)
+        if recovery.curve
     ]
-    metric = " and ".join(dict.fromkeys(one.metric for _, _, one in turns)) or "metric"
+    metric = " and ".join(dict.fromkeys(recovery.metric for _, _, recovery in turns)) or "metric"
     title = f"Training pruned models back: {metric} on held-back samples, and training loss, by step"
     if not turns:
         why = "Pruned models were not trained back: --recover distil does it."
         none = "No model was pruned in this run."
-        return Chart("recovery", title, empty=why if any(one.prune for one in cast.run.variants) else none)
+        return Chart("recovery", title, empty=why if any(variant.prune for variant in cast.run.variants) else none)
     _, name, last = turns[-1]
     summary = f"{name} went from {last.metric} {last.before:.4f} to {last.after:.4f} in {last.steps} steps"
     summary += f" ({last.reason}); the dense model has {last.teacher:.4f} on the same {last.held_back} samples"
@@ -243,22 +254,22 @@ def recovery(cast: Cast) -> Chart:
 
 def _draw_recovery(cast: Cast, turns: Sequence[tuple[VariantRecord, str, Recovery]], metric: str) -> Figure:
     traces: list[Figure] = []
-    for record, name, one in turns:
-        style, curve = cast.style(record), thin_curve(one.curve)
+    for record, name, recovery in turns:
+        style, curve = cast.style(record), thin_curve(recovery.curve)
         steps, hover = [point.step for point in curve], []
         for point in curve:
             loss = "" if point.loss is None else f", loss {point.loss:.4g}"
-            rate = f"learning rate {point.learning_rate:.2g}{', kept' if point.step == one.best_step else ''}"
-            hover.append(hover_text(name, f"step {point.step}: {one.metric} {point.metric:.4f}{loss}, {rate}"))
+            rate = f"learning rate {point.learning_rate:.2g}{', kept' if point.step == recovery.best_step else ''}"
+            hover.append(hover_text(name, f"step {point.step}: {recovery.metric} {point.metric:.4f}{loss}, {rate}"))
         common = {"name": label(name), "legendgroup": name, "marker": {**style.marker, "size": 5}}
         traces.append(draw_line(style, steps, [point.metric for point in curve], hover, **common))
         below = {"yaxis": "y2", "showlegend": False}
         traces.append(draw_line(style, steps, [point.loss for point in curve], hover, **common, **below))
-    metrics = [point.metric for _, _, one in turns for point in one.curve]
-    teachers = dict.fromkeys(one.teacher for _, _, one in turns)
+    metrics = [point.metric for _, _, recovery in turns for point in recovery.curve]
+    teachers = dict.fromkeys(recovery.teacher for _, _, recovery in turns)
     shapes = [limit("y", value, f"dense {value:.4f}", metrics) for value in teachers]
     upper = axis(f"{metric}, held back", log=False, zero=False) | {"domain": [0.55, 1]}
-    losses = [point.loss for _, _, one in turns for point in one.curve]
+    losses = [point.loss for _, _, recovery in turns for point in recovery.curve]
     lower = axis("training loss", losses, zero=False) | {"domain": [0, 0.45]}
     x_axis = axis("training step", log=False) | {"anchor": "y2"}
     both = layout(x_axis, upper, len(turns), shapes=shapes, yaxis2=lower)

@@ -89,7 +89,7 @@ def _draw_lines(
 ) -> Figure:
     """Draw a number by batch size with its interval for each named record; ``more`` is for the layout."""
     shown, rest = cast.named(rows), cast.rest(rows)
-    lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
+    lines = [([row.batch for row in rows[variant.id]], list(map(value, rows[variant.id]))) for variant in rest]
     traces = draw_others(lines, "lines+markers")
     for record in shown:
         style, mine = cast.style(record), rows[record.id]
@@ -135,7 +135,7 @@ def _summarize_throughput(cast: Cast, rows: _Rows) -> str:
     best, row = max(pairs, key=lambda pair: pair[1].throughput_per_s or 0.0)
     text = f"{short_name(best)} answers most, {rate(row.throughput_per_s)} samples/s at batch {row.batch}"
     baseline = cast.run.baseline
-    theirs = next((one for one in rows.get(baseline.id, ()) if one.batch == row.batch), None)
+    theirs = next((row_ for row_ in rows.get(baseline.id, ()) if row_.batch == row.batch), None)
     if theirs and best.id != baseline.id and theirs.throughput_per_s:
         text += f", where {short_name(baseline)} answers {rate(theirs.throughput_per_s)}"
     return f"{text}{cast.unnamed(rows)}."
@@ -163,7 +163,7 @@ def ecdf(cast: Cast, samples: Samples | None) -> list[Chart]:
 def _draw_distribution(cast: Cast, samples: Samples, size: int, sizes: int) -> Chart:
     name = f"ecdf-{size}"
     title = f"Distribution of latency (ms) at batch {size}: share of calls (%) that took at most so long"
-    seconds = {one.id: samples[key] for one in cast.records if (key := f"{one.id}/{size}/seconds") in samples}
+    seconds = {record.id: samples[key] for record in cast.records if (key := f"{record.id}/{size}/seconds") in samples}
     by_id = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
     if not by_id:
         return Chart(name, title, empty="The run has no latency samples: samples.npz is not in its folder.")
@@ -278,7 +278,7 @@ def _draw_callers(
 
 
 def _summarize_callers(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> str:
-    pairs = [(one, level) for one in cast.select(rows) for level in rows[one.id].concurrency]
+    pairs = [(record, level) for record in cast.select(rows) for level in rows[record.id].concurrency]
     best, level = max(pairs, key=lambda pair: pair[1].samples_per_s.median)
     most = f"{rate(level.samples_per_s.median)} samples/s with {count_words(level.callers, 'caller')}"
     text = f"{short_name(best)} answers most, {most}"

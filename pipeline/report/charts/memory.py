@@ -33,7 +33,9 @@ _PARTS = {"weights": "", "activations": "/", "not divided": "."}
 
 def memory(cast: Cast) -> Chart:
     """Draw weights and activations stacked, beside the peak that was seen."""
-    rows = {one.id: one.memory for one in cast.records if one.memory and one.memory.peak_bytes is not None}
+    rows = {
+        record.id: record.memory for record in cast.records if record.memory and record.memory.peak_bytes is not None
+    }
     where = " and ".join(dict.fromkeys(row.device for row in rows.values())) or "the device"
     title = f"Peak memory (MiB) on {where}, by part"
     if not rows:
@@ -141,8 +143,8 @@ def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
     rest = [point for point in points if point.record.id not in named]
     traces = [_draw_front(points)]
     if rest:
-        hover = [hover_text(mark_name(one.record), _describe_numbers(one)) for one in rest]
-        x, y = [one.p50_ms for one in rest], [one.peak_mib for one in rest]
+        hover = [hover_text(mark_name(point.record), _describe_numbers(point)) for point in rest]
+        x, y = [point.p50_ms for point in rest], [point.peak_mib for point in rest]
         marker = {"color": REST, "size": 6, "opacity": 0.6}
         traces.append(draw_markers(f"{len(rest)} more", x, y, hover, marker=marker))
     scale = max(point.drop or 0.0 for point in points)
@@ -151,7 +153,7 @@ def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
         traces.append(_draw_point(cast, point, scale))
     budgets = cast.run.recipe.budgets
     memory = None if budgets.max_memory_bytes is None else budgets.max_memory_bytes / MEBIBYTE
-    latencies, peaks = [one.p50_ms for one in points], [one.peak_mib for one in points]
+    latencies, peaks = [point.p50_ms for point in points], [point.peak_mib for point in points]
     shapes = []
     if budgets.max_latency_ms is not None:
         shapes.append(limit("x", budgets.max_latency_ms, f"budget {ms(budgets.max_latency_ms)} ms", latencies))
@@ -165,15 +167,15 @@ def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
 def _draw_front(points: Sequence[_Point]) -> Figure:
     """Draw steps along the records of the front that none beats in these two numbers; others are on it for a drop."""
     line: list[_Point] = []
-    for point in sorted((one for one in points if one.front), key=lambda one: (one.p50_ms, one.peak_mib)):
+    for point in sorted((point for point in points if point.front), key=lambda point: (point.p50_ms, point.peak_mib)):
         if not line or point.peak_mib < line[-1].peak_mib:
             line.append(point)
     return {
         "type": "scatter",
         "mode": "lines",
         "name": "front",
-        "x": [one.p50_ms for one in line],
-        "y": [one.peak_mib for one in line],
+        "x": [point.p50_ms for point in line],
+        "y": [point.peak_mib for point in line],
         "line": {"color": NEUTRAL, "width": 1.5, "shape": "hv"},
         "hoverinfo": "skip",
         "showlegend": len(line) > 1,
@@ -207,15 +209,15 @@ def _describe_numbers(point: _Point) -> str:
 
 
 def _summarize_pareto(cast: Cast, points: Sequence[_Point]) -> str:
-    best, baseline = min(points, key=lambda one: one.p50_ms), cast.run.baseline
-    base = next((one for one in points if one.record.id == baseline.id), None)
+    best, baseline = min(points, key=lambda point: point.p50_ms), cast.run.baseline
+    base = next((point for point in points if point.record.id == baseline.id), None)
     text = f"{short_name(best.record)} has the lowest latency ({ms(best.p50_ms)} ms)"
     if base is not None and best is not base and base.peak_mib:
         text += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {short_name(baseline)}'s peak memory"
     else:
         text += f" at {format_bytes(best.record.peak_bytes)} of peak memory"
-    front = sum(one.front for one in points)
+    front = sum(point.front for point in points)
     text += f"; {front} of {count_words(len(points), 'variant')} {'is' if front == 1 else 'are'} on the front"
     if without := len(cast.records) - len(points):
         text += f"; {without} without both numbers {'is' if without == 1 else 'are'} left out"
-    return f"{text}{cast.unnamed({one.record.id for one in points})}."
+    return f"{text}{cast.unnamed({point.record.id for point in points})}."

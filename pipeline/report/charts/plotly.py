@@ -85,9 +85,9 @@ def hover_text(*lines: str) -> str:
     return "<br>".join(escape(line[start : start + _TEXT_LINE]) for line, start in starts)
 
 
-def count_words(number: int, one: str) -> str:
+def count_words(number: int, singular: str) -> str:
     """Format a count with its noun: ``1 variant``, ``3 variants``."""
-    return f"{number} {one}{'' if number == 1 else 's'}"
+    return f"{number} {singular}{'' if number == 1 else 's'}"
 
 
 # Who is drawn how: the same colour, marker and dash for the same variant in every chart of a run.
@@ -270,13 +270,15 @@ def intervals(
     style: Style, at: Sequence[float], values: Sequence[Interval | None], direction: str = "y"
 ) -> list[Figure]:
     """Draw error bars by themselves, as a median of undisturbed calls may lie elsewhere than the one of all calls."""
-    known = [(place, one) for place, one in zip(at, values, strict=True) if one is not None and not one.too_noisy]
+    known = [
+        (place, ratio) for place, ratio in zip(at, values, strict=True) if ratio is not None and not ratio.too_noisy
+    ]
     trace = {
         "type": "scatter",
         "mode": "markers",
         "x" if direction == "y" else "y": [place for place, _ in known],
-        direction: [one.median for _, one in known],
-        f"error_{direction}": bars([one for _, one in known], style.colour),
+        direction: [ratio.median for _, ratio in known],
+        f"error_{direction}": bars([ratio for _, ratio in known], style.colour),
         "marker": {"color": style.colour, "size": 1},
         "hoverinfo": "skip",
         "showlegend": False,
@@ -289,8 +291,8 @@ def bars(values: Sequence[Interval], colour: str) -> Figure:
     return {
         "type": "data",
         "symmetric": False,
-        "array": [0.0 if one.too_noisy else one.high - one.median for one in values],
-        "arrayminus": [0.0 if one.too_noisy else one.median - one.low for one in values],
+        "array": [0.0 if ratio.too_noisy else ratio.high - ratio.median for ratio in values],
+        "arrayminus": [0.0 if ratio.too_noisy else ratio.median - ratio.low for ratio in values],
         "color": colour,
         "thickness": 1.5,
         "width": 4,
@@ -321,7 +323,7 @@ def limit(direction: str, value: float, text: str, values: Sequence[float], line
     """
     other = "y" if direction == "x" else "x"
     label: Figure = {"text": escape(text), "textposition": "end", "font": {"size": 11}}
-    left = sum(one < value for one in values) > len(values) / 2
+    left = sum(number < value for number in values) > len(values) / 2
     if direction == "y":
         label["yanchor"] = "top" if left else "bottom"
     else:

@@ -26,13 +26,13 @@ _MOST_MODULES = 20
 
 def profile(cast: Cast) -> Chart:
     """Draw the time of each module in each variant: the largest ones, and the rest together."""
-    profiles = ((record.id, one) for record in cast.records for one in reversed(record.profile))
-    by_id = {name: one for name, one in profiles if one.total_ms is not None and one.rows}
+    profiles = ((record.id, profile) for record in cast.records for profile in reversed(record.profile))
+    by_id = {name: profile for name, profile in profiles if profile.total_ms is not None and profile.rows}
     title = "Time of an inference (ms) by module"
     if not by_id:
         why = f"Nothing was profiled: {why_none(cast.run, 'profile', 'not asked for')}."
         return Chart("profile", title, empty=why)
-    title += f", at batch {', '.join(map(str, sorted({one.batch for one in by_id.values()})))}"
+    title += f", at batch {', '.join(map(str, sorted({profile.batch for profile in by_id.values()})))}"
     shown = [by_id[record.id] for record in cast.named(by_id)]
     modules = _choose_modules(shown)
     return Chart("profile", title, _draw_modules(cast, modules), _summarize_modules(cast, shown, modules, by_id))
@@ -47,7 +47,9 @@ def _choose_modules(profiles: Sequence[Profile]) -> list[JoinedRow]:
     kept, left = ordered[:_MOST_MODULES], ordered[_MOST_MODULES:]
     if not left:
         return kept
-    sums: dict[str, float | None] = {one.variant: sum(row.ms[one.variant] or 0.0 for row in left) for one in profiles}
+    sums: dict[str, float | None] = {
+        profile.variant: sum(row.ms[profile.variant] or 0.0 for row in left) for profile in profiles
+    }
     return [*kept, JoinedRow(module=f"({len(left)} more)", modules=(), ms=sums)]
 
 
@@ -70,7 +72,7 @@ def _draw_modules(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
 def _summarize_modules(
     cast: Cast, shown: Sequence[Profile], modules: Sequence[JoinedRow], by_id: Mapping[str, Profile]
 ) -> str:
-    mine = next((one for one in shown if one.variant == cast.run.winner), shown[0])
+    mine = next((profile for profile in shown if profile.variant == cast.run.winner), shown[0])
     total = mine.total_ms or 0.0
     largest = max((row for row in modules if row.modules), key=lambda row: row.ms[mine.variant] or 0.0, default=None)
     text = f"{short_name(cast.select((mine.variant,))[0])}'s operators take {ms(total)} ms in all"
@@ -98,7 +100,9 @@ def limits(cast: Cast) -> Chart:
         why = why_none(cast.run, "limits", "no floor is known at this batch size")
         return Chart("limits", title, empty=f"Nothing was held against the device's limits: {why}.")
     shown = cast.named(rows)
-    traces = [trace for place, one in enumerate(shown) for trace in _draw_distance(cast, one, rows[one.id], place)]
+    traces = [
+        trace for place, profile in enumerate(shown) for trace in _draw_distance(cast, profile, rows[profile.id], place)
+    ]
     bounds = {rows[record.id].bound_by for record in shown}
     for bound, symbol in _BOUNDS.items():  # the legend's entries are in a colour that is no variant's
         if bound in bounds:

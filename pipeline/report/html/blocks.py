@@ -147,7 +147,9 @@ def long_tables(sections: Iterable[Section]) -> dict[str, Any]:
     """Collect the cells of long tables: ``texts``, and by table's name its ``rows`` of places in it."""
     places: dict[str, int] = {}
     long = (table for section in sections for table in tables_in(section.blocks) if table.long)
-    rows = {one.name: [[places.setdefault(cell, len(places)) for cell in row] for row in one.rows] for one in long}
+    rows = {
+        table.name: [[places.setdefault(cell, len(places)) for cell in row] for row in table.rows] for table in long
+    }
     return {"texts": list(places), "rows": rows}
 
 

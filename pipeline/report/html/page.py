@@ -149,11 +149,11 @@ def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
 
 def _list_budgets(run: Run) -> Iterator[Fact]:
     """List each budget with its number and its limit, and those that were not judged."""
-    for one in run.verdicts:
-        why = f" ({one.reason})" if one.reason else ""
-        actual = f"{verdicts.format_value(one.budget, one.actual)}{why}, {verdicts.format_limit(one)}"
-        word = "met" if one.passed else "broken"
-        yield Fact(verdicts.format_title(one.budget), f"{word}: {actual}", "", "good" if one.passed else "bad")
+    for verdict in run.verdicts:
+        why = f" ({verdict.reason})" if verdict.reason else ""
+        actual = f"{verdicts.format_value(verdict.budget, verdict.actual)}{why}, {verdicts.format_limit(verdict)}"
+        word = "met" if verdict.passed else "broken"
+        yield Fact(verdicts.format_title(verdict.budget), f"{word}: {actual}", "", "good" if verdict.passed else "bad")
     for name in verdicts.list_unjudged(run):
         yield Fact(verdicts.format_title(name), "not judged", "", "caution")
 
@@ -185,7 +185,9 @@ def choose_variant(run: Run) -> VariantRecord:
     records = {record.id: record for record in run.records}
     if run.winner in records:
         return records[run.winner]
-    timed = [(row.p50_ms, one.id) for one in run.variants if (row := one.row(run.deciding_batch)) and row.p50_ms]
+    timed = [
+        (row.p50_ms, variant.id) for variant in run.variants if (row := variant.row(run.deciding_batch)) and row.p50_ms
+    ]
     return records[min(timed)[1]] if timed else run.baseline
 
 
@@ -199,7 +201,7 @@ def _p99(run: Run) -> str:
     else:
         said = f"p99 of {record.id} at batch {batch} is {ms(row.p99_ms)} ms"
     asked = run.recipe.budgets
-    if judged := next((one for one in run.verdicts if one.budget == "max_p99_ms"), None):
+    if judged := next((verdict for verdict in run.verdicts if verdict.budget == "max_p99_ms"), None):
         return f"{'Yes' if judged.passed else 'No'}: {verdicts.format_verdict(judged)}."
     if asked.max_latency_ms is None:
         return f"No budget was set on latency; {said}."
@@ -226,7 +228,9 @@ def _range(counts: Iterator[int | None]) -> str:
 
 def _quiet(run: Run) -> str:
     warnings = [text for text in map(str, run.environment.get("warnings", ())) if not text.startswith(NOT_KNOWN)]
-    shares = [row.disturbed_share for one in run.records for row in one.latency if row.disturbed_share is not None]
+    shares = [
+        row.disturbed_share for record in run.records for row in record.latency if row.disturbed_share is not None
+    ]
     said = f"at most {max(shares):.1%} of a variant's calls were disturbed by others" if shares else ""
     if warnings:
         more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
@@ -261,7 +265,7 @@ def _kept(run: Run) -> str:
     answers = []
     for record in (record for record in run.variants if record.assignment):
         low, total = narrowest_type(record.precision), len(record.assignment)
-        kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
+        kept = [group for group in record.assignment if narrowest_type(group.precision) != low]
         reasons = f"{len(kept)} of {total}: {'; '.join(_group_by_reason(kept))}" if kept else f"none of {total}"
         answers.append(f"{mark_name(record)}: {reasons}.")
     if not answers:
@@ -272,8 +276,8 @@ def _kept(run: Run) -> str:
 
 def _group_by_reason(kept: Sequence[Assignment]) -> Iterator[str]:
     together: dict[str, list[str]] = {}
-    for one in kept:
-        together.setdefault(one.why, []).append(one.module or one.group)
+    for group in kept:
+        together.setdefault(group.why, []).append(group.module or group.group)
     for why, names in list(together.items())[:_NAMED]:
         yield name_some(names, _NAMED) + (f" ({why})" if why else "")
     if len(together) > _NAMED:
@@ -297,7 +301,7 @@ def _data(run: Run) -> str:
     if any(record.assignment or record.synthetic_calibration for record in run.variants):
         made_up = any(record.synthetic_calibration for record in run.variants)
         parts.append(f"ranges from {'made-up data' if made_up else describe_calibration(run)}")
-    quality = next((one.quality for one in (choose_variant(run), *run.variants) if one.quality), None)
+    quality = next((record.quality for record in (choose_variant(run), *run.variants) if record.quality), None)
     if quality:
         parts.append(f"{quality.metric} on {quality.samples} samples of {run.recipe.data or run.model.data}")
     parts.append(f"outputs and latency on {run.model.data or 'unknown'} data")
@@ -306,7 +310,7 @@ def _data(run: Run) -> str:
 
 def _limit(run: Run) -> str:
     record = choose_variant(run)
-    row = next((one for one in record.limits if one.batch == run.deciding_batch), next(iter(record.limits), None))
+    row = next((limit for limit in record.limits if limit.batch == run.deciding_batch), next(iter(record.limits), None))
     if row is None:
         return f"Not known: {_why(record, 'limits')}."
     if row.measured_over_floor is None:

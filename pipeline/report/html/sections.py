@@ -44,7 +44,7 @@ _CALIBRATION = "calibrate"
 
 def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the distance to the baseline's outputs, and the metric."""
-    why = next((one.reasons["quality"] for one in run.records if one.reasons.get("quality")), "")
+    why = next((record.reasons["quality"] for record in run.records if record.reasons.get("quality")), "")
     return (
         *show_rows(run_tables.tabulate_losses(run)),
         *(show_rows(run_tables.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
@@ -65,9 +65,13 @@ def render_sensitivity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what is computed in which precision, and why."""
-    paid = ({"variant": mark_name(one), "evidence": mark(run, text)} for one in run.variants for text in one.remarks)
+    paid = (
+        {"variant": mark_name(variant), "evidence": mark(run, text)}
+        for variant in run.variants
+        for text in variant.remarks
+    )
     none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
-    assigned = any(one.assignment for one in run.variants)
+    assigned = any(variant.assignment for variant in run.variants)
     return (
         *list_points(f"{note}." for note in sentences.list_footnotes(run)),
         *([Words(f"Ranges come from {describe_calibration(run)}."), *_assignments(run)] if assigned else [none]),
@@ -87,12 +91,15 @@ def _assignments(run: Run) -> Iterator[Folded]:
     together: dict[tuple[object, ...], list[VariantRecord]] = {}
     for record in run.variants:
         if record.assignment:
-            alike = tuple((one.group, one.precision, one.why, one.sqnr_db) for one in record.assignment)
+            alike = tuple((group.group, group.precision, group.why, group.sqnr_db) for group in record.assignment)
             together.setdefault((record.precision, alike), []).append(record)
     groups = list(together.values())
     mixed = [
-        len({narrowest_type(one.precision) == narrowest_type(found[0].precision) for one in found[0].assignment}) > 1
-        for found in groups
+        len(
+            {narrowest_type(group.precision) == narrowest_type(members[0].precision) for group in members[0].assignment}
+        )
+        > 1
+        for members in groups
     ]
     opened = mixed.index(True) if any(mixed) else 0
     for index, records in enumerate(groups):
@@ -170,7 +177,7 @@ def _about(run: Run) -> Iterator[Fact]:
 
 def render_environment(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the machine, its warnings and its software."""
-    warnings = tuple(f"{one}." for one in run.environment.get("warnings", ()))
+    warnings = tuple(f"{warning}." for warning in run.environment.get("warnings", ()))
     machine = provenance.tabulate_machine(run.environment)
     known = [Fact(name, text) for name, text in machine.rows if name in _TELLING or name.startswith("GPU")]
     versions = provenance.list_versions(run.environment).items()
@@ -257,7 +264,9 @@ def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
-    sizes = ", ".join(str(batch) for batch in sorted({one.batch for record in run.records for one in record.profile}))
+    sizes = ", ".join(
+        str(batch) for batch in sorted({profile.batch for record in run.records for profile in record.profile})
+    )
     said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
     side_by_side = run_tables.tabulate_profile(run)
     notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))

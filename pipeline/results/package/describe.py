@@ -71,12 +71,12 @@ def choose(folder: Path, variant: str | None) -> Chosen:
     """
     run = runs.read(folder)
     folder = folder if folder.is_dir() else folder.parent
-    record = next((one for one in run.records if one.id == run.winner), None)
+    record = next((record for record in run.records if record.id == run.winner), None)
     if variant:
         record = runs.find_record(run, variant)
     if record is None:
         why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
-        built = ", ".join(one.id for one in run.variants if one.artifact) or "none"
+        built = ", ".join(variant.id for variant in run.variants if variant.artifact) or "none"
         raise UsageError(f"the run has no winner: {why}", f"name one with --variant; built are: {built}")
     _check_packagable(folder, run, record)
     chosen = Chosen(folder, run, record, tuple(_cautions(run, record)))
@@ -99,7 +99,7 @@ def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
 
 def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
     if engine_class(record.engine).consumes == "torch":
-        graphs = [one.id for one in run.variants if one.graph and one.status != "failed"]
+        graphs = [variant.id for variant in run.variants if variant.graph and variant.status != "failed"]
         remedy = f"--variant {graphs[0]}, " if graphs else f"optimize with --engine {DEFAULT_ENGINES[0]}, "
         raise UsageError(
             f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
@@ -191,7 +191,9 @@ def _describe_engine(chosen: Chosen, engine: Engine, file: str) -> EngineRecord:
 
 
 def _summary(record: VariantRecord) -> Summary:
-    sqnr = [one.sqnr_db for one in record.fidelity if one.stage == "engine" and one.sqnr_db is not None]
+    sqnr = [
+        fidelity.sqnr_db for fidelity in record.fidelity if fidelity.stage == "engine" and fidelity.sqnr_db is not None
+    ]
     reasons = {name: record.reasons[name] for name in ("latency", "memory", "quality") if name in record.reasons}
     return Summary(
         latency=tuple(
@@ -236,7 +238,7 @@ def _origin(chosen: Chosen) -> Origin:
         model_sha256=run.model.sha256,
         data=run.model.data,
         processor=here.get("processor"),
-        gpus=tuple(str(one.get("name", "unknown")) for one in here.get("gpus") or ()),
+        gpus=tuple(str(gpu.get("name", "unknown")) for gpu in here.get("gpus") or ()),
         packages=here.get("packages") or {},
         recipe=run.recipe.model_dump(mode="json"),
         history=chosen.record.history,

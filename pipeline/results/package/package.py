@@ -86,8 +86,8 @@ def _choose_file(chosen: Chosen) -> str:
     engine = chosen.record.engine
     if backend := engine_class(engine).triton():
         return backend.file
-    usable = (one for one in chosen.run.variants if one.graph and one.status != "failed")
-    graphs = [one.id for one in usable if engine_class(one.engine).loads_graph]
+    usable = (variant for variant in chosen.run.variants if variant.graph and variant.status != "failed")
+    graphs = [variant.id for variant in usable if engine_class(variant.engine).loads_graph]
     able = " or ".join(name for name in ENGINES if engine_class(name).triton())
     remedy = f"--variant {graphs[0]}" if graphs else f"optimize with --engine {able} as well"
     raise UsageError(
