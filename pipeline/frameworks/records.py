@@ -22,7 +22,10 @@ class Coverage(_Row):
     operators: dict[str, dict[str, float]]
     """Share by precision, and by operator within each precision."""
     weights: dict[str, float]
-    """Share of parameters by the precision they are stored in: matrices and filters, no scales, biases or norms."""
+    """Share of parameters by the precision they are stored in: matrices and filters, no scales, biases or norms.
+
+    Weights of 8 bits that an engine unpacks for a product in floating point count as floats.
+    """
     products: dict[str, int]
     """Number of products by precision, those of unknown size too."""
     unknown_products: int = 0

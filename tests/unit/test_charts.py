@@ -393,11 +393,18 @@ def test_long_names_lose_their_middle_in_legends_and_nothing_in_hover_texts() ->
     assert name in line["hovertext"][0].replace("<br>", "")
 
 
+def test_a_tiny_drop_has_a_small_marker() -> None:
+    found = by_id(run(record("tiny", 1, 24, 2e-6), record("large", 0.5, 30, 0.02)))["pareto"]
+    alone = by_id(run(record("tiny", 1, 24, 2e-6)))["pareto"]
+    assert named(found, "large")["marker"]["size"] == pytest.approx(28)
+    assert named(alone, "tiny")["marker"]["size"] < 9.1
+
+
 def test_summaries_say_what_is_seen() -> None:
     found = by_id(full())
     assert found["pareto"].summary == (
         "onnxruntime-int8-prune-macs50 has the lowest latency (0.125 ms) at 47 % of eager's peak memory; "
-        "3 of 4 variants are on the front."
+        "2 of 4 variants are on the front, and 1 more for a smaller drop."
     )
     assert found["fidelity"].summary == (
         "onnxruntime-int8 loses most at precision-int8-onnxruntime, from 135.5 dB to 34.2 dB; every stage passed."

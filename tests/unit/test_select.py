@@ -102,6 +102,13 @@ def test_the_front_holds_what_nobody_beats() -> None:
     assert select_winner([EAGER, FAST, SMALL, slow], Budgets(), "latency", 1).pareto == ("fast", "small")
 
 
+@pytest.mark.parametrize(("drop", "front"), [(2e-6, ("fast",)), (0.002, ("eager", "fast"))])
+def test_a_drop_that_nobody_sees_keeps_no_variant_on_the_front(drop: float, front: tuple[str, ...]) -> None:
+    lost, none = (Quality(metric="top1", value=0.9, baseline=0.9, drop=each, samples=9) for each in (drop, 0.0))
+    records = [record("eager", 2.0, 400, quality=none), FAST.model_copy(update={"quality": lost})]
+    assert select_winner(records, Budgets(), "latency", 1).pareto == front
+
+
 ALLOWED = Budgets(max_drop=0.01)
 DENSE = "onnxruntime-fp32"
 

@@ -303,7 +303,7 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
         total_macs=total,
         macs=shares,
         operators={precision: _shares(operators[precision], total) for precision in shares},
-        weights=_weight_shares(structure),
+        weights=_weight_shares(structure, _find_unpacked(structure, runs_in) if executed else {}),
         products=dict(Counter(runs_in.values()).most_common()),
         unknown_products=sum(macs is None for macs in counted.values()),
         qdq_pairs=sum(
@@ -341,7 +341,21 @@ def _precision(node: "onnx.NodeProto", structure: _Structure, executed: bool) ->
     return _PRECISIONS.get(structure.seen.value(node.input[0]).dtype, _UNKNOWN)
 
 
-def _weight_shares(structure: _Structure) -> dict[str, float]:
+def _find_unpacked(structure: _Structure, runs_in: Mapping[str, str]) -> dict[str, str]:
+    """Find the weights of 8 bits that an engine unpacks at each call, by name → precision that the product reads.
+
+    ONNX Runtime stores the float weights of a ConvTranspose between Q/DQ pairs as int8, and computes in float32.
+    """
+    found = {}
+    for name, precision in runs_in.items():
+        for value in structure.seen.nodes[name].input[1:2]:
+            maker = structure.maker(structure.source(value))
+            if maker is not None and maker.op_type == "DequantizeLinear":
+                found[maker.input[0]] = precision
+    return {name: read for name, read in found.items() if structure.stored_precision(name) in _EIGHT_BITS}
+
+
+def _weight_shares(structure: _Structure, unpacked: Mapping[str, str]) -> dict[str, float]:
     """Compute shares of parameters; scales and zero points of several dimensions are none."""
     seen = structure.seen
     nodes = list(seen.nodes.values())
@@ -354,5 +368,5 @@ def _weight_shares(structure: _Structure) -> dict[str, float]:
             given = packed[name]
             sizes[f"int{given.get('bits', 4)}"] += given["K"] * given["N"]
         elif value.shape is not None and len(value.shape) > 1 and value.dtype in _PRECISIONS:
-            sizes[_PRECISIONS[value.dtype]] += prod(value.shape)
+            sizes[unpacked.get(name, _PRECISIONS[value.dtype])] += prod(value.shape)
     return _shares(sizes, sizes.total())

@@ -101,6 +101,8 @@ def _summarize_memory(cast: Cast, rows: Mapping[str, MemoryRow]) -> str:
 
 _SMALLEST, _LARGEST = 9.0, 28.0
 """Diameters in pixels of no drop, and of the largest one."""
+_LEAST_SCALE = 0.01
+"""Share of the baseline's metric that the largest diameter stands for at least, so that a tiny drop looks tiny."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
         x, y = [point.p50_ms for point in rest], [point.peak_mib for point in rest]
         marker = {"color": REST, "size": 6, "opacity": 0.6}
         traces.append(draw_markers(f"{len(rest)} more", x, y, hover, marker=marker))
-    scale = max(point.drop or 0.0 for point in points)
+    metrics = (abs(point.record.quality.baseline) for point in points if point.record.quality)
+    scale = max(*(point.drop or 0.0 for point in points), _LEAST_SCALE * max(metrics, default=0.0))
     for point in shown:
         traces += intervals(cast.style(point.record), [point.peak_mib], [point.row.median_ms], "x")
         traces.append(_draw_point(cast, point, scale))
@@ -165,11 +168,8 @@ def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
 
 
 def _draw_front(points: Sequence[_Point]) -> Figure:
-    """Draw steps along the records of the front that none beats in these two numbers; others are on it for a drop."""
-    line: list[_Point] = []
-    for point in sorted((point for point in points if point.front), key=lambda point: (point.p50_ms, point.peak_mib)):
-        if not line or point.peak_mib < line[-1].peak_mib:
-            line.append(point)
+    """Draw steps along the points of the front."""
+    line = _find_line(points)
     return {
         "type": "scatter",
         "mode": "lines",
@@ -180,6 +180,15 @@ def _draw_front(points: Sequence[_Point]) -> Figure:
         "hoverinfo": "skip",
         "showlegend": len(line) > 1,
     }
+
+
+def _find_line(points: Sequence[_Point]) -> list[_Point]:
+    """Find the records of the front that none beats in the two numbers that are drawn; others are on it for a drop."""
+    line: list[_Point] = []
+    for point in sorted((point for point in points if point.front), key=lambda point: (point.p50_ms, point.peak_mib)):
+        if not line or point.peak_mib < line[-1].peak_mib:
+            line.append(point)
+    return line
 
 
 def _draw_point(cast: Cast, point: _Point, scale: float) -> Figure:
@@ -216,8 +225,10 @@ def _summarize_pareto(cast: Cast, points: Sequence[_Point]) -> str:
         text += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {short_name(baseline)}'s peak memory"
     else:
         text += f" at {format_bytes(best.record.peak_bytes)} of peak memory"
-    front = sum(point.front for point in points)
+    front = len(_find_line(points))
     text += f"; {front} of {count_words(len(points), 'variant')} {'is' if front == 1 else 'are'} on the front"
+    if smaller := sum(point.front for point in points) - front:
+        text += f", and {smaller} more for a smaller drop"
     if without := len(cast.records) - len(points):
         text += f"; {without} without both numbers {'is' if without == 1 else 'are'} left out"
     return f"{text}{cast.unnamed({point.record.id for point in points})}."
