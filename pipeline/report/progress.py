@@ -5,12 +5,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, ShownStep
 from enginesmith.pipeline.units import format_seconds
 
 _HEARTBEAT_SECONDS = 30.0
+_LONG_SECONDS = 10.0
+"""Time from which a heartbeat names a step that is running."""
 _ENDED_SHOWN = 100
 """Steps that have ended, in a tree: those of a fleet would fill any screen."""
 
@@ -38,7 +40,7 @@ class _Board:
     """Durations of this run's steps, by task."""
 
     def take(self, event: Event) -> _Line | None:
-        """Update the step's line; None where there is none: for a plan, or a trial after the end of its search."""
+        """Update the step's line; None where there is none: for a plan, or a trial not begun when its search ended."""
         if event.kind == "planned":
             self.planned += event.step.id not in self.left
             self.left[event.step.id] = event.step
@@ -51,8 +53,8 @@ class _Board:
         made = event.outcome.artifact if event.outcome else None
         known = [line.outcome.artifact for line in self.lines.values() if line.outcome and line.outcome.artifact]
         if event.step.task.title == "search" and made and made.sha256 in {artifact.sha256 for artifact in known}:
-            self.lines.pop(event.step.id, None)
-            return None
+            begun = self.lines.pop(event.step.id, None)
+            return begun and replace(begun, outcome=event.outcome)
         line = self.lines.setdefault(event.step.id, _Line(event.step))
         if event.kind == "started":
             line.started = time.monotonic()
@@ -61,6 +63,15 @@ class _Board:
         else:
             line.ended, line.outcome = time.monotonic(), event.outcome
         return line
+
+    def describe_running(self) -> Iterator[str]:
+        """Describe the steps that have been running for long, and the progress of the whole."""
+        for line in self.lines.values():
+            running = line.started is not None and line.ended is None
+            if running and time.monotonic() - (line.started or 0.0) >= _LONG_SECONDS:
+                yield f"{line.step.id}: running for {_elapsed(line)}{line.text and ': ' + line.text}"
+        if self.left:
+            yield self.overall()
 
     def overall(self) -> str:
         """Describe the progress of the whole: ``18 of 27 steps, about 40 s left``, without the time if unknown."""
@@ -105,13 +116,22 @@ def _say_notes(event: Event) -> None:
 
 @contextlib.contextmanager
 def _plain_lines() -> Iterator[Listener]:
-    board, lock, over = _Board(), threading.Lock(), threading.Event()
+    board, lock, over, skipped = _Board(), threading.Lock(), threading.Event(), list[str]()
+
+    def say_skipped() -> None:
+        if skipped:
+            _say(f"skipped: {_count_skipped(len(skipped))}")
+        skipped.clear()
 
     def listener(event: Event) -> None:
         with lock:
             line = board.take(event)
             if line is None:
                 return
+            if line.outcome and line.outcome.status == "skipped":
+                skipped.append(line.step.id)
+                return
+            say_skipped()
             _say_notes(event)
             if event.kind == "started":
                 _say(f"{event.step.id}: started")
@@ -121,17 +141,15 @@ def _plain_lines() -> Iterator[Listener]:
     def beat() -> None:
         while not over.wait(_HEARTBEAT_SECONDS):
             with lock:
-                for line in board.lines.values():
-                    if line.started is not None and line.ended is None:
-                        _say(f"{line.step.id}: still at work after {_elapsed(line)} {line.text}".rstrip())
-                if board.left:
-                    _say(board.overall())
+                for text in board.describe_running():
+                    _say(text)
 
     threading.Thread(target=beat, daemon=True).start()
     try:
         yield listener
     finally:
         over.set()
+        say_skipped()
 
 
 @contextlib.contextmanager
@@ -147,12 +165,17 @@ def _tree() -> Iterator[Listener]:
         with lock:
             root = Tree(f"[bold]enginesmith[/]  {board.overall()}" if board.planned else "[bold]enginesmith")
             groups: dict[str, Tree] = {}
-            ended = [line for line in board.lines.values() if line.outcome is not None]
-            hidden = {line.step.id for line in ended[:-_ENDED_SHOWN]}
+            skipped = {
+                line.step.id for line in board.lines.values() if line.outcome and line.outcome.status == "skipped"
+            }
+            ended = [one.step.id for one in board.lines.values() if one.outcome and one.step.id not in skipped]
+            hidden = set(ended[:-_ENDED_SHOWN])
             if hidden:
                 root.add(f"[dim]{len(hidden)} that have ended are not shown")
+            if skipped:
+                root.add(f"[dim]skipped: {_count_skipped(len(skipped))}")
             for line in board.lines.values():
-                if line.step.id in hidden:
+                if line.step.id in hidden | skipped:
                     continue
                 parent, variant = root, line.step.variant
                 if variant:
@@ -171,6 +194,10 @@ def _tree() -> Iterator[Listener]:
         yield listener
 
 
+def _count_skipped(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}, as {'they need' if count > 1 else 'it needs'} one that did not succeed"
+
+
 def _markup(line: _Line) -> str:
     from rich.markup import escape
 
@@ -183,8 +210,6 @@ def _markup(line: _Line) -> str:
 def _ending(line: _Line) -> str:
     outcome = line.outcome
     assert outcome is not None
-    if outcome.status == "skipped":
-        return "skipped"
     if outcome.status == "unavailable":
         return f"not on this machine: {outcome.reason}"
     if outcome.artifact is None:

@@ -99,10 +99,12 @@ _NODE_FOLDER = Path("/sys/devices/system/node")
 _CPUINFO, _STAT, _PROCESSES = Path("/proc/cpuinfo"), Path("/proc/stat"), Path("/proc")
 _TICKS_TOLD, _STOLEN = 8, 7
 """Columns of /proc/stat (proc(5)): those before the time of guests, which the user's holds already; the stolen one."""
-_GROUP, _TIMES, _STARTED = 2, slice(11, 15), 19
-"""Columns of /proc/PID/stat after the name: group; ticks by the process and by children that have ended; start."""
+_PARENT, _GROUP, _TIMES, _STARTED = 1, 2, slice(11, 15), 19
+"""Columns of /proc/PID/stat after the name; times are ticks of the process and of children that have ended."""
 _LOAD_SECONDS = 60.0
 """Time constant of the load average."""
+_READINGS, _READING_SECONDS = 5, 0.02
+"""Readings of the threads that run now, and the time between two of them."""
 
 
 def _read_first_core(name: str) -> str | None:
@@ -115,22 +117,46 @@ def model() -> str:
     return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
 
 
-def own_load() -> float:
-    """Estimate the part of the load average that is of this program: of all processes in its group.
-
-    Each counts with its processor time a second, children that have ended included, as far as the average of a minute
-    has come to show it since the process started. Linux's proc(5) has the columns.
-    """
-    now, ticks, group = clock.clock_gettime(clock.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK"), str(os.getpgid(0))
-    load = 0.0
+def _own_processes() -> dict[str, list[str]]:
+    """Read the columns of /proc/PID/stat, by PID, of this program: the processes of its group and their descendants."""
+    rows = {}
     for entry in _PROCESSES.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            columns = entry.read_text().rpartition(")")[2].split()
-            if columns[_GROUP] == group:
-                age = max(now - int(columns[_STARTED]) / ticks, 1.0)
-                seconds = sum(map(int, columns[_TIMES])) / ticks
-                load += seconds / age * (1 - math.exp(-age / _LOAD_SECONDS))
+            rows[entry.parent.name] = entry.read_text().rpartition(")")[2].split()
+    own = {pid for pid, columns in rows.items() if columns[_GROUP] == str(os.getpgid(0))}
+    while children := {pid for pid, columns in rows.items() if columns[_PARENT] in own} - own:
+        own |= children
+    return {pid: rows[pid] for pid in own}
+
+
+def own_load() -> float:
+    """Estimate the part of the load average that is of this program.
+
+    Each process counts with its processor time a second, children that have ended included, as far as the average of a
+    minute has come to show it since the process started. Linux's proc(5) has the columns.
+    """
+    now, ticks = clock.clock_gettime(clock.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    load = 0.0
+    for columns in _own_processes().values():
+        age = max(now - int(columns[_STARTED]) / ticks, 1.0)
+        seconds = sum(map(int, columns[_TIMES])) / ticks
+        load += seconds / age * (1 - math.exp(-age / _LOAD_SECONDS))
     return load
+
+
+def count_others() -> float:
+    """Count the threads of other programs that run now or wait for a core, as the mean of some readings.
+
+    The load average has threads of this program that waited for a core, too, which their processor time does not show.
+    """
+    counts = []
+    for _ in range(_READINGS):
+        threads = [file for pid in _own_processes() for file in (_PROCESSES / pid / "task").glob("*/stat")]
+        own = sum((text(file) or "").rpartition(")")[2].split()[:1] == ["R"] for file in threads)
+        running = (text(_PROCESSES / "loadavg") or "").split()[3:4] or ["0/0"]
+        counts.append(max(0, int(running[0].partition("/")[0]) - own))
+        clock.sleep(_READING_SECONDS)
+    return sum(counts) / len(counts)
 
 
 def is_virtual() -> bool | None:

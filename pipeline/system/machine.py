@@ -138,7 +138,15 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
     unset += ["memory_limit_left_bytes"] if limit_bytes is None else []
     reasons = {**dict.fromkeys(unset, _NO_LIMIT), "gpus": no_gpus}
     why = {name: reasons.get(name, _NOT_SHOWN) for name, value in machine if value is None}
-    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, cpu.own_load())), "reasons": why})
+    own_load = cpu.own_load()
+    if _is_busy(machine, own_load):  # with others, or with threads of this program that waited for each other
+        own_load = max(own_load, machine.load_average - cpu.count_others())
+    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, own_load)), "reasons": why})
+
+
+def _is_busy(machine: Environment, own_load: float) -> bool:
+    """Tell whether others load more than half of the cores."""
+    return machine.load_average - own_load > machine.usable_cores / 2
 
 
 def fingerprint(machine: Environment) -> str:
@@ -157,11 +165,10 @@ def fingerprint(machine: Environment) -> str:
 def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
     """List conditions of this machine that spoil measurements; ``own_load`` is this program's part of the load."""
     warnings = []
-    others = machine.load_average - own_load
-    if others > machine.usable_cores / 2:
+    if _is_busy(machine, own_load):
         warnings.append(
-            f"{BUSY}: others load it by {others:.1f} on {machine.usable_cores} cores; "
-            "times are longer than they need be, and those of multi-threaded eager most of all"
+            f"{BUSY}: other programs have a load of {machine.load_average - own_load:.1f} on {machine.usable_cores} "
+            "cores; times are longer than on an idle machine, most of all those of eager, which uses several threads"
         )
     if machine.quota_cores is not None and machine.quota_cores < machine.usable_cores:
         warnings.append(

@@ -93,17 +93,42 @@ def test_fingerprint_holds_what_lasts(here: Environment) -> None:
 def test_own_load_does_not_make_the_machine_busy(here: Environment) -> None:
     loaded = here.model_copy(update={**QUIET, "gpus": (GPU,), "load_average": 5.0, "usable_cores": 8})
     assert not warnings_of(loaded, own_load=1.5)
-    assert warnings_of(loaded, own_load=0.5)[0].startswith("the machine is busy: others load it by 4.5 on 8 cores")
+    assert warnings_of(loaded, own_load=0.5)[0].startswith(
+        "the machine is busy: other programs have a load of 4.5 on 8 cores"
+    )
 
 
-def test_own_load_is_of_the_processes_of_this_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_load_is_of_the_processes_of_this_group_and_their_descendants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticks, started = os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME) - 6000
-    for pid, group in ((1, os.getpgid(0)), (2, os.getpgid(0)), (3, 1)):
-        columns = ["S", "0", str(group), *["0"] * 8, *[str(750 * ticks)] * 4, *["0"] * 4, str(int(started * ticks))]
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(columns)}")
+    for pid, group, parent in ((1, os.getpgid(0), 0), (2, 77, 1), (3, 77, 0)):
+        columns = [
+            "R",
+            str(parent),
+            str(group),
+            *["0"] * 8,
+            *[str(750 * ticks)] * 4,
+            *["0"] * 4,
+            str(int(started * ticks)),
+        ]
+        (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
+        for folder in (tmp_path / str(pid), tmp_path / f"{pid}/task/{pid}"):
+            (folder / "stat").write_text(f"{pid} (a) b) {' '.join(columns)}")
+    (tmp_path / "loadavg").write_text("9.00 8.00 7.00 5/300 4")
     monkeypatch.setattr(cpu, "_PROCESSES", tmp_path)
+    monkeypatch.setattr(cpu, "_READING_SECONDS", 0.0)
     assert cpu.own_load() == pytest.approx(1.0, rel=0.01)  # two of half a core each
+    assert cpu.count_others() == 3  # five threads run, two of them are this program's
+
+
+def test_threads_of_this_program_that_wait_for_a_core_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = 10.0 * len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    for others in (0.0, load):
+        monkeypatch.setattr(cpu, "count_others", lambda others=others: others)
+        busy = [text for text in environment(()).warnings if text.startswith("the machine is busy")]
+        assert bool(busy) == bool(others)
 
 
 def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:

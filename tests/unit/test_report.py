@@ -1,6 +1,7 @@
 """Tables, sentences and the terminal: numbers as run.json has them, also of pruned models."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,37 @@ def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixt
 
 
 INT8 = "onnxruntime-int8"
+
+
+def test_skipped_steps_are_counted_and_a_search_that_began_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = plan(resolve_recipe(make({"model": "digits", "precisions": ["int8"]}))).steps
+    first, second, third = [step for step in steps if step.task.title == "search"][:3]
+    over = HistoryEntry(step="search", parameters={}, tools={}, seconds=0.1, host_peak_bytes=None, effect="it is over")
+    made = Artifact(kind="record", path=Path("r.json"), sha256="1", bytes=0, history=(over,))
+    with progress.show_progress() as listener:
+        listener(Event("started", first))
+        for step in (first, second):
+            listener(Event("finished", step, outcome=Outcome(step.id, "done", made)))
+        listener(Event("started", third))
+        listener(Event("finished", third, outcome=Outcome(third.id, "done", made)))
+        for step in steps[:3]:
+            listener(Event("finished", step, outcome=Outcome(step.id, "skipped", reason="export failed")))
+    assert capsys.readouterr().err.splitlines() == [
+        f"{first.id}: started",
+        f"{first.id}: 0.1 s  it is over",
+        f"{third.id}: started",
+        f"{third.id}: 0.1 s  it is over",
+        "skipped: 3 steps, as they need one that did not succeed",
+    ]
+
+
+def test_a_heartbeat_names_only_what_runs_for_long() -> None:
+    board = _Board()
+    for step, seconds in zip(plan(resolve_recipe(make({"model": "digits"}))).steps, (40, 1), strict=False):
+        line = board.take(Event("started", step))
+        assert line
+        line.started, line.text = time.monotonic() - seconds, "half of it"
+    assert [text.partition(" for")[0] for text in board.describe_running()] == ["load: running"]
 
 
 def covered(macs: dict[str, float], **counts: int) -> Coverage:
