@@ -120,7 +120,7 @@ def _plain_lines() -> Iterator[Listener]:
 
     def say_skipped() -> None:
         if skipped:
-            _say(f"skipped: {_count_skipped(len(skipped))}")
+            _say(f"skipped: {_explain_skipped(len(skipped))}")
         skipped.clear()
 
     def listener(event: Event) -> None:
@@ -168,12 +168,12 @@ def _tree() -> Iterator[Listener]:
             skipped = {
                 line.step.id for line in board.lines.values() if line.outcome and line.outcome.status == "skipped"
             }
-            ended = [one.step.id for one in board.lines.values() if one.outcome and one.step.id not in skipped]
+            ended = [line.step.id for line in board.lines.values() if line.outcome and line.step.id not in skipped]
             hidden = set(ended[:-_ENDED_SHOWN])
             if hidden:
                 root.add(f"[dim]{len(hidden)} that have ended are not shown")
             if skipped:
-                root.add(f"[dim]skipped: {_count_skipped(len(skipped))}")
+                root.add(f"[dim]skipped: {_explain_skipped(len(skipped))}")
             for line in board.lines.values():
                 if line.step.id in hidden | skipped:
                     continue
@@ -194,8 +194,9 @@ def _tree() -> Iterator[Listener]:
         yield listener
 
 
-def _count_skipped(count: int) -> str:
-    return f"{count} step{'s' if count > 1 else ''}, as {'they need' if count > 1 else 'it needs'} one that did not succeed"
+def _explain_skipped(count: int) -> str:
+    steps = "1 step, as it needs" if count == 1 else f"{count} steps, as they need"
+    return f"{steps} one that did not succeed"
 
 
 def _markup(line: _Line) -> str:
