@@ -13,9 +13,9 @@ from enginesmith.pipeline.report.tables import (
     Number,
     Table,
     best_level,
+    describe_drop,
     describe_pass,
-    drop,
-    format_points,
+    format_drop,
     make_table,
     mark_name,
     number_cell,
@@ -54,7 +54,7 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
     once = {
         "peak memory": size_cell(record.peak_bytes),
         "size": size_cell(record.artifact.bytes if record.artifact else None),
-        "drop": drop(record),
+        "drop [95 %]": format_drop(record.quality),
         "status": _status(record),
     }
     name = f"★ {mark_name(record)}" if record.id == run.winner else mark_name(record)
@@ -89,7 +89,7 @@ def tabulate_front(run: Run) -> Table:
             "variant": mark_name(record),
             "p50 ms": time_cell(row.p50_ms),
             "peak memory": size_cell(record.peak_bytes),
-            "drop": drop(record),
+            "drop [95 %]": format_drop(record.quality),
             "on the front": "yes" if record.id in run.pareto else "no",
         }
         for record in run.records
@@ -337,7 +337,7 @@ def tabulate_coverage(run: Run) -> Table:
                     "weights": format_shares(coverage.weights),
                     "Q/DQ pairs": str(coverage.qdq_pairs),
                     "not fused": str(coverage.unfused),
-                    "islands": str(coverage.islands),
+                    "separate parts": str(coverage.islands),
                     "conversions": str(coverage.conversions),
                     "casts": str(coverage.casts),
                 }
@@ -408,7 +408,7 @@ def tabulate_quality(run: Run) -> Table:
             "metric": quality.metric,
             "value": f"{quality.value:.4f}",
             "baseline": f"{quality.baseline:.4f}",
-            "drop [95 %]": f"{quality.drop:+.4f}{_interval(quality.drop_low, quality.drop_high)}",
+            "drop [95 %]": format_drop(quality),
             "samples": str(quality.samples),
         }
         for record in run.records
@@ -416,10 +416,6 @@ def tabulate_quality(run: Run) -> Table:
     )
     caption = f"The metric on {run.recipe.data or 'labelled data'}; the drop is paired by sample"
     return make_table("quality", caption, rows, sortable=True)
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]"
 
 
 def tabulate_fidelity(run: Run) -> Table:
@@ -446,7 +442,7 @@ def tabulate_fidelity(run: Run) -> Table:
 def tabulate_losses(run: Run) -> Table:
     """List for each variant the stage at which its outputs fell furthest."""
     rows = (
-        {"variant": mark_name(record), **fall, "metric": format_points(record.quality) if record.quality else "–"}
+        {"variant": mark_name(record), **fall, "metric": describe_drop(record.quality) if record.quality else "–"}
         for record in run.variants
         if (fall := _find_fall(record))
     )

@@ -1,10 +1,12 @@
 """Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
 variant."""
 
+import math
+import re
 from collections.abc import Iterator
 
-from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY
-from enginesmith.pipeline.report.tables import format_points, mark, mark_name, name_some, speedup
+from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
+from enginesmith.pipeline.report.tables import describe_drop, mark, mark_name, name_some, speedup
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
 from enginesmith.pipeline.results.run import Run, VariantRecord
@@ -14,12 +16,32 @@ from enginesmith.pipeline.units import format_bytes, ms
 _MOST_NAMED = 3
 LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
+_SHOWN_DROP = 5e-5
+"""Drop that four decimals show."""
+_MARGIN = 1.2
 SYNTHETIC = "* calibrated on made-up data: speed holds, accuracy does not"
 
 
 def list_footnotes(run: Run) -> list[str]:
-    """Explain the stars on variants' names, where there are any."""
-    return [SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []
+    """Explain stars on variants' names, dashes for a p99, and negative drops, where there are any."""
+    negative = any(record.quality and record.quality.drop <= -_SHOWN_DROP for record in run.variants)
+    return [
+        *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
+        *_explain_p99(run),
+        *(["a negative drop is an improvement over the original model"] if negative else []),
+    ]
+
+
+def _explain_p99(run: Run) -> Iterator[str]:
+    """Say how many calls a p99 takes, and which option gives as many."""
+    rows = [row for record in run.records for row in record.latency if row.p50_ms and row.n and row.p99_ms is None]
+    if rows:
+        row, least = min(rows, key=lambda row: row.n or 0), SAMPLE_FLOORS[99.0]
+        remedy = "a smaller --precision-target"
+        if limit := re.search(r"time limit of ([\d.]+) s", row.stopped_because or ""):
+            seconds = _MARGIN * float(limit[1]) * least / (row.n or 1)
+            remedy = f"--measure-time {5 * math.ceil(seconds / 5)}s"
+        yield f"no p99 (–): it takes {least} calls, and there were as few as {row.n}; {remedy} measures enough"
 
 
 def summarize(run: Run) -> str:
@@ -34,16 +56,32 @@ def summarize(run: Run) -> str:
     if record.peak_bytes is not None and run.baseline.peak_bytes:
         parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
     if record.quality and record.quality.drop is not None:
-        parts.append(f"{format_points(record.quality)} on {record.quality.samples} samples")
+        parts.append(describe_drop(record.quality))
     sentences = [", ".join(parts)]
     broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
     if broken:
         sentences.append(f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}")
     elif len(run.verdicts) == 1:
-        sentences.append(f"it meets its budget: {verdicts.format_title(run.verdicts[0].budget)}")
+        sentences.append(f"it meets the budget for {verdicts.format_title(run.verdicts[0].budget)}")
     elif run.verdicts:
-        sentences.append(f"all {len(run.verdicts)} budgets met")
+        sentences.append(f"it meets all {len(run.verdicts)} budgets")
+    if equal := _find_equally_fast(run, record, row.batch):
+        sentences.append(f"it wins by its lower median, which is not measurably lower than that of {equal}")
     return mark(run, "; ".join(sentences) + ".")
+
+
+def _find_equally_fast(run: Run, winner: VariantRecord, batch: int) -> str:
+    """Find the fastest other variant that the winner is not measurably faster than; empty where there is none."""
+    mine = winner.row(batch)
+    if run.recipe.objective != "latency" or mine is None or mine.speedup is None:
+        return ""
+    others = [
+        (row.p50_ms, record.id)
+        for record in run.variants
+        if record is not winner and not verdicts.why_ineligible(record) and (row := record.row(batch)) and row.speedup
+        if (mine.p50_ms or 0.0) < (row.p50_ms or 0.0) and divide(mine.speedup, row.speedup).low <= 1
+    ]
+    return min(others)[1] if others else ""
 
 
 def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:

@@ -18,8 +18,6 @@ _FIRST = 20
 _LONG_WORD = 24
 _NUMBER = re.compile(r"[~<>+−±-]*\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?[^\d\s]{1,5}( \d+ s)?)?( \[[^\]]*\])?")
 """A number, its unit, and its interval."""
-_SHARES = ("top1", "top5")
-"""Metrics that are shares of the samples, whose differences are given in points."""
 _MARK = "*"
 
 
@@ -153,17 +151,18 @@ def speedup(record: VariantRecord, batch: int) -> str:
     return "–" if row is None or row.speedup is None else Number(row.speedup.times(), row.speedup.median)
 
 
-def drop(record: VariantRecord) -> Number:
-    """Format the loss of the metric; a dash where there is none."""
-    return number_cell(record.quality.drop if record.quality else None, "+.4f")
+def format_drop(quality: Quality | None) -> Number:
+    """Format the loss of the metric with its interval: ``+0.0040 [−0.0010, +0.0090]``; a dash where there is none."""
+    if quality is None:
+        return Number("–", None)
+    low, high = quality.drop_low, quality.drop_high
+    interval = "" if low is None or high is None or low == high else f" [{low:+.4f}, {high:+.4f}]"
+    return Number(f"{quality.drop:+.4f}{interval}".replace("-", "−"), quality.drop)
 
 
-def format_points(quality: Quality) -> str:
-    """Format the change of a metric: ``top1 −0.3 points``; in its own unit where it is no share."""
-    if quality.metric not in _SHARES:
-        return f"{quality.metric} drop {quality.drop:+.4f}"
-    change = round(-100 * quality.drop, 2)
-    return f"{quality.metric} {'±0.0' if not change else f'{change:+.2g}'.replace('-', '−')} points"
+def describe_drop(quality: Quality) -> str:
+    """Describe the loss of the metric: ``top1 drop +0.0040 [−0.0010, +0.0090] on 357 samples``."""
+    return f"{quality.metric} drop {format_drop(quality)} on {quality.samples} samples"
 
 
 def mark_name(record: VariantRecord) -> str:

@@ -152,7 +152,10 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
             _count(max(turned, 0), "change of layout", "changes of layout"),
         ]
         if any(extra):
-            yield f"{_count(coverage.islands, 'island')} of low precision, with {', '.join(filter(None, extra))}"
+            parts = (
+                "one part of the graph" if coverage.islands == 1 else f"{coverage.islands} separate parts of the graph"
+            )
+            yield f"{low} runs in {parts}, with {', '.join(filter(None, extra))}"
     yield from _explain_engine(record, low, given.where)
     if support := describe_hardware(low, given.where, given.environment):
         yield support

@@ -32,7 +32,7 @@ _TOLERANCE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _HELD: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "peak_bytes": ("peak memory", format_bytes),
     "size_bytes": ("size", format_bytes),
-    "drop": ("loss of quality", lambda value: f"{value:+.4f}"),
+    "drop": ("accuracy drop", lambda value: f"{value:+.4f}"),
 }
 """Number that is held against the baseline, besides latency → its name, and how it is written."""
 

@@ -67,7 +67,7 @@ def _format_ms(value: float) -> str:
 BUDGETS: tuple[Budget, ...] = (
     Budget(
         "max_drop",
-        "loss of quality",
+        "accuracy drop",
         lambda record, batch: record.quality.drop if record.quality else None,
         lambda record, batch: record.reasons.get("quality", "not asked for"),
         lambda value: f"{value:.4f}",

@@ -200,7 +200,7 @@ class Audit(Task):
         parts = [f"multiply-adds {format_shares(covered.macs)}", f"weights {format_shares(covered.weights)}"]
         counts = {
             "Q/DQ pairs": covered.qdq_pairs,
-            "islands of low precision": covered.islands,
+            "separate low-precision parts": covered.islands if covered.islands > 1 else 0,
             "products of unknown size": covered.unknown_products,
         }
         parts += [f"{count} {what}" for what, count in counts.items() if count]

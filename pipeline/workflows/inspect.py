@@ -110,7 +110,7 @@ def _precision(file: Path, signature: Signature) -> Facts:
         "products": ", ".join(f"{count} {name}" for name, count in covered.products.items()) or "none",
         "products of unknown size": covered.unknown_products,
         "Q/DQ pairs": covered.qdq_pairs,
-        "islands of low precision": covered.islands,
+        "separate low-precision parts": covered.islands,
         "casts between floating-point types": covered.casts,
     }
 

@@ -299,7 +299,7 @@ def test_numbers_are_the_runs() -> None:
     assert point["x"] == [int8.latency[0].p50_ms]
     assert point["y"] == [int8.peak_bytes / 2**20]
     assert point["hovertext"] == [
-        "onnxruntime-int8<br>p50 0.2 ms, peak 24 MiB, top1 −0.4 points on 200 samples<br>on the front, wins"
+        "onnxruntime-int8<br>p50 0.2 ms, peak 24 MiB, top1 drop +0.0040 on 200 samples<br>on the front, wins"
     ]
     line = named(found["latency-by-batch"], "onnxruntime-int8")
     assert line["x"] == [1, 8, 32]

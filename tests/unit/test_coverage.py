@@ -244,4 +244,4 @@ def test_inspect_shows_what_a_file_asks_for(tmp_path: Path) -> None:
     assert found["sizes"] == "batch 1"
     assert found["multiply-adds"] == "128"
     assert found["share of multiply-adds"] == found["share of weights"] == "fp32 50 %, int8 50 %"
-    assert (found["Q/DQ pairs"], found["islands of low precision"]) == (2, 1)
+    assert (found["Q/DQ pairs"], found["separate low-precision parts"]) == (2, 1)

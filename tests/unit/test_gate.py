@@ -81,7 +81,7 @@ def test_what_is_unknown_is_broken_and_says_why(tmp_path: Path) -> None:
     run = write(tmp_path / "run", record(reasons={"quality": "no labels"}))
     found = gate.gate(run, demands(max_drop=0.1, min_throughput_per_s=1, max_build_seconds=1))
     assert not any(judged(found).values())
-    assert found.breaches[0].text == "loss of quality is unknown (no labels), and has to be at most 0.1000"
+    assert found.breaches[0].text == "accuracy drop is unknown (no labels), and has to be at most 0.1000"
 
 
 def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:

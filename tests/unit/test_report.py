@@ -52,7 +52,7 @@ def test_the_verdict_is_one_sentence() -> None:
     said = sentences.summarize(run())
     assert said == (
         "onnxruntime-fp32 is 4.00× [3.90, 4.10] faster than eager at batch 1, uses 100 % of its peak memory, "
-        "top1 −0.5 points on 200 samples."
+        "top1 drop +0.0050 on 200 samples."
     )
     none = run(winner=None, winner_reason="nothing was measured")
     assert sentences.summarize(none) == "No winner: nothing was measured."

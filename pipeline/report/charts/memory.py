@@ -23,7 +23,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import format_points, mark_name, speedup
+from enginesmith.pipeline.report.tables import describe_drop, mark_name, speedup
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms
 
@@ -213,7 +213,7 @@ def _draw_point(cast: Cast, point: _Point, scale: float) -> Figure:
 def _describe_numbers(point: _Point) -> str:
     parts = [f"p50 {ms(point.p50_ms)} ms", f"peak {format_bytes(point.record.peak_bytes)}"]
     if point.drop is not None and point.record.quality:
-        parts.append(f"{format_points(point.record.quality)} on {point.record.quality.samples} samples")
+        parts.append(describe_drop(point.record.quality))
     return ", ".join(parts)
 
 
