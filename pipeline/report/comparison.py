@@ -1,5 +1,6 @@
 """Render runs side by side: what differs for certain, every number, and what else changed."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ _NAMES = {
 _COMPARED = {"peak_bytes": ("less", "more"), "size_bytes": ("a smaller", "a larger"), "drop": ("a smaller", "a larger")}
 _UNCERTAIN, _UNJUDGED = "no certain change", "not judged"
 _LONGEST, _DIGEST, _MOST_NAMED = 80, 12, 4
+_FIGURE = re.compile(r"\d+(\.\d+)?")
+_TRIFLE = 0.01
+"""Share by which the size of an engine has to differ to be named among the differences."""
 _LARGE = 3.0
 """Ratios from which per cent are hard to read."""
 
@@ -45,7 +49,20 @@ class Part:
 
 def list_parts(comparison: Comparison) -> tuple[Part, ...]:
     """List all that there is to show, in order."""
-    return tuple(part for pair in comparison.pairs for part in _list_pair(pair))
+    warnings: dict[str, tuple[str, dict[str, None]]] = {}
+    for pair in comparison.pairs:
+        for path, text in _split_warnings(pair):
+            warnings.setdefault(_FIGURE.sub("#", text), (text, {}))[1][path] = None
+    cautions = tuple(f"caution: {', '.join(paths)}: {text}" for text, paths in warnings.values())
+    parts = (part for pair in comparison.pairs for part in _list_pair(pair))
+    return (*parts, *((Part(lines=cautions),) if cautions else ()))
+
+
+def _split_warnings(pair: Pair) -> Iterator[tuple[str, str]]:
+    """Split the cautions that are of one run, with what disturbed it, into the run's path and the words."""
+    paths = (pair.before.path, pair.after.path)
+    for text in pair.cautions:
+        yield from ((path, text.removeprefix(f"{path}: ")) for path in paths if text.startswith(f"{path}: "))
 
 
 def render(comparison: Comparison) -> str:
@@ -59,7 +76,8 @@ def render(comparison: Comparison) -> str:
 
 
 def _list_pair(pair: Pair) -> Iterator[Part]:
-    cautions = (f"caution: {text}" for text in pair.cautions)
+    of_runs = {f"{path}: {text}" for path, text in _split_warnings(pair)}
+    cautions = (f"caution: {text}" for text in pair.cautions if text not in of_runs)
     yield Part(f"{pair.after.path} beside {pair.before.path}", (*_list_summary(pair), *cautions))
     for variant in pair.variants:
         rows = tuple(row for row in _list_rows(variant) if set(row[1:3]) != {"–"})
@@ -89,8 +107,14 @@ def list_certain(variants: Iterable[VariantComparison]) -> Iterator[str]:
             if row.change.significant:
                 yield f"{variant.id} is {_word(row.change)} at batch {row.batch}: {format_percent(row.change)}"
         for number in variant.numbers:
-            if number.significant:
+            if number.significant and not _is_trifle(number):
                 yield f"{variant.id} has {_judge_number(number)} {_NAMES[number.name]}: {_format_difference(number)}"
+
+
+def _is_trifle(number: MetricDelta) -> bool:
+    """Tell whether a file's size differs by so little that nobody cares, though no chance is in it."""
+    before, after = number.before or 0.0, number.after or 0.0
+    return number.name == "size_bytes" and abs(after - before) < _TRIFLE * before
 
 
 def _list_rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:

@@ -286,3 +286,12 @@ def test_what_people_read_has_the_differences_first() -> None:
     assert "- no measured difference is certain" in text
     assert "- winner: onnxruntime-fp32 of the reference, none of the other" in text
     assert text.count("- nothing: model, recipe, versions, machine and data are the same") == 2
+
+
+def test_warnings_of_runs_are_said_once_and_a_trifle_of_size_is_no_headline() -> None:
+    many = [run(variant(row(0.5, 2.0)), environment={"warnings": [f"it is busy: {load} on 2"]}) for load in (1.5, 3.25)]
+    larger = variant(row(0.5, 2.0), artifact=StoredArtifact(path="model.onnx", sha256="ab", bytes=1002))
+    text = shown(*many, run(larger))
+    assert text.count("it is busy") == text.count("- caution: run0, run1: it is busy: 1.5 on 2") == 1
+    assert "a larger size" not in text
+    assert "| size | 1000 B | 1002 B | +2 B | a larger |" in text
