@@ -229,7 +229,8 @@ def _shorten_reason(whole: Failure, variants: Sequence[Failure]) -> Failure:
     """Leave out of an entry's reason what is said of its variants beside it."""
     reason, logs = whole.reason, {failure.log for failure in variants}
     for failure in variants:
-        reason = reason.replace(f"\n  {failure.variant}: {failure.reason}", "")
+        names = ", ".join(other.variant for other in variants if other.reason == failure.reason)
+        reason = reason.replace(f"\n  {names}: {failure.reason}", "")
     log = None if whole.log in logs else whole.log
     return whole.model_copy(update={"reason": reason.removesuffix(":"), "log": log})
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Show
 from enginesmith.pipeline.units import format_seconds
 
 _HEARTBEAT_SECONDS = 30.0
+_LONGEST = 160
+"""Characters of a failure; the end of the run has all of it."""
 _LONG_SECONDS = 10.0
 """Time from which a heartbeat names a step that is running."""
 _ENDED_SHOWN = 100
@@ -214,7 +217,7 @@ def _ending(line: _Line) -> str:
     if outcome.status == "unavailable":
         return f"not on this machine: {outcome.reason}"
     if outcome.artifact is None:
-        return f"{outcome.status}: {outcome.reason.splitlines()[0]}"
+        return f"{outcome.status}: {textwrap.shorten(outcome.reason.splitlines()[0], _LONGEST, placeholder=' …')}"
     if outcome.artifact.rejected:
         return f"not good enough: {outcome.artifact.rejected}"
     last = outcome.artifact.history[-1]

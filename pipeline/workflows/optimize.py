@@ -223,8 +223,11 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` goes on there")
-    reasons = "\n".join(f"  {record.id}: {record.reason}" for record in run.variants)
-    return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the whole story")
+    alike: dict[str | None, list[str]] = {}
+    for record in run.variants:
+        alike.setdefault(record.reason, []).append(record.id)
+    reasons = "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in alike.items())
+    return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the details")
 
 
 def optimize(recipe: Recipe, out: Path, settings: Settings | None = None, source: Source | None = None) -> Run:

@@ -135,7 +135,7 @@ def test_what_failed_is_told_once(some: FleetRecord, capsys: pytest.CaptureFixtu
 def test_variants_that_fail_alike_share_a_row(some: FleetRecord) -> None:
     why = "calibrate: no such file\nin it"
     alike = [Failure(variant=name, reason=why, log="logs/calibrate.log") for name in ("int8", "int8+fp16")]
-    said = f"no usable variant is left:\n  int8: {why}\n  int8+fp16: {why}\n  trt: not here"
+    said = f"no usable variant is left:\n  int8, int8+fp16: {why}\n  trt: not here"
     one = told(some.entries[0], failures=(Failure(variant="", reason=said, log="logs/calibrate.log"), *alike))
     rows = list(fleet_tables.tabulate_failures(some.model_copy(update={"entries": (one,)})).rows)
     assert rows == [
