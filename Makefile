@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FLAVOUR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-all check format documents clean
+.PHONY: demo test test-all check format documents site clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/enginesmith optimize digits --precision fp32 --precision int8 --max-drop 0.01 --out runs/demo
@@ -32,12 +32,17 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# What is made from the code: the JSON Schemas of run.json and fleet.json, the options and the reference of recipes.
+# What is made from the code: the JSON Schemas of run.json and fleet.json, the options, the references of recipes and commands.
 documents: $(VENV)/.dev
 	$(BIN)/python -c 'import json; from enginesmith.pipeline.results.run import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/run.schema.json
 	$(BIN)/python -c 'import json; from enginesmith.pipeline.results.fleet import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/fleet.schema.json
 	$(BIN)/python -c 'import json; from enginesmith.pipeline.recipe.cli_options import list_options; print(json.dumps(list_options(), indent=1, ensure_ascii=False))' > pipeline/commands/options.json
 	$(BIN)/python -c 'from enginesmith.pipeline.report.reference import recipe_reference; print(recipe_reference(), end="")' > docs/recipe.md
+	$(BIN)/python docs/commands.py > docs/cli.md
+
+# The documents as a site in build/site; a link that leads nowhere is an error.
+site: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 clean:
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -6,6 +6,7 @@ print(run.winner)
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.results.run import read as load_run
     from enginesmith.pipeline.workflows.optimize import optimize, resume
 
-
+for _name in ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY"):  # they report on models to their makers
+    os.environ.setdefault(_name, "1")
 __all__ = ["EnginesmithError", "Recipe", "Run", "Settings", "load_run", "optimize", "resume"]
 
 _HOMES = {

@@ -8,8 +8,6 @@ import sys
 import threading
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that people see
-# ONNX Runtime ≥ 1.29 reports on its models to its makers (its Privacy.md), in threads that start while others measure.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def _import(names: str) -> None:

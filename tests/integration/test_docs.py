@@ -158,3 +158,15 @@ def test_no_command_stands_outside_of_what_is_run(document: Path) -> None:
     for kind, text, _ in blocks(document):
         if kind.partition(" ")[0] not in ("sh", "console", "yaml", "python", "toml"):
             assert not re.search(r"^\$? ?(enginesmith|make|pip|python) ", text, re.M), f"{document.name}: {text}"
+
+
+def test_the_site_is_built_and_no_link_of_it_leads_nowhere(tmp_path: Path) -> None:
+    """Strict: a page without a place in the navigation, a link or an anchor that is not there ends it."""
+    pytest.importorskip("mkdocs", reason="the site is made by mkdocs: pip install mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    pages = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert Path("install.html") in pages
+    elsewhere = re.compile(r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"?(?:https?:)?//")
+    assert not [str(path) for path, text in pages.items() if elsewhere.search(text)]

@@ -1,6 +1,7 @@
 """The command line by itself: light, helpful, and true to INTERFACE's exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,14 @@ def commands(group: click.Group, prefix: tuple[str, ...] = ()) -> list[tuple[tup
 def test_importing_the_command_line_loads_nothing_heavy() -> None:
     code = f"import sys, enginesmith.cli; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_libraries_report_nothing_to_their_makers() -> None:
+    names = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
+    code = f"import os, enginesmith.pipeline; print([os.environ[name] for name in {names!r}])"
+    rest = {name: value for name, value in os.environ.items() if name not in names}
+    answer = subprocess.run([sys.executable, "-c", code], env=rest, capture_output=True, text=True, check=True)
+    assert answer.stdout == "['1', '1']\n"
 
 
 def test_planning_loads_neither_torch_nor_onnx() -> None:

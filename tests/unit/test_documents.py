@@ -1,7 +1,9 @@
 """Documents: schemas and references are those of the code; what commands and remedies name is there."""
 
+import ast
 import json
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from enginesmith.pipeline.report.reference import recipe_reference
 from enginesmith.pipeline.results.run import json_schema
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def test_the_shipped_schema_is_that_of_the_code() -> None:
@@ -29,6 +32,31 @@ def test_the_recipe_reference_is_that_of_the_code() -> None:
     assert (ROOT / "docs/recipe.md").read_text() == recipe_reference(), "run `make documents`"
 
 
+def test_the_reference_of_commands_is_that_of_the_code() -> None:
+    write = runpy.run_path(str(ROOT / "docs" / "commands.py"))["command_reference"]
+    assert (ROOT / "docs" / "cli.md").read_text() == write(), "run `make documents`"
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, as code hosts and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
+    titles = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in re.findall(r"^#+ (.*)$", text, re.M))
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)]*))?\)", document.read_text())
+    lost = [f"{path}#{anchor}" for path, anchor in links if not (document.parent / path).exists()]
+    targets = [(document.parent / path if path else document, anchor) for path, anchor in links if anchor]
+    assert not lost + [f"{path}#{anchor}" for path, anchor in targets if anchor not in anchors(path)]
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r"^ +(?:- .*: |/)(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert {path.name for path in DOCUMENTS[1:]} <= set(named)
+
+
 def test_the_readme_shows_the_two_commands_on_its_first_screen() -> None:
     first = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
     assert "make demo" in first
@@ -38,12 +66,27 @@ def test_the_readme_shows_the_two_commands_on_its_first_screen() -> None:
 def test_every_python_file_that_documents_name_exists() -> None:
     """Below the root or ``pipeline/``; a name without a folder, as of a file in bundles, anywhere in ``pipeline/``."""
     missing = {}
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for document in DOCUMENTS:
         named = set(re.findall(r"`([\w./*-]+\.py)`", document.read_text()))
         places = {name: (name, f"pipeline/{name}" if "/" in name else f"pipeline/**/{name}") for name in named}
         gone = [name for name, patterns in places.items() if not any(any(ROOT.glob(each)) for each in patterns)]
         if gone:
             missing[document.name] = sorted(gone)
+    assert not missing
+
+
+def test_every_function_that_the_design_names_exists() -> None:
+    """A module and a function or method, or a class: ``planning/planner.py:plan``, ``tasks/base.py:Task.run``."""
+    missing = []
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/design.md").read_text())
+    for module, name in named:
+        path = next(path for path in (ROOT / module, ROOT / "pipeline" / module) if path.is_file())
+        node: ast.AST | None = ast.parse(path.read_text())
+        for part in name.split("."):
+            inner = ast.iter_child_nodes(node) if node else ()
+            node = next((child for child in inner if getattr(child, "name", None) == part), None)
+        missing += [] if node else [f"{module}:{name}"]
+    assert len(named) > 10
     assert not missing
 
 
