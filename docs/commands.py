@@ -30,10 +30,10 @@ def _describe(command: click.Command, path: str, level: int) -> Iterator[str]:
     """Write a command's usage, its help and its options; then those of the commands in it."""
     context = click.Context(command, info_name=f"enginesmith {path}")
     usage = " ".join([f"enginesmith {path}", *command.collect_usage_pieces(context)])
-    yield f"\n{'#' * level} {path}\n\n```text\n{usage}\n```\n"
+    yield f"\n{'#' * level} {path}\n\n`{usage}`\n"
     for paragraph in (command.help or "").replace("\b", "").split("\n\n"):
         text = " ".join(paragraph.split())
-        yield f"\nExample:\n\n```text\n{text[9:]}\n```\n" if text.startswith("Example: ") else f"\n{_escape(text)}\n"
+        yield f"\nExample: `{text[9:]}`\n" if text.startswith("Example: ") else f"\n{_escape(text)}\n"
     options = [param for param in command.params if isinstance(param, click.Option) and param.opts[0] != "--help-all"]
     headings = ["Options", *parameters._HEADINGS]
     for heading in headings:

@@ -64,10 +64,11 @@ def test_the_readme_shows_the_two_commands_on_its_first_screen() -> None:
 
 
 def test_every_python_file_that_documents_name_exists() -> None:
-    """Below the root or ``pipeline/``; a name without a folder, as of a file in bundles, anywhere in ``pipeline/``."""
+    """Below the root or ``pipeline/``; a name without a folder, as of a file in bundles, anywhere in ``pipeline/``; the document's own blocks."""
     missing = {}
     for document in DOCUMENTS:
-        named = set(re.findall(r"`([\w./*-]+\.py)`", document.read_text()))
+        text = document.read_text()
+        named = set(re.findall(r"`([\w./*-]+\.py)`", text)) - set(re.findall(r"^```python (\S+)$", text, re.M))
         places = {name: (name, f"pipeline/{name}" if "/" in name else f"pipeline/**/{name}") for name in named}
         gone = [name for name, patterns in places.items() if not any(any(ROOT.glob(each)) for each in patterns)]
         if gone:
