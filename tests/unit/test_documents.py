@@ -64,7 +64,7 @@ def test_the_readme_shows_the_two_commands_on_its_first_screen() -> None:
 
 
 def test_every_python_file_that_documents_name_exists() -> None:
-    """Below the root or ``pipeline/``; a name without a folder, as of a file in bundles, anywhere in ``pipeline/``; the document's own blocks."""
+    """Below the root or ``pipeline/``; a name without a folder anywhere there; or it is a block of the document."""
     missing = {}
     for document in DOCUMENTS:
         text = document.read_text()
