@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
 @click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
+@click.option("--strict", is_flag=True, help="Fail also on a difference that could not be judged.")
 @click.option("--quiet", is_flag=True, help="No progress on standard error.")
 @parameters.as_json_option
 def gate(
@@ -37,7 +38,9 @@ def gate(
 ) -> int:
     """Check a run or a fleet against budgets and a baseline run.
 
-    The exit code is 3 if a budget is exceeded or a number is worse than in the baseline run.
+    The exit code is 3 if a budget is exceeded or could not be judged, or a number is worse than in the baseline run.
+    A difference from the baseline without a reliable interval is not judged: with --strict the exit code is 3, too.
+    It is 1 if every requested engine failed.
 
     Budgets are those of the run's recipe, and those given here. A regression is worse than the baseline by more than
     the tolerance, and for certain: both engines are measured again, side by side, where that can be done.
@@ -78,7 +81,7 @@ def gate(
         return verdict.exit_code
     for line in texts.list_lines(verdict):
         click.echo(line)
-    context.announce("gate", texts.list_broken(verdict), texts.list_cautions(verdict), texts.render(verdict))
+    context.announce("gate", texts.list_failures(verdict), texts.list_cautions(verdict), texts.render(verdict))
     return verdict.exit_code
 
 
@@ -96,6 +99,7 @@ def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands
         min_sqnr_db=min_sqnr_db,
         tolerance=parse_tolerance(options["tolerance"]),
         any_machine=options["any_machine"],
+        strict=options["strict"],
         measure=not options["no_measure"],
         seconds=seconds,
         progress=lambda text: None if quiet else click.echo(text, err=True),

@@ -1,25 +1,35 @@
 """Render a gate's checks as lines and as Markdown, and annotate runs of GitHub Actions."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline.report.markdown import plain
-from enginesmith.pipeline.results.gate_report import FleetGate, Gate
+from enginesmith.pipeline.results.gate_report import CheckState, FleetGate, Gate
+
+_WORDS: dict[CheckState, str] = {"passed": "passed", "failed": "FAILED", "unjudged": "not judged"}
 
 
-def list_broken(gate: Gate | FleetGate) -> list[str]:
-    """List the checks that failed, by entry where there are several."""
+def list_failures(gate: Gate | FleetGate) -> list[str]:
+    """List the checks that fail the gate, by entry where there are several."""
     return [f"{name}{check.text}" for name, entry in _entries(gate) for check in entry.breaches]
 
 
 def list_cautions(gate: Gate | FleetGate) -> list[str]:
-    """List what has to be known before the checks are believed, by entry where there are several."""
-    return [f"{name}{text}" for name, entry in _entries(gate) for text in entry.cautions]
+    """List what was not judged without failing the gate, and what else to know, by entry where there are several."""
+    return [
+        f"{name}{text}"
+        for name, entry in _entries(gate)
+        for text in (
+            *(f"not judged: {check.text}" for check in entry.verdicts if not (check.passed or check.fails)),
+            *entry.cautions,
+        )
+    ]
 
 
 def list_lines(gate: Gate | FleetGate) -> list[str]:
     """List a line for each check and caution, and one that sums them up."""
-    lines = [f"{word}: {text}" for word, text in _items(gate, "BROKEN")]
+    lines = [f"{word}: {text}" for word, text in _items(gate)]
     return [" ".join(line.split()) for line in (*lines, summarize(gate))]
 
 
@@ -29,35 +39,40 @@ def _entries(gate: Gate | FleetGate) -> list[tuple[str, Gate]]:
     return [(f"{name}: ", entry) for name, entry in gate.entries.items()]
 
 
-def _items(gate: Gate | FleetGate, broken: str) -> Iterator[tuple[str, str]]:
+def _items(gate: Gate | FleetGate) -> Iterator[tuple[str, str]]:
     for name, entry in _entries(gate):
-        yield from (("held" if check.passed else broken, f"{name}{check.text}") for check in entry.verdicts)
+        yield from ((_WORDS[check.state], f"{name}{check.text}") for check in entry.verdicts)
         yield from (("note", f"{name}{text}") for text in entry.cautions)
 
 
 def summarize(gate: Gate | FleetGate) -> str:
     """Sum up a gate in one sentence."""
     gates = _entries(gate)
-    total = sum(len(entry.verdicts) for _, entry in gates)
     if isinstance(gate, FleetGate):
-        about, entries = gate.fleet, len(gates)
-        failed = [name for name, entry in gate.entries.items() if not entry.passed]
-        broken = f"{len(failed)} of {entries} entries broken: {', '.join(failed)}" if failed else ""
-        held = f"all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
+        about = gate.fleet
+        failing = [name for name, entry in gate.entries.items() if entry.exit_code]
+        entries = f" of {len(gates)} {'entry' if len(gates) == 1 else 'entries'}"
+        where = f"; the gate fails for {len(failing)}{entries}: {', '.join(failing)}" if failing else f",{entries}"
     else:
-        about = f"{gate.variant} of {gate.run}" if gate.variant else gate.run
-        broken = f"{len(gate.breaches)} of {total} broken" if gate.breaches else ""
-        held = f"all {total} held"
-    if broken or not gate.updated:
-        return f"{about}: {broken or (held if total else 'nothing was judged')}"
-    return f"{about} is the baseline in {gate.baseline} now"
+        about, where = f"{gate.variant} of {gate.run}" if gate.variant else gate.run, ""
+    if gate.updated:
+        return f"{about} is the baseline in {gate.baseline} now"
+    counts = Counter(check.state for _, entry in gates for check in entry.verdicts)
+    if not counts:
+        return f"{about}: nothing was judged"
+    if counts.keys() == {"passed"}:
+        return f"{about}: all {counts.total()} passed{where}"
+    parts = [f"{counts[state]} {word.lower()}" for state, word in _WORDS.items() if counts[state]]
+    tolerated = "" if gate.exit_code or not counts["unjudged"] else "; --strict fails on what was not judged"
+    return f"{about}: {', '.join(parts)}{where}{tolerated}"
 
 
 def render(gate: Gate | FleetGate) -> str:
     """Render a gate as Markdown."""
     where = gate.run if isinstance(gate, Gate) else gate.fleet
-    title = f"### Gate: {'passed' if gate.passed else 'broken'}, {plain(Path(where).name)}"
-    items = [f"- {word}: {plain(text)}" for word, text in _items(gate, "**broken**")]
+    word = "failed" if gate.exit_code else "passed" if gate.passed else "not all judged"
+    title = f"### Gate: {word}, {plain(Path(where).name)}"
+    items = [f"- {word.replace('FAILED', '**failed**')}: {plain(text)}" for word, text in _items(gate)]
     return "\n".join([title, "", plain(summarize(gate)), "", *items]) + "\n"
 
 

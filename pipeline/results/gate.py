@@ -1,9 +1,11 @@
 """Check a run against budgets and a stored baseline, a sentence for each check, and keep runs and fleets as baselines.
 
-A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. What cannot be
-judged counts as broken, with the reason: a gate that lets through what it does not know is none.
+A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. What is missing or
+too imprecise is not judged, which is neither passed nor failed. The gate fails on it, with one exception: a difference
+from the baseline that is within the tolerance by its estimate alone; ``strict`` fails on that, too.
 """
 
+import math
 import re
 import shutil
 import tempfile
@@ -13,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
-from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    NOISE_REMEDY,
+    SAMPLE_FLOORS,
+    TOO_NOISY,
+    Interval,
+)
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import comparison, remeasure, verdicts
 from enginesmith.pipeline.results import fleet as fleets
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compare_latency, compare_metrics
 from enginesmith.pipeline.results.fleet import RUNS, Earlier
-from enginesmith.pipeline.results.gate_report import Gate, GateCheck
+from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
 from enginesmith.pipeline.results.verdicts import judge_budgets, why_ineligible
 from enginesmith.pipeline.units import format_bytes, ms
@@ -29,12 +37,12 @@ DEFAULT_SECONDS = 20.0
 """The longest time for measuring again: what ``benchmarks/gate_power.py`` is run with."""
 
 _TOLERANCE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_HELD: dict[Quantity, tuple[str, Callable[[float], str]]] = {
+_COMPARED: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "peak_bytes": ("peak memory", format_bytes),
     "size_bytes": ("size", format_bytes),
     "drop": ("accuracy drop", lambda value: f"{value:+.4f}"),
 }
-"""Number that is held against the baseline, besides latency → its name, and how it is written."""
+"""Number that is compared with the baseline, besides latency → its name, and how it is written."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Demands:
     """True where latency may be measured again, side by side."""
     seconds: float = DEFAULT_SECONDS
     progress: Callable[[str], None] = lambda text: None
+    strict: bool = False
+    """True where the gate fails on everything that was not judged."""
 
 
 def parse_tolerance(text: str) -> float:
@@ -75,8 +85,8 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
     after = stored_in(folder, variant)
     if after is None:
         text = f"the run has no winner: {runs.read(folder).winner_reason}"
-        broken = GateCheck(name="winner", against="run", passed=False, text=text)
-        return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(broken,))
+        failed = GateCheck(name="winner", against="run", state="failed", text=text)
+        return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, verdicts=(failed,))
     before = stored_in(baseline, variant) if baseline else None
     if baseline and before is None:
         raise UsageError(
@@ -84,13 +94,14 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
             "name a variant of it with --variant, or give another run",
         )
     checks = [*_check_budgets(after, demands), *(_check_regressions(before, after, demands) if before else ())]
+    if demands.strict:
+        checks = [check.model_copy(update={"required": True}) for check in checks]
     return Gate(
         run=str(folder),
         variant=after.record.id,
         baseline=None if baseline is None else str(baseline),
         baseline_variant=before and before.record.id,
         tolerance=demands.tolerance,
-        passed=all(check.passed for check in checks),
         verdicts=tuple(checks),
         cautions=tuple(_cautions(before, after, checks)),
     )
@@ -119,40 +130,66 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
 def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     """Fail a variant that was not measured or must not be used, whatever its numbers are, and judge its budgets."""
     if reason := why_ineligible(after.record):
-        yield GateCheck(name="status", against="run", passed=False, text=reason)
+        yield GateCheck(name="status", against="run", state="failed", text=reason)
     sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
     for verdict in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
-        numbers = {"passed": verdict.passed, "limit": verdict.limit, "actual": verdict.actual}
-        yield GateCheck.model_validate(
-            {"name": verdict.budget, "against": "budget", "text": verdicts.format_verdict(verdict), **numbers}
-        )
+        state: CheckState = "passed" if verdict.passed else "unjudged" if verdict.actual is None else "failed"
+        text = verdicts.format_verdict(verdict)
+        if verdict.budget == "max_p99_ms" and (more := _advise_on_p99(after)):
+            text += f"; {more}"
+        numbers = {"limit": verdict.limit, "actual": verdict.actual}
+        yield GateCheck(name=verdict.budget, against="budget", state=state, text=text, **numbers)
+
+
+_LONGER = 1.5
+"""Share of measuring time to advise beyond what the number of samples or launches asks for."""
+
+
+def _advise_on_p99(stored: Stored) -> str:
+    """Name the command that measures enough samples for a p99; empty where that is not what is missing."""
+    row, floor = stored.record.row(stored.run.deciding_batch), SAMPLE_FLOORS[99.0]
+    if row is None or row.p99_ms is not None or not row.n:
+        return ""
+    options, measure = _longer(stored, floor / row.n), stored.run.recipe.measure
+    if (row.stopped_because or "").startswith("every median"):  # more time alone would not be used
+        options += f" --precision-target {measure.precision * math.sqrt(row.n / floor) / _LONGER:.2g}"
+    return f"measure for longer: {_command(stored, options)}"
+
+
+def _longer(stored: Stored, factor: float) -> str:
+    seconds = stored.run.recipe.measure.seconds * max(factor * _LONGER, 1.0)
+    return f"--measure-time {math.ceil(seconds)}s"
+
+
+def _command(stored: Stored, options: str) -> str:
+    return f"`enginesmith optimize {stored.run.model.source} … {options} --out {stored.folder} --replace`"
 
 
 def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if after.record.status == "measured":
         yield _check_latency(before, after, demands)
     for metric in compare_metrics(before.run, after.run, before.record, after.record):
-        if metric.name in _HELD and metric.before is not None:
+        if metric.name in _COMPARED and metric.before is not None:
             yield _check_quantity(metric, metric.before, demands.tolerance)
 
 
 def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> GateCheck:
     """Check memory and size by the tolerance, and quality by its interval alone, as a loss may be near 0."""
-    title, shown = _HELD[metric.name]
+    title, shown = _COMPARED[metric.name]
     if metric.after is None or metric.significant is None:
-        passed = False
-        said = f"{title} cannot be held against the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
+        state: CheckState = "unjudged"
+        said = f"{title} cannot be compared with the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
     else:
         allowed = 0.0 if metric.name == "drop" else tolerance * abs(before)
-        passed = not (metric.significant and metric.after - before > allowed)
+        state = "failed" if metric.significant and metric.after - before > allowed else "passed"
         said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
         if metric.name != "drop" and before:
             said += f" ({metric.after / before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
-    return GateCheck(name=metric.name, against="baseline", passed=passed, text=said, before=before, actual=metric.after)
+    return GateCheck(name=metric.name, against="baseline", state=state, text=said, before=before, actual=metric.after)
 
 
-def _make_latency_check(passed: bool, text: str, **more: Any) -> GateCheck:
-    return GateCheck(name="latency_ms", against="baseline", passed=passed, text=text, **more)
+def _make_latency_check(state: CheckState, text: str, **more: Any) -> GateCheck:
+    return GateCheck(name="latency_ms", against="baseline", state=state, text=text, **more)
 
 
 def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
@@ -161,10 +198,10 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
     if apart and not demands.any_machine:
         where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
-        return _make_latency_check(False, said)
+        return _make_latency_check("unjudged", said)
     if remeasure.same(before, after):
         said = "the engine is the baseline's, byte for byte: its latency is the same"
-        return _make_latency_check(True, said, basis="the same engine")
+        return _make_latency_check("passed", said, basis="the same engine")
     why = remeasure.why_not(before, after, any_machine=demands.any_machine) if demands.measure else "--no-measure"
     if not why:
         try:
@@ -185,35 +222,47 @@ def _measure_latency(before: Stored, after: Stored, demands: Demands) -> GateChe
 
 
 def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
-    """Judge latency by what both runs stored; a missing interval is a breach."""
+    """Judge latency by what both runs stored; without an interval that can be judged by, it is not judged."""
     batch = after.run.deciding_batch
     change = compare_latency(before.run, after.run, before.record.id, batch, after.record.id)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"
     basis = "; ".join(filter(None, [f"{basis} ({why})", change.note]))
-    before_ms, after_ms = (row.p50_ms if (row := side.record.row(batch)) else None for side in (before, after))
+    rows = [side.record.row(batch) for side in (before, after)]
+    before_ms, after_ms = (row.p50_ms if row else None for row in rows)
     if change.median is None:
-        said = f"latency cannot be held against the baseline's: {change.note}"
-        return _make_latency_check(False, said, basis=basis)
+        said = f"latency cannot be compared with the baseline's: {change.note}"
+        return _make_latency_check("unjudged", said, basis=basis)
     if change.low is not None and change.high is not None and (change.too_noisy or change.significant is not None):
         ratio = Interval(median=change.median, low=change.low, high=change.high)
         return _judge_ratio(ratio, before_ms, after_ms, demands.tolerance, basis)
-    text = f"latency is {change.median - 1:+.1%} against the baseline's, {basis}"
-    passed = not change.median > 1 + demands.tolerance
-    return _make_latency_check(passed, text, before=before_ms, actual=after_ms, basis=basis)
+    advice = [
+        f"measure the {which} again for longer: {_command(side, _longer(side, LEAST_LAUNCHES / (row.launches or 1)))}"
+        for which, side, row in (("baseline", before, rows[0]), ("run", after, rows[1]))
+        if row and (row.launches or 0) < LEAST_LAUNCHES
+    ]
+    estimate = f"latency is {change.median - 1:+.1%} of the baseline's by its estimate alone"
+    return _make_latency_check(
+        "unjudged",
+        "; ".join([estimate, basis, *advice]),
+        required=change.median > 1 + demands.tolerance,
+        before=before_ms,
+        actual=after_ms,
+        basis=basis,
+    )
 
 
 def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:
-    """Judge the ratio of times; what is too noisy to be judged is not let through."""
+    """Judge the ratio of times; one that is too noisy is not judged."""
     common = {"before": before, "actual": after, "basis": basis}
     if ratio.too_noisy:
-        text = f"latency cannot be held against the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
-        return _make_latency_check(False, text, **common)
-    broken = ratio.median > 1 + tolerance and ratio.low > 1
+        text = f"latency cannot be compared with the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
+        return _make_latency_check("unjudged", text, **common)
+    slower = ratio.median > 1 + tolerance and ratio.low > 1
     ends = f"[{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
     said = f"latency is {ratio.median - 1:+.1%} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
-    unsure = "" if broken or ratio.high <= 1 + tolerance else "more than that cannot be ruled out; "
+    unsure = "" if slower or ratio.high <= 1 + tolerance else "more than that cannot be ruled out; "
     text = f"{said}; {100 * tolerance:g} % more is allowed; {unsure}{basis}"
-    return _make_latency_check(not broken, text, **common, change=ratio)
+    return _make_latency_check("failed" if slower else "passed", text, **common, change=ratio)
 
 
 def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> Iterator[str]:
@@ -224,7 +273,7 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
     if before is None:
         return
     if before.record.id != after.record.id:
-        yield f"{after.record.id} is held against {before.record.id}, the baseline's winner"
+        yield f"{after.record.id} is compared with {before.record.id}, the baseline's winner"
     if before.run.model.source != after.run.model.source:
         yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
     changed = comparison.list_differences(before.run, after.run)
@@ -232,7 +281,7 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
         yield f"{version.name} is {version.after}, and was {version.before}"
     for name, number in (("peak memory", before.record.peak_bytes), ("quality", before.record.quality)):
         if number is None:
-            yield f"{name} was not measured in the baseline, so nothing is held against it"
+            yield f"{name} was not measured in the baseline, so it is not compared"
 
 
 # Keep a run or a fleet as the baseline of later ones: as much of it as they are held against.

@@ -2,13 +2,17 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from enginesmith.pipeline.errors import GateBreach
+from enginesmith.pipeline.errors import EnginesmithError, GateBreach
 from enginesmith.pipeline.measure.statistics import Interval
 
 SCHEMA: Literal["enginesmith.gate/1"] = "enginesmith.gate/1"
 FLEET_SCHEMA: Literal["enginesmith.fleet-gate/1"] = "enginesmith.fleet-gate/1"
+
+
+CheckState = Literal["passed", "failed", "unjudged"]
+"""``unjudged``: the number is missing, or not precise enough to decide."""
 
 
 class GateCheck(BaseModel):
@@ -16,7 +20,10 @@ class GateCheck(BaseModel):
 
     name: str
     against: Literal["budget", "baseline", "run"]
-    passed: bool
+    state: CheckState
+    required: bool = True
+    """True where the gate fails as long as this is unjudged: everything but a difference from the baseline whose
+    estimate is within the tolerance. ``--strict`` requires that, too."""
     text: str
     limit: float | None = None
     before: float | None = None
@@ -26,6 +33,17 @@ class GateCheck(BaseModel):
     """The way in which latency was compared."""
 
     model_config = ConfigDict(frozen=True)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def passed(self) -> bool:
+        """Tell whether it was judged and passed."""
+        return self.state == "passed"
+
+    @property
+    def fails(self) -> bool:
+        """Tell whether the gate fails because of it."""
+        return self.state == "failed" or (self.state == "unjudged" and self.required)
 
 
 class Gate(BaseModel):
@@ -37,7 +55,8 @@ class Gate(BaseModel):
     baseline: str | None = None
     baseline_variant: str | None = None
     tolerance: float
-    passed: bool
+    usable: bool = True
+    """False where every requested engine failed."""
     verdicts: tuple[GateCheck, ...]
     cautions: tuple[str, ...] = ()
     updated: bool = False
@@ -47,13 +66,29 @@ class Gate(BaseModel):
 
     @property
     def breaches(self) -> tuple[GateCheck, ...]:
-        """Return the checks that failed."""
-        return tuple(verdict for verdict in self.verdicts if not verdict.passed)
+        """Return the checks that fail the gate: failed ones, and those that had to be judged and were not."""
+        return tuple(check for check in self.verdicts if check.fails)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def state(self) -> CheckState:
+        """Sum up the checks: failed if one failed, unjudged if one was not judged."""
+        states = {check.state for check in self.verdicts}
+        return "failed" if "failed" in states else "unjudged" if "unjudged" in states else "passed"
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def passed(self) -> bool:
+        """Tell whether every check was judged and passed."""
+        return self.state == "passed"
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_code(self) -> int:
-        """Return the command line's exit code."""
-        return 0 if self.passed else GateBreach.exit_code
+        """Return the command line's exit code: 1 without a usable engine, 3 where a check fails the gate."""
+        if not self.usable:
+            return EnginesmithError.exit_code
+        return GateBreach.exit_code if self.breaches else 0
 
 
 class FleetGate(BaseModel):
@@ -62,14 +97,20 @@ class FleetGate(BaseModel):
     schema_name: Literal["enginesmith.fleet-gate/1"] = Field(FLEET_SCHEMA, alias="schema")
     fleet: str
     baseline: str | None = None
-    passed: bool
     entries: dict[str, Gate]
     updated: bool = False
     """True where the fleet has become the baseline."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def passed(self) -> bool:
+        """Tell whether every check of every entry was judged and passed."""
+        return all(entry.passed for entry in self.entries.values())
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_code(self) -> int:
-        """Return the command line's exit code."""
-        return 0 if self.passed else GateBreach.exit_code
+        """Return the command line's exit code: 3 where an entry fails the gate."""
+        return GateBreach.exit_code if any(entry.exit_code for entry in self.entries.values()) else 0

@@ -204,7 +204,7 @@ class _ActiveFleet:
 
 
 def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path | None = None) -> FleetGate:
-    """Judge every entry, against that of a baseline fleet if given; one that came to nothing is broken.
+    """Judge every entry, against that of a baseline fleet if given; one that came to nothing fails.
 
     Raises:
         UsageError: one of the folders holds no fleet, or the demands make no sense for a recipe.
@@ -212,8 +212,7 @@ def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path |
     fleet = records.open_fleet(folder)
     before = records.open_fleet(baseline) if baseline else None
     entries = {entry.name: _judge(fleet, entry, demands_of, before) for entry in fleet.record.entries}
-    passed, against = all(entry.passed for entry in entries.values()), None if baseline is None else str(baseline)
-    return FleetGate(fleet=str(folder), baseline=against, passed=passed, entries=entries)
+    return FleetGate(fleet=str(folder), baseline=None if baseline is None else str(baseline), entries=entries)
 
 
 def keep(folder: Path, target: Path) -> None:
@@ -235,15 +234,15 @@ def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
     kept = before.folder / then.run if before and then and then.run else None
     where = fleet.folder / RUNS / entry.name
 
-    def broken(text: str) -> Gate:
-        verdict = GateCheck(name="status", against="run", passed=False, text=text)
-        return Gate(run=str(where), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(verdict,))
+    def fail(text: str) -> Gate:
+        check = GateCheck(name="status", against="run", state="failed", text=text)
+        return Gate(run=str(where), variant=None, tolerance=demands.tolerance, verdicts=(check,))
 
     if entry.status not in ("done", "breached"):  # whatever its run directory has so far
-        return broken(f"{entry.status}: {entry.reason or 'it was not ended'}")
+        return fail(f"{entry.status}: {entry.reason or 'it was not ended'}")
     try:
         result = gates.gate(where, named, baseline=kept)
     except UsageError as error:  # of this entry; the others have their own
-        return broken(error.message)
+        return fail(error.message)
     alone = ("the baseline has no run of it",) if before and kept is None else ()
     return result.model_copy(update={"cautions": (*result.cautions, *alone)})

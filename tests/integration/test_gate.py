@@ -69,9 +69,9 @@ def test_github_is_told_a_broken_budget(cli: Cli, tmp_path: Path, fast: Path, mo
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     answer = cli("gate", fast, "--max-latency", "1us", "--max-size", "1GiB")
     assert answer.code == 3
-    assert [line for line in answer.stdout.splitlines() if line.startswith("BROKEN: p50 latency")]
+    assert [line for line in answer.stdout.splitlines() if line.startswith("FAILED: p50 latency")]
     assert [line for line in answer.stdout.splitlines() if line.startswith("::error title=gate::p50 latency")]
-    assert "**broken**: p50 latency" in summary.read_text()
+    assert "**failed**: p50 latency" in summary.read_text()
     assert "::error" not in cli("gate", fast, "--max-latency", "1us", "--json").stdout
 
 

@@ -1,8 +1,9 @@
-"""The gate: what is broken is said, what cannot be judged is broken; fleets entry by entry."""
+"""The gate: what failed is said, what cannot be judged is neither passed nor failed; fleets entry by entry."""
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,63 @@ def test_each_budget_is_judged_in_its_direction(tmp_path: Path) -> None:
     assert [one.text for one in found.breaches] == ["peak memory is 10 MiB, and has to be at most 1 B"]
 
 
-def test_what_is_unknown_is_broken_and_says_why(tmp_path: Path) -> None:
+def test_a_budget_whose_number_is_unknown_is_not_judged_and_fails_the_gate(tmp_path: Path) -> None:
     run = write(tmp_path / "run", record(reasons={"quality": "no labels"}))
     found = gate.gate(run, demands(max_drop=0.1, min_throughput_per_s=1, max_build_seconds=1))
-    assert not any(judged(found).values())
+    assert {check.state for check in found.verdicts} == {"unjudged"}
+    assert (found.state, found.passed, found.exit_code) == ("unjudged", False, 3)
     assert found.breaches[0].text == "accuracy drop is unknown (no labels), and has to be at most 0.1000"
+
+
+SHORT = {"batch": 1, "p50_ms": 1.0, "n": 331, "reasons": {"p99_ms": "p99 takes 662 samples, and there are 331"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({}, "--measure-time 60s --out"),
+        (
+            {"stopped_because": "every median's 95 % interval is within ±2%"},
+            "--measure-time 60s --precision-target 0.0094",
+        ),
+        ({"n": None}, ""),
+    ],
+)
+def test_an_unknown_p99_is_not_judged_and_names_the_command(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
+    run = write(tmp_path / "run", record(latency=(LatencyRow.model_validate(SHORT | row),)))
+    (check,) = gate.gate(run, demands(max_p99_ms=5)).verdicts
+    assert check.state == "unjudged"
+    assert "p99 latency is unknown (p99 takes 662 samples" in check.text
+    assert (
+        f"measure for longer: `enginesmith optimize digits … {advice}" in check.text
+        if advice
+        else "`" not in check.text
+    )
+
+
+@pytest.mark.parametrize(("after", "code"), [(0.95, 0), (1.2, 3)])
+def test_too_few_launches_are_not_judged(tmp_path: Path, after: float, code: int) -> None:
+    """Only --strict fails where the estimate alone is within the tolerance."""
+    row = record().latency[0].model_copy(update={"launches": 1})
+    before, run = write(tmp_path / "before", record(latency=(row,))), write(tmp_path / "run", record("a", after))
+    found = gate.gate(run, demands(), baseline=before)
+    check = found.verdicts[0]
+    assert (check.state, check.passed, found.passed, found.exit_code) == ("unjudged", False, False, code)
+    assert (
+        f"measure the baseline again for longer: `enginesmith optimize digits … --measure-time 90s --out {before}"
+        in check.text
+    )
+    assert gate.gate(run, replace(demands(), strict=True), baseline=before).exit_code == 3
+    told = CliRunner().invoke(cli.main, ["gate", str(run), "--baseline", str(before), "--no-measure"])
+    assert told.exit_code == code
+    assert told.output.startswith("not judged: latency is ")
+    assert ("1 not judged; --strict fails on what was not judged" in told.output) is (code == 0)
+    assert (
+        CliRunner()
+        .invoke(cli.main, ["gate", str(run), "--baseline", str(before), "--no-measure", "--strict"])
+        .exit_code
+        == 3
+    )
 
 
 def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:
@@ -353,17 +406,17 @@ def test_every_entry_is_held_against_its_own_budgets_and_those_given(make_fleet:
     make_fleet("fleet", overrides={"lenet@cpu": {"budgets": {"max_latency_ms": 0.1}}})
     code, text = said("gate", "fleet", "--max-size", "1MiB")
     assert code == 3
-    assert [line for line in text.splitlines() if line.startswith("BROKEN")] == [
-        "BROKEN: lenet@cpu: p50 latency is 0.5 ms, and has to be at most 0.1 ms"
+    assert [line for line in text.splitlines() if line.startswith("FAILED")] == [
+        "FAILED: lenet@cpu: p50 latency is 0.5 ms, and has to be at most 0.1 ms"
     ]
-    assert sum(line.startswith("held: ") for line in text.splitlines()) == 4
-    assert "fleet: 1 of 4 entries broken: lenet@cpu" in text
+    assert sum(line.startswith("passed: ") for line in text.splitlines()) == 4
+    assert "fleet: 4 passed, 1 failed; the gate fails for 1 of 4 entries: lenet@cpu" in text
     code, text = said("gate", "fleet", "--max-latency", "1ms")
     assert (code, text.splitlines()) == (
         0,
         [
-            *(f"held: {name}: p50 latency is 0.5 ms, and has to be at most 1 ms" for name in NAMES),
-            "fleet: all 4 held, of 4 entries",
+            *(f"passed: {name}: p50 latency is 0.5 ms, and has to be at most 1 ms" for name in NAMES),
+            "fleet: all 4 passed, of 4 entries",
         ],
     )
     make_fleet("other")
@@ -393,7 +446,7 @@ def test_what_was_not_ended_is_broken_whatever_its_folder_has(make_fleet: Make) 
     assert Path("fleet/runs/digits@cpu/run.json").is_file()
     code, text = said("gate", "fleet", "--baseline", "base", "--update-baseline", "--max-latency", "1ms")
     assert code == 3
-    assert "BROKEN: digits@cpu: pending: it was not ended" in text
+    assert "FAILED: digits@cpu: pending: it was not ended" in text
     assert not Path("base").exists()
 
 
@@ -414,9 +467,9 @@ def test_a_baseline_is_a_fleet(make_fleet: Make) -> None:
     assert sorted(path.name for path in Path("base/runs").iterdir()) == list(NAMES)
     make_fleet("after", {"digits@cpu": 0.6}, models={"digits": {}, "lenet": {}, "mobilenet_v2": {}})
     code, text = said("gate", "after", "--baseline", "base", "--no-measure")
-    broken = [line for line in text.splitlines() if line.startswith("BROKEN")]
+    broken = [line for line in text.splitlines() if line.startswith("FAILED")]
     assert (code, len(broken)) == (3, 1)
-    assert broken[0].startswith("BROKEN: digits@cpu: latency is +20.0%")
+    assert broken[0].startswith("FAILED: digits@cpu: latency is +20.0%")
     assert "note: mobilenet_v2@cpu: the baseline has no run of it" in text
     assert said("gate", "after", "--baseline", "base", "--update-baseline", "--max-latency", "0.55ms")[0] == 3
     assert len(records.read(Path("base")).entries) == 4, "a broken fleet replaces nothing"
