@@ -1,13 +1,14 @@
 """Run work in a fresh process from a fork server, so that a crash, a leak or a time limit ends that work alone.
 
 The fork server imports the heavy libraries once; a new worker is then a fork of it, ready in a fraction of a second,
-with no thread pool started and CUDA not initialised. Both ends talk over a pipe: requests in, progress and one answer
-out. A worker dies with its parent, whatever ends that.
+with no thread pool started and CUDA not initialised. What a worker starts itself is a fork of the same server. Both
+ends talk over a pipe: requests in, progress and one answer out. A worker dies with its parent, whatever ends that.
 """
 
 import contextlib
 import errno
 import faulthandler
+import functools
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -17,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0
 _LOG_TAIL_BYTES = 4096
 _starting = threading.Lock()
+_server: Any = forkserver._forkserver
 
 Progress = Callable[[str], None]
 
@@ -77,9 +80,12 @@ class Worker:
         self._ending = threading.Lock()
         """An exit code can be read once, and two threads may want it: the one that kills and the one that waits."""
         self._connection, theirs = context.Pipe()
-        main = (body, theirs, args, str(log), cores, prepare)
-        self._process = context.Process(target=_main, args=main, name=body.__name__)
+        if _server.ensure_running is resource_tracker.ensure_running:  # what this worker has and its server lacks
+            prepare = functools.partial(_inherit, dict(os.environ), os.sched_getaffinity(0), prepare)
         with hide_main_module(), _preload_named():
+            _server.ensure_running()
+            main = (body, theirs, args, str(log), cores, prepare, _server._forkserver_address)
+            self._process = context.Process(target=_main, args=main, name=body.__name__)
             self._process.start()
         theirs.close()
 
@@ -194,7 +200,10 @@ def _main(
     log: str,
     cores: Collection[int] | None,
     prepare: Callable[[], None] | None,
+    server: str,
 ) -> None:
+    # multiprocessing promises that a child uses its parent's fork server, and starts another: it lacks the address
+    _server._forkserver_address, _server.ensure_running = server, resource_tracker.ensure_running
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -216,6 +225,15 @@ def _main(
         threading.Thread(target=die_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     body(connection, *args)
+
+
+def _inherit(environment: Mapping[str, str], cores: Collection[int], prepare: Callable[[], None] | None) -> None:
+    """Take over what a worker has set for itself, as its GPU and its cores."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.sched_setaffinity(0, cores)
+    if prepare:
+        prepare()
 
 
 @contextlib.contextmanager

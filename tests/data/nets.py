@@ -1,6 +1,7 @@
 """Small models that behave in ways that matter: well, slowly, or badly."""
 
 import ctypes
+import functools
 import os
 import time
 from pathlib import Path
@@ -80,3 +81,12 @@ class Products(nn.Module):
 def products() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Products(), torch.randn(2, 8, 6, 6)
+
+
+def family(log: str, progress: object, *, nested: bool = True) -> list[tuple[object, ...]]:
+    """Tell of this worker and one of its own: the server that it is a fork of, a variable that it sees, its cores."""
+    from enginesmith.pipeline.system import worker
+
+    os.environ.update({"SET_BY_WORKER": "1"} if nested else {})
+    own = (os.getppid(), os.environ.get("SET_BY_WORKER"), os.sched_getaffinity(0))
+    return [own, *(worker.run(functools.partial(family, nested=False), log, log=Path(log)) if nested else ())]

@@ -76,6 +76,14 @@ def test_a_kill_leaves_the_exit_code_to_who_waits(tmp_path: Path, monkeypatch: p
         load("slow", tmp_path, on_start=started)
 
 
+def test_a_worker_of_a_worker_is_a_fork_of_the_same_server_with_what_its_parent_has(tmp_path: Path) -> None:
+    from nets import family  # not above: a script imports this module, too
+
+    core = min(os.sched_getaffinity(0))
+    outer, inner = worker.run(family, str(tmp_path / "log"), log=tmp_path / "log", cores=[core])
+    assert outer == inner == (inner[0], "1", {core})
+
+
 def test_a_time_limit_ends_the_worker(tmp_path: Path) -> None:
     started: list[worker.Worker] = []
     with pytest.raises(StepTimeout, match=r"0\.2 s"):
