@@ -323,6 +323,14 @@ def test_outputs_of_the_graph_keep_name_and_type(tmp_path: Path) -> None:
     assert count_kernels(model, feeds(model), tmp_path)["QLinearConv"] == 1
 
 
+def test_pairs_are_in_the_order_of_the_graph() -> None:
+    names = [f"y{index}" for index in range(32)]  # written by convolutions, and read by no other product
+    text = f"net (float[1, 4, 8, 8] x) => ({', '.join(f'float[1, 4, 8, 8] {name}' for name in names)})"
+    text += f" {{ {' '.join(f'{name} = Conv(x, w)' for name in names)} }}"
+    model, _ = done(lambda: parse_graph(text, w=np.ones((4, 4, 1, 1), np.float32)), CPU)
+    assert [name for name in model.graph.initializers if name[:1] == "y"] == [f"{name}_scale" for name in names]
+
+
 def test_weights_have_a_scale_for_each_output_channel() -> None:
     def make() -> ir.Model:
         return parse_graph(
