@@ -21,7 +21,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.passes.quantize.statistics import (
+from enginesmith.pipeline.passes.quantize.activation_capture import (
     CalibrationPoints,
     find_calibration_points,
     open_activation_capture,

@@ -12,7 +12,7 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class, read_file
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import ModelError, StepError, UsageError, WrongEngine, storage_errors
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.planning import stages
+from enginesmith.pipeline.planning import single_stages
 from enginesmith.pipeline.planning.plan import LOAD
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
@@ -66,8 +66,8 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
         raise UsageError(f"the output {str(output)!r} is no {engine.file_suffix} file", f"call it {wanted}")
     worker.preload_only((*engine.modules, *MODULES))
     resolved = resolve_recipe(recipe)
-    steps = stages.refit_steps(resolved, refit) if refit else stages.build_steps(resolved)
-    made = run_steps(steps, settings, recipe)[stages.BUILD].artifact
+    steps = single_stages.refit_steps(resolved, refit) if refit else single_stages.build_steps(resolved)
+    made = run_steps(steps, settings, recipe)[single_stages.BUILD].artifact
     assert made is not None
     if made.rejected:
         raise WrongEngine(made.rejected, _NOT_WRITTEN)
@@ -101,7 +101,7 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     worker.preload_only((*engine.modules, *MODULES))
     if not recipe.targets:
         recipe = recipe.model_copy(update={"targets": engine.check_targets()})
-    steps, trials = stages.trial_steps(resolve_recipe(recipe))
+    steps, trials = single_stages.trial_steps(resolve_recipe(recipe))
     outcomes = try_steps(steps, settings, recipe)
     for name in (LOAD, SHAPES):
         if (error := outcomes[name].error) is not None:

@@ -14,7 +14,7 @@ from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelE
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.measure.rows import MemoryRow
-from enginesmith.pipeline.planning import stages
+from enginesmith.pipeline.planning import single_stages
 from enginesmith.pipeline.planning.plan import LOAD, Step
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
@@ -129,7 +129,7 @@ class BuiltSizes(MemoryEstimate):
         return Need(facts.weights_bytes or 0, facts.activation_bytes or 0, total_bytes(specs, sizes), facts=facts)
 
     def _trial(self, model: ResolvedRecipe, batch: int) -> tuple[TrialResult, Signature]:
-        steps, trials = stages.trial_steps(model, batch)
+        steps, trials = single_stages.trial_steps(model, batch)
         if len(trials) != 1:
             raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
         record, signature, _ = _run(model, steps, next(iter(trials.values())), self._settings)
@@ -168,8 +168,8 @@ class MeasuredSizes(MemoryEstimate):
             ModelError: it fails at this batch, and not for lack of memory.
             MissingCapability: this machine does not show what a process takes.
         """
-        steps = stages.memory_steps(model, batch, self._limit)
-        record, signature, symbol = _run(model, steps, stages.MEMORY, self._settings)
+        steps = single_stages.memory_steps(model, batch, self._limit)
+        record, signature, symbol = _run(model, steps, single_stages.MEMORY, self._settings)
         row = MemoryRow.model_validate(record)
         if row.peak_bytes is None and row.oom is None:
             if row.failure:

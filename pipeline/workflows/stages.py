@@ -21,7 +21,7 @@ from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
-from enginesmith.pipeline.planning import stages as plans
+from enginesmith.pipeline.planning import single_stages as plans
 from enginesmith.pipeline.planning.plan import Step, StepRef, libraries_of
 from enginesmith.pipeline.planning.planner import in_time
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe

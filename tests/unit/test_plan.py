@@ -20,7 +20,7 @@ from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.frameworks import source
 from enginesmith.pipeline.planning.plan import REFERENCE, Step
 from enginesmith.pipeline.planning.planner import Plan, plan
-from enginesmith.pipeline.planning.stages import benchmark_plan, choose_baseline
+from enginesmith.pipeline.planning.single_stages import benchmark_plan, choose_baseline
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store

@@ -13,7 +13,7 @@ from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.stages import precision_steps
+from enginesmith.pipeline.planning.single_stages import precision_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.quantize.statistics import (
+from enginesmith.pipeline.passes.quantize.activation_capture import (
     CalibrationPoints,
     find_calibration_points,
     open_activation_capture,

@@ -18,7 +18,7 @@ from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities
 from enginesmith.pipeline.errors import MissingCapability, ModelError
-from enginesmith.pipeline.planning.stages import verify_steps
+from enginesmith.pipeline.planning.single_stages import verify_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import nvidia

@@ -40,7 +40,6 @@ class EngineManifest(BaseModel, frozen=True):
     model_sha256: str
     """Digest of the graph that it was built from, with its weights."""
     timing_cache_sha256: str | None = None
-    calibration_sha256: str | None = None
     workspace_limit_bytes: int
     workspace_asked_bytes: int | None
     """None where the builder's default held."""

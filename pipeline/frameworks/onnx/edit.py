@@ -52,6 +52,14 @@ def save(model: "ir.Model", out: Path, external_data_bytes: int = EXTERNAL_DATA_
     ir.save(model, out / FILE, external_data=data_file, size_threshold_bytes=_INLINE_BYTES)
 
 
+def save_with_summary(
+    model: "ir.Model", out: Path, external_data_bytes: int, summary: str, notes: tuple[str, ...] = ()
+) -> Effect:
+    """Save as :func:`save` does, and describe the file."""
+    save(model, out, external_data_bytes)
+    return Effect(file=FILE, summary=summary, notes=notes, signature=model_file.signature(out / FILE))
+
+
 def pass_on(path: Path, out: Path, note: str) -> Effect:
     """Write the same graph with its weights, and say why it is the same."""
     for name in model_file.external_files(path):
@@ -244,3 +252,8 @@ class Names:
             name = f"{wanted}_{count}"
         self._taken.add(name)
         return name
+
+
+def transpose_order(node: "ir.Node", rank: int) -> list[int]:
+    """Return the axes of a Transpose's input, in the order of its output."""
+    return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]

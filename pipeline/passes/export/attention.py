@@ -42,16 +42,12 @@ class DecomposeAttention(Pass):
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, weights untouched."""
-        from enginesmith.pipeline.frameworks.onnx import model_file
 
         model = edit.load(artifact.path)
         count = decompose_attention(model)
         progress("writing")
-        edit.save(model, out, self.external_data_bytes)
-        return Effect(
-            file=edit.FILE,
-            summary=f"{count} Attention nodes written out, {edit.node_count(model)} nodes",
-            signature=model_file.signature(out / edit.FILE),
+        return edit.save_with_summary(
+            model, out, self.external_data_bytes, f"{count} Attention nodes written out, {edit.node_count(model)} nodes"
         )
 
 

@@ -145,8 +145,6 @@ class Precision(PrecisionPass):
         """
         import onnx_ir as ir
 
-        from enginesmith.pipeline.frameworks.onnx import model_file
-
         ranges = self._load_ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
         model = edit.load(artifact.path)
@@ -158,13 +156,13 @@ class Precision(PrecisionPass):
         lowered = self._lower(model, ranges, chosen)
         left = done.left if done else {}
         progress("writing")
-        edit.save(model, out, self.external_data_bytes)
         (out / FILE).write_text(json.dumps(self._list_entries(groups, left, chosen, lowered), indent=1) + "\n")
-        return Effect(
-            file=edit.FILE,
-            summary=", ".join(self._summarize(done, lowered, total)),
+        return edit.save_with_summary(
+            model,
+            out,
+            self.external_data_bytes,
+            ", ".join(self._summarize(done, lowered, total)),
             notes=by_reason("not quantised", {name: chosen.why.get(name) or why for name, why in left.items()}),
-            signature=model_file.signature(out / edit.FILE),
         )
 
     def _load_ranges(self, artifact: Artifact, records: Records) -> Ranges | None:

@@ -68,8 +68,7 @@ def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = N
 
 def follow_transpose(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Transpose."""
-    rank = len(sizes(place.value))
-    order = list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
+    order = edit.transpose_order(node, len(sizes(place.value)))
     return same(place, node.inputs[0], (order[axis] for axis in place.axes))
 
 

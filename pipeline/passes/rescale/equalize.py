@@ -239,7 +239,6 @@ class CrossLayerEqualization(Pass):
             DataError: the ranges are of another graph.
         """
         from enginesmith.calibration import ranges
-        from enginesmith.pipeline.frameworks.onnx import model_file
 
         given = records.get("ranges")
         known = ranges.load(given.path, model_sha256=artifact.sha256) if given is not None else None
@@ -256,11 +255,11 @@ class CrossLayerEqualization(Pass):
             effect = edit.pass_on(artifact.path, out, "no two neighbouring layers have channels to equalise")
             return effect.model_copy(update={"notes": (*effect.notes, *notes)})
         progress("writing")
-        edit.save(model, out, self.external_data_bytes)
-        return Effect(
-            file=edit.FILE,
-            summary=f"equalised {done.pairs} pairs of {done.products} products; "
+        return edit.save_with_summary(
+            model,
+            out,
+            self.external_data_bytes,
+            f"equalised {done.pairs} pairs of {done.products} products; "
             f"largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}",
             notes=tuple(notes),
-            signature=model_file.signature(out / edit.FILE),
         )

@@ -322,7 +322,6 @@ class Smooth(Pass):
             DataError: the ranges are of another graph.
         """
         from enginesmith.calibration import ranges
-        from enginesmith.pipeline.frameworks.onnx import model_file
 
         known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
@@ -332,16 +331,16 @@ class Smooth(Pass):
             effect = edit.pass_on(artifact.path, out, "no value could be scaled")
             return effect.model_copy(update={"notes": (*effect.notes, *_notes(done))})
         progress("writing")
-        edit.save(model, out, self.external_data_bytes)
         ratio = (
             f"; largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}" if self.mode == "smooth" else ""
         )
-        return Effect(
-            file=edit.FILE,
-            summary=f"scaled {done.products} of {done.all_products} products{ratio}; error of their rounding, "
+        return edit.save_with_summary(
+            model,
+            out,
+            self.external_data_bytes,
+            f"scaled {done.products} of {done.all_products} products{ratio}; error of their rounding, "
             f"estimated, {done.error_after / done.error_before - 1:+.0%}",
             notes=_notes(done),
-            signature=model_file.signature(out / edit.FILE),
         )
 
 

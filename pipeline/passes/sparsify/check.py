@@ -19,7 +19,6 @@ import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.sparsify import sparsify
-from enginesmith.pipeline.passes.sparsify.sparsify import order
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _
         if node is None or not node.inputs or node.inputs[0] is None:
             return None
         if node.op_type == "Transpose":
-            axis = order(node, len(value.shape or ()))[axis]
+            axis = edit.transpose_order(node, len(value.shape or ()))[axis]
         elif node.op_type in ("DequantizeLinear", "QuantizeLinear"):
             point = _input(node, 2)
             zero = edit.read(point)

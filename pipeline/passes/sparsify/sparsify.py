@@ -61,22 +61,20 @@ class Sparsify(Sparsity, Pass):
         import onnx_ir as ir
         from onnx_ir.passes import common
 
-        from enginesmith.pipeline.frameworks.onnx import model_file
-
         model = edit.load(artifact.path)
         model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
         ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
         progress(f"making weights {self}")
         done = sparsify(model, self)
         progress("writing")
-        edit.save(model, out, self.external_data_bytes)
         sqnr = "" if done.sqnr_db is None else f"; SQNR of the weights {done.sqnr_db:.1f} dB"
-        return Effect(
-            file=edit.FILE,
-            summary=f"{self} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are "
+        return edit.save_with_summary(
+            model,
+            out,
+            self.external_data_bytes,
+            f"{self} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are "
             f"zero{sqnr}",
             notes=by_reason("left dense", done.left),
-            signature=model_file.signature(out / edit.FILE),
         )
 
 
@@ -227,11 +225,6 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
     return tuple(candidates.values())
 
 
-def order(node: "ir.Node", rank: int) -> list[int]:
-    """Return the axes of a Transpose's input, in the order of its output."""
-    return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
-
-
 def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
     """Return the initialiser behind a value and what its axis is there; None for what is computed."""
     while not value.is_initializer():
@@ -242,7 +235,7 @@ def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
         if source is None:
             return None
         if node.op_type == "Transpose":
-            axis = order(node, len(value.shape or ()))[axis]
+            axis = edit.transpose_order(node, len(value.shape or ()))[axis]
         value = source
     return value, axis
 
