@@ -33,7 +33,7 @@ from enginesmith.pipeline.errors import EnginesmithError
 
 _INTERRUPTED = 130
 _SECTIONS = {
-    "Optimise a model": (optimize.optimize, resume.resume, init.init),
+    "Optimize a model": (optimize.optimize, resume.resume, init.init),
     "Read and judge a run": (report.report, compare.compare, gate.gate, package.package),
     "Single stages": (
         *(export.export, simplify.simplify, precision.precision, prune_and_sparsify.prune),

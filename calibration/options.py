@@ -18,17 +18,17 @@ class DataOptions(BaseModel):
         None, description="images: the shorter side in pixels, or [height, width] exactly"
     )
     crop: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
-        None, description="images: the centre that is cut out after that, a side in pixels or [height, width]"
+        None, description="images: size of the center that is cut out after that, in pixels or [height, width]"
     )
-    rescale: float | None = Field(None, gt=0, description="images: pixels of 0 to 255 times this; 1/255 without it")
+    rescale: float | None = Field(None, gt=0, description="images: pixels of 0 to 255 times this; 1/255 by default")
     mean: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
-        None, description="images: subtracted after rescaling, one number or one a channel"
+        None, description="images: subtracted after rescaling, one number or one per channel"
     )
     std: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
-        None, description="images: divided by after that, likewise"
+        None, description="images: divisor after that, one number or one per channel"
     )
     tokenizer: Annotated[str | None, Option(_DATA, metavar="PATH")] = Field(
-        None, description="texts: a tokenizer.json, or a Hugging Face folder; looked for beside the texts without it"
+        None, description="texts: a tokenizer.json, or a Hugging Face folder; by default the one beside the texts"
     )
     text_field: Annotated[str, Option(_DATA, metavar="KEY")] = Field(
         "text", description="texts: key of the text in each line"
@@ -41,12 +41,12 @@ class DataOptions(BaseModel):
     max_length: Annotated[int | None, Option(_DATA)] = Field(
         None,
         gt=0,
-        description="texts: tokens in each row, where the model's own length is dynamic; the longest without it",
+        description="texts: tokens in each row, where the model's own length is dynamic; by default the longest",
     )
     padding: Literal["right", "left"] | None = Field(
-        None, description="texts: the side that short ones are padded on; the tokenizer's own without it"
+        None, description="texts: the side that short ones are padded on; by default the tokenizer's"
     )
-    most_rows: int = Field(65_536, gt=0, description="functions: rows taken from one that may go on for ever")
+    most_rows: int = Field(65_536, gt=0, description="functions: most rows that are taken from one")
 
     @field_validator("resize", "crop", mode="before")
     @classmethod

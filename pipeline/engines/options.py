@@ -35,7 +35,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         DEFAULT_ENGINES, min_length=1, description="engines to make, each a variant"
     )
     graph_optimization: Annotated[tuple[GraphOptimization, ...], Option("Variants", metavar="LEVEL")] = Field(
-        ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
+        ("all",), min_length=1, description="ONNX Runtime's optimization levels; each one is a variant"
     )
     device: Annotated[str | None, Option("Where and how it runs", everyday=True, metavar="cpu|cuda[:I]")] = Field(
         None, description="device: cpu, cuda or cuda:1; by default cuda if an engine needs it and there is one"

@@ -102,7 +102,8 @@ class QuantisationOptions(Part):
         "auto", description="method that takes ranges from histograms; auto tries mse first, then the others"
     )
     placement: Annotated[str, Option(_DATA, metavar="auto|ENGINE")] = Field(
-        "auto", description="whose rules Q/DQ pairs are placed by; auto takes the engine's. TensorRT's run everywhere"
+        "auto",
+        description="engine whose rules place Q/DQ pairs; auto: the variant's. TensorRT's rules suit all engines",
     )
     percentile: Annotated[float, _QUANTISING] = Field(
         99.99, gt=50, le=100, description="percentage of the values inside the range, for the method percentile"
@@ -125,10 +126,10 @@ class QuantisationOptions(Part):
     )
     awq: Annotated[bool, _QUANTISING] = Field(False, description="scale weights by their activations before int4 (AWQ)")
     equalise: Annotated[bool, _QUANTISING] = Field(
-        False, description="equalise the ranges of channels across layers, for depthwise networks"
+        False, description="equalize the ranges of channels across layers, for depthwise networks"
     )
     bias_correction: Annotated[bool, _QUANTISING] = Field(
-        False, description="take the mean error of quantised weights out of the biases"
+        False, description="take the mean error of quantized weights out of the biases"
     )
     convert_io: Annotated[bool, _QUANTISING] = Field(
         False, description="convert inputs and outputs of fp16 and bf16 graphs, too"

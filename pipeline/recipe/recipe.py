@@ -37,7 +37,7 @@ class ModelOptions(Part):
 
     model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
     inputs: Annotated[tuple[str, ...], Option(_INPUTS, "--input", everyday=True, metavar="NAME:DTYPE:DIMS")] = Field(
-        (), description="such as x:float32:batch,3,224,224"
+        (), description="an input, such as x:float32:batch,3,224,224"
     )
     shapes: Annotated[dict[str, str], Option(_INPUTS, "--shape", everyday=True, metavar="DIM=MIN:OPT:MAX")] = Field(
         {}, description="min:opt:max of each dynamic dimension"
@@ -60,7 +60,7 @@ class Recipe(EngineOptions, ModelOptions):
     export: ExportOptions = ExportOptions()
     calibration: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
         None,
-        description="data that quantisation takes ranges from: an embedded set, .npz, .safetensors, images, texts …",
+        description="data to take ranges of values from: an embedded set, .npz, .safetensors, images, texts …",
     )
     samples: Annotated[int, Option(_DATA, everyday=True)] = Field(
         128, gt=0, description="samples of the calibration data that are used"
@@ -84,13 +84,13 @@ class Recipe(EngineOptions, ModelOptions):
     )
     sparsifying: SparsifyOptions = SparsifyOptions()
     eval_data: Annotated[str | None, Option(_DATA, "--eval", everyday=True, metavar="DATA")] = Field(
-        None, description="labelled data to measure accuracy on"
+        None, description="labeled data to measure accuracy on"
     )
     metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
         None, description="accuracy metric: top1, top5, mse, a plug-in or module:function"
     )
     eval_samples: Annotated[int | None, Option(_DATA)] = Field(
-        None, gt=0, description="how many samples of the labelled data are used; all by default"
+        None, gt=0, description="how many samples of the labeled data are used; all by default"
     )
     measure: MeasureOptions = MeasureOptions()
     budgets: Budgets = Budgets()

@@ -43,15 +43,13 @@ class BuildOptions(BaseModel, frozen=True, extra="forbid"):
         (), description="paths of plugin libraries to load; they are code, and are run"
     )
     timing_cache: Annotated[str | None, Option(_BUILDING, metavar="FILE")] = Field(
-        None, description="file of kernel timings; one per device and version without it"
+        None, description="file of kernel timings; by default one for each device and version"
     )
-    locked: _Switch = Field(False, description="fail where a timing is missing, so that the same engine comes out")
+    locked: _Switch = Field(False, description="fail if a kernel timing is missing, so that builds repeat")
     profiles: Annotated[tuple[str, ...], Option(_BUILDING, "--optimization-profile", metavar="DIM=MIN:OPT:MAX,…")] = (
-        Field(
-            (), description="more optimisation profiles, as in batch=1:1:1,seq=1:128:128; tried before the whole range"
-        )
+        Field((), description="more optimization profiles: batch=1:1:1,seq=1:128:128; tried before the whole range")
     )
-    host_code: _Switch = Field(False, description="let an engine bring its own host code along when it is loaded")
+    host_code: _Switch = Field(False, description="load engines that contain code for the host, too")
 
     @field_validator("tiling", mode="before")
     @classmethod

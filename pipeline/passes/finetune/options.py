@@ -28,16 +28,16 @@ class RecoverOptions(BaseModel):
     epochs: int | None = Field(
         None, ge=1, description="most passes over the data; as many as there is time for if null"
     )
-    batch: int = Field(64, ge=1, description="samples in each step of the optimiser")
+    batch: int = Field(64, ge=1, description="samples in each step of the optimizer")
     learning_rate: float = Field(2e-3, gt=0, description="the highest, after the warm-up; a cosine leads down from it")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's; norms and biases have none")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate goes up")
-    temperature: float = Field(2.0, gt=0, description="of the softmax that distilled classes are compared by")
-    features: bool = Field(True, description="whether distilling compares values inside of the models too")
+    temperature: float = Field(2.0, gt=0, description="temperature of the softmax when classes are distilled")
+    features: bool = Field(True, description="compare intermediate values, too, when distilling")
     ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of weights that is kept; 0 for none")
-    evaluations: int = Field(20, ge=1, description="how often the metric is looked at, if that takes little time")
+    evaluations: int = Field(20, ge=1, description="how often the metric is computed, if that takes little time")
     patience: int = Field(10, ge=1, description="evaluations without a better one after which it stops")
-    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples that only the metric sees")
+    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples that is used for the metric alone")
     memory_bytes: Annotated[Bytes | None, Option("Variants", "--recover-memory")] = Field(
         None, description="memory for recovery; batches are split into parts that fit"
     )
