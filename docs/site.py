@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)")
 """The path in a relative link of Markdown, without its anchor."""
 FENCE = re.compile(r"^```(\w+) (\S+)$", re.M)
+BLOCK = re.compile(r"(^ *```.*?^ *```$)", re.M | re.S)
 NOTE = re.compile(r"^<!-- .*? -->\n(?=```)", re.M)
 
 
@@ -25,7 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not source.startswith("docs/"):
             files.append(File.generated(config, _place(source), abs_src_path=str(ROOT / source)))
         if source.endswith(".md"):
-            linked = {_target(source, link) for link in LINK.findall((ROOT / source).read_text())}
+            text = BLOCK.sub("", (ROOT / source).read_text())
+            linked = {_target(source, link) for link in LINK.findall(text)}
             outside = {path for path in linked if not path.startswith("docs/") and (ROOT / path).is_file()}
             waiting += sorted(outside - seen)
             seen |= outside
@@ -37,8 +39,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = "README.md" if page.file.src_uri == "index.md" else page.file.src_uri
     source = source if (ROOT / source).is_file() and page.file.generated_by else f"docs/{source}"
     folder = posixpath.dirname(page.file.src_uri)
-    markdown = LINK.sub(lambda found: os.path.relpath(_place(_target(source, found[1])), folder or "."), markdown)
-    return FENCE.sub(r'```\1 title="\2"', NOTE.sub("", markdown))
+
+    def point(found: re.Match[str]) -> str:
+        return os.path.relpath(_place(_target(source, found[1])), folder or ".")
+
+    parts = BLOCK.split(NOTE.sub("", markdown))  # every second one is a block
+    parts[::2] = [LINK.sub(point, part) for part in parts[::2]]
+    return FENCE.sub(r'```\1 title="\2"', "".join(parts))
 
 
 def _target(source: str, link: str) -> str:

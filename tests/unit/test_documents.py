@@ -37,16 +37,22 @@ def test_the_reference_of_commands_is_that_of_the_code() -> None:
     assert (ROOT / "docs" / "cli.md").read_text() == write(), "run `make documents`"
 
 
+def prose(document: Path) -> str:
+    """Return the text of a document without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.M | re.S)
+
+
 def anchors(document: Path) -> set[str]:
     """Return the anchors of a document's headings, as code hosts and the site make them."""
-    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
-    titles = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in re.findall(r"^#+ (.*)$", text, re.M))
+    titles = (
+        re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in re.findall(r"^#+ (.*)$", prose(document), re.M)
+    )
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)]*))?\)", document.read_text())
+    links = re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)]*))?\)", prose(document))
     lost = [f"{path}#{anchor}" for path, anchor in links if not (document.parent / path).exists()]
     targets = [(document.parent / path if path else document, anchor) for path, anchor in links if anchor]
     assert not lost + [f"{path}#{anchor}" for path, anchor in targets if anchor not in anchors(path)]
