@@ -416,8 +416,7 @@ def test_an_engine_is_not_run_without_a_device(cli, here: Path) -> None:
 def test_inspect_shows_an_engine(cli, here: Path) -> None:
     assert cli("build", "mlp.onnx", "-o", "m.engine", *SM86, *RANGE, "--quiet").code == 0
     found = parsed(cli("inspect", "m.engine", "--json"))
-    assert found["compute_capabilities"] == ["sm86"]
-    assert found["sha256"] == file_digest(here / "m.engine")
+    assert (found["compute_capabilities"], found["sha256"]) == (["sm86"], file_digest(here / "m.engine"))
 
 
 @pytest.mark.thorough
@@ -447,9 +446,7 @@ def test_fit_finds_the_largest_batch_and_the_smallest_workspace(cli, here: Path)
     io = 2 * 50 * 8 * 32 * 32 * 2
     budget = figures["weights_bytes"] + figures["activation_bytes"] + io
     found = parsed(cli(*command, "--memory", str(budget)))
-    assert found["largest_batch"] == 50
-    assert found["needed_bytes"] == budget
-    assert found["io_bytes"] == io
+    assert (found["largest_batch"], found["needed_bytes"], found["io_bytes"]) == (50, budget, io)
     limit = found["smallest_workspace_bytes"]
     build = ("build", "conv.onnx", *SM86, "--shape", "batch=1:50:50", "--quiet")
     assert cli(*build, "-o", "w.engine", "--workspace", limit).code == 0
@@ -537,8 +534,7 @@ def test_a_crash_of_the_builder_takes_no_other_variant_down(cli, here: Path) -> 
     )
     assert answer.code in (0, 1, 3), answer.text
     variants = {one.id.split("-")[0]: one for one in load_run(here / "run").variants}
-    assert variants["tensorrt_rtx"].status == "failed"
-    assert variants["tensorrt_rtx"].failure == "crash"
+    assert (variants["tensorrt_rtx"].status, variants["tensorrt_rtx"].failure) == ("failed", "crash")
     assert "SIGSEGV" in variants["tensorrt_rtx"].reason
     assert variants["onnxruntime"].status == "measured"
 

@@ -82,8 +82,7 @@ def test_ranges_are_those_of_the_samples_that_are_named(tmp_path: Path) -> None:
     assert list(found.tensors) == ["image", "flat", "product", "y"]
     assert found.tensors["product"].minimum == pytest.approx(product.min(), rel=1e-5)
     assert found.tensors["product"].maximum == pytest.approx(product.max(), rel=1e-5)
-    assert found.tensors["y"].minimum == 0
-    assert found.tensors["flat"] == found.tensors["image"]
+    assert (found.tensors["y"].minimum, found.tensors["flat"]) == (0, found.tensors["image"])
     assert found.tensors["product"].count == product.size
     assert found.channels["flat"].mean == pytest.approx(raw(found).mean(0).tolist(), rel=1e-6)
     assert effect.summary == "8 samples of digits/calibration, 4 values, 4 histograms"
@@ -118,8 +117,7 @@ def test_data_that_cannot_be_calibrated_on_is_refused(tmp_path: Path) -> None:
 def test_without_data_made_up_samples_are_like_the_reference_and_said_to_be(tmp_path: Path) -> None:
     found, effect = calibrated(tmp_path, network(tmp_path), reference(tmp_path), None, 50)
     assert found.provenance.synthetic
-    assert found.provenance.rows == tuple(range(50))
-    assert found.tensors["image"].count == 50 * 64
+    assert (found.provenance.rows, found.tensors["image"].count) == (tuple(range(50)), 50 * 64)
     assert found.tensors["image"].minimum < -2
     assert "made up" in effect.notes[-1]
 
@@ -161,8 +159,7 @@ def test_a_fixed_batch_gives_the_same_ranges(tmp_path: Path) -> None:
     beside = reference(tmp_path)
     single, _ = calibrated(tmp_path, network(tmp_path), beside, count=6)
     three, _ = calibrated(tmp_path, network(tmp_path, batch=3), beside, count=6)
-    assert three.provenance.rows == single.provenance.rows
-    assert three.channels == single.channels
+    assert (three.provenance.rows, three.channels) == (single.provenance.rows, single.channels)
     for name, one in single.tensors.items():
         assert three.tensors[name].amax == pytest.approx(one.amax, rel=1e-5)
 

@@ -159,8 +159,7 @@ SPARSE = PlanTransform(
 def test_steps_are_renamed_with_what_they_take() -> None:
     made = PRUNED.steps([EXPORT, VERIFY, SHARED])
     assert [step.id for step in made] == ["export-prune30", "verify-export-prune30"]
-    assert made[0].inputs == {"model": "prune30"}
-    assert made[0].optional_inputs == {"shape": "shapes"}
+    assert (made[0].inputs, made[0].optional_inputs) == ({"model": "prune30"}, {"shape": "shapes"})
     assert made[1].inputs == {"model": "export-prune30", "reference": "reference-prune30"}
     assert made[1].task == VERIFY.task
 
@@ -178,8 +177,7 @@ def test_variants_name_their_dense_sibling() -> None:
 
 def test_a_change_of_a_changed_model() -> None:
     both = PRUNED.variant(SPARSE.variant(VARIANT))
-    assert both.id == "onnxruntime-int8-sparse24-prune30"
-    assert both.dense == VARIANT.id
+    assert (both.id, both.dense) == ("onnxruntime-int8-sparse24-prune30", VARIANT.id)
     (step,) = PRUNED.steps(SPARSE.steps([VERIFY]))
     assert step.inputs == {"model": "sparsify-prune30", "reference": "reference-sparse24-prune30"}
 

@@ -296,8 +296,7 @@ def test_numbers_are_the_runs() -> None:
     of = full()
     found, int8 = by_id(of), of.variants[1]
     point = named(found["pareto"], "onnxruntime-int8")
-    assert point["x"] == [int8.latency[0].p50_ms]
-    assert point["y"] == [int8.peak_bytes / 2**20]
+    assert (point["x"], point["y"]) == ([int8.latency[0].p50_ms], [int8.peak_bytes / 2**20])
     assert point["hovertext"] == [
         "onnxruntime-int8<br>p50 0.2 ms, peak 24 MiB, top1 drop +0.0040 on 200 samples<br>on the front, wins"
     ]
@@ -316,8 +315,7 @@ def test_numbers_are_the_runs() -> None:
     loss = next(one for one in traces(found["recovery"]) if one.get("yaxis") == "y2")
     assert loss["y"] == [None, *(2.0 / step for step in range(2, 21, 2))]
     parts = {trace["name"]: trace for trace in traces(found["memory"]) if not trace.get("showlegend", True)}
-    assert parts["weights"]["x"] == [32, 24, 12, 15]
-    assert parts["activations"]["x"] == [16, 12, 6, 7.5]
+    assert (parts["weights"]["x"], parts["activations"]["x"]) == ([32, 24, 12, 15], [16, 12, 6, 7.5])
 
 
 def test_distributions_keep_the_tail() -> None:
@@ -326,9 +324,7 @@ def test_distributions_keep_the_tail() -> None:
     samples["onnxruntime-int8/1/seconds"][17] = 1.0
     line = named(by_id(of, samples)["ecdf-1"], "onnxruntime-int8")
     assert len(line["x"]) <= 200
-    assert line["x"][-1] == 1000.0
-    assert line["y"][-1] == 100.0
-    assert line["x"] == sorted(line["x"])
+    assert (line["x"][-1], line["y"][-1], line["x"]) == (1000.0, 100.0, sorted(line["x"]))
     assert set(line["x"]) <= set(samples["onnxruntime-int8/1/seconds"] * 1e3)
     half = next(x for x, y in zip(line["x"], line["y"], strict=True) if y >= 50)
     assert half == pytest.approx(np.median(samples["onnxruntime-int8/1/seconds"]) * 1e3, rel=0.01)
@@ -463,16 +459,14 @@ def test_stages_that_change_the_model_are_no_loss() -> None:
     chart = by_id(run(record("p", 1, 5, None, fidelity=(cut, *stages(120.0, 119.0)))))["fidelity"]
     line, marker = (trace for trace in traces(chart) if trace["name"] == "p")
     assert line["y"] == [120.0, 119.0]
-    assert marker["mode"] == "markers"
-    assert marker["y"] == [3.0]
+    assert (marker["mode"], marker["y"]) == ("markers", [3.0])
     assert "simplify, from 120.0 dB to 119.0 dB" in chart.summary
 
 
 def test_groups_that_stayed_in_float_have_open_markers() -> None:
     low, kept = traces(by_id(full())["sensitivity"])
     assert low["marker"]["symbol"] == "circle"
-    assert kept["marker"]["symbol"] == "circle-open"
-    assert kept["x"] == [20.0]
+    assert (kept["marker"]["symbol"], kept["x"]) == ("circle-open", [20.0])
     assert "computed in fp32: lowest SQNR" in kept["hovertext"][0]
 
 

@@ -79,11 +79,8 @@ def test_options_change_the_recipe_file(tmp_path: object) -> None:
     values = {"export__opset": 21, "batch": "2,4", "shapes": ("sequence=8:16:32",), "inputs": ()}
     values |= {"budgets__max_memory_bytes": "2GiB", "data_options__crop": "224,256", "recover": None}
     recipe = context.recipe_of("digits", None, values)
-    assert recipe.export.opset == 21
-    assert recipe.batch == (2, 4)
-    assert recipe.shapes == {"sequence": "8:16:32"}
-    assert recipe.budgets.max_memory_bytes == 2 << 30
-    assert recipe.data_options.crop == (224, 256)
+    assert (recipe.export.opset, recipe.batch, recipe.shapes) == (21, (2, 4), {"sequence": "8:16:32"})
+    assert (recipe.budgets.max_memory_bytes, recipe.data_options.crop) == (2 << 30, (224, 256))
 
 
 @pytest.mark.parametrize("arguments", [["optimize"], ["optimize", "digits", "--nonsense"], ["export", "digits"]])

@@ -89,8 +89,7 @@ def test_a_product_is_quantised_if_both_its_operands_are(tmp_path: Path, kind: i
     found = Graph().pair(kind).product(kind).pair(kind).product().product(kind).covered(tmp_path)
     assert found.macs == {"fp32": pytest.approx(2 / 3), name: pytest.approx(1 / 3)}
     assert found.weights == {name: pytest.approx(2 / 3), "fp32": pytest.approx(1 / 3)}
-    assert found.products == {"fp32": 2, name: 1}
-    assert found.qdq_pairs == 2
+    assert (found.products, found.qdq_pairs) == ({"fp32": 2, name: 1}, 2)
 
 
 def test_pairs_that_are_executed_are_no_kernels(tmp_path: Path) -> None:
@@ -103,8 +102,7 @@ def test_pairs_that_are_executed_are_no_kernels(tmp_path: Path) -> None:
 
 def test_weights_alone_leave_the_type_of_the_other_operand(tmp_path: Path) -> None:
     found = Graph(HALF).product(TensorProto.INT4).product(INT8).covered(tmp_path)
-    assert found.macs == {"fp16": 1.0}
-    assert found.weights == {"int4": 0.5, "int8": 0.5}
+    assert (found.macs, found.weights) == ({"fp16": 1.0}, {"int4": 0.5, "int8": 0.5})
 
 
 def test_scales_of_blocks_are_no_weights(tmp_path: Path) -> None:
@@ -124,8 +122,7 @@ def test_packed_weights_count_by_their_bits(tmp_path: Path) -> None:
         attributes = {"K": 8, "N": 8, "bits": 4, "block_size": 16, **more}
         return graph.add("MatMulNBits", "w", "scales", domain=MICROSOFT, **attributes).covered(tmp_path)
 
-    assert packed().macs == {"fp32": 1.0}
-    assert packed(accuracy_level=4).macs == {"int8": 1.0}
+    assert (packed().macs, packed(accuracy_level=4).macs) == ({"fp32": 1.0}, {"int8": 1.0})
     assert packed().weights == {"int4": 1.0}
 
 
@@ -162,8 +159,7 @@ def test_products_of_unknown_size_are_told_and_in_no_share(tmp_path: Path) -> No
     graph.nodes.append(helper.make_node("MatMul", ["m", "w0"], ["n"], name="n"))
     found = graph.covered(tmp_path)
     assert (found.total_macs, found.unknown_products) == (64, 1)
-    assert found.macs == {"fp32": 1.0}
-    assert found.products == {"fp32": 1, "unknown": 1}
+    assert (found.macs, found.products) == ({"fp32": 1.0}, {"fp32": 1, "unknown": 1})
 
 
 def test_a_graph_without_products_has_no_shares(tmp_path: Path) -> None:
@@ -205,8 +201,7 @@ def test_onnx_runtime_fuses_pairs_that_are_placed_well(tmp_path: Path) -> None:
 def test_onnx_runtime_leaves_the_others(tmp_path: Path) -> None:
     path = Graph().pair().product(INT8).pair().save(tmp_path)
     found = run_in_onnx_runtime(path, "disabled")
-    assert found.macs == {"fp32": 1.0}
-    assert found.unfused == 1
+    assert (found.macs, found.unfused) == ({"fp32": 1.0}, 1)
 
 
 def test_onnx_runtime_computes_fp16_in_fp32(tmp_path: Path) -> None:
@@ -214,8 +209,7 @@ def test_onnx_runtime_computes_fp16_in_fp32(tmp_path: Path) -> None:
     assert coverage.compute_coverage(path, SIZES).macs == {"fp16": 1.0}
     for level in ("all", "disabled"):
         found = run_in_onnx_runtime(path, level)
-        assert found.macs == {"fp32": 1.0}
-        assert found.casts == 2
+        assert (found.macs, found.casts) == ({"fp32": 1.0}, 2)
 
 
 def test_dynamic_quantisation_is_int8_before_and_after(tmp_path: Path) -> None:
@@ -241,7 +235,6 @@ def test_the_task_looks_at_one_sample_of_the_usual_size(tmp_path: Path) -> None:
 
 def test_inspect_shows_what_a_file_asks_for(tmp_path: Path) -> None:
     found = inspect(Graph().pair().product(INT8).pair().product().save(tmp_path))["precision"]
-    assert found["sizes"] == "batch 1"
-    assert found["multiply-adds"] == "128"
+    assert (found["sizes"], found["multiply-adds"]) == ("batch 1", "128")
     assert found["share of multiply-adds"] == found["share of weights"] == "fp32 50 %, int8 50 %"
     assert (found["Q/DQ pairs"], found["separate low-precision parts"]) == (2, 1)

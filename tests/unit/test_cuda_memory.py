@@ -254,13 +254,11 @@ def blocks(size: int) -> int:
 def test_figures_are_those_of_what_was_taken(kind: type[Eager], gpu: Gpu) -> None:
     seen = measured(kind(gpu))
     found = row(seen)
-    assert found.weights_bytes == blocks(WEIGHTS_BYTES)
-    assert found.activation_bytes == blocks(ACTIVATION_BYTES)
+    assert (found.weights_bytes, found.activation_bytes) == (blocks(WEIGHTS_BYTES), blocks(ACTIVATION_BYTES))
     assert found.peak_bytes == blocks(WEIGHTS_BYTES) + blocks(ACTIVATION_BYTES)
     shown = lenses(seen)
     asked = WEIGHTS_BYTES + ACTIVATION_BYTES + FEEDS["x"].nbytes
-    assert shown["allocator_requested"] == asked
-    assert shown["allocator_reserved"] == 6 * MIB
+    assert (shown["allocator_requested"], shown["allocator_reserved"]) == (asked, 6 * MIB)
     assert shown["allocator_current"] == blocks(WEIGHTS_BYTES) + 4096
     assert (shown["allocator_closed"], shown["device_closed"]) == (0, 11 * MIB)
     assert all(lens.source and lens.note for lens in found.lenses.values())
@@ -268,8 +266,7 @@ def test_figures_are_those_of_what_was_taken(kind: type[Eager], gpu: Gpu) -> Non
 
 def test_eager_is_split_by_phase(gpu: Gpu) -> None:
     shown = lenses(measured(Eager(gpu)))
-    assert shown["allocator_weights"] == blocks(WEIGHTS_BYTES)
-    assert shown["allocator_transfers"] == 4096
+    assert (shown["allocator_weights"], shown["allocator_transfers"]) == (blocks(WEIGHTS_BYTES), 4096)
     assert shown["allocator_activations"] == blocks(ACTIVATION_BYTES)
     assert "allocator_untagged" not in shown
 
@@ -277,8 +274,7 @@ def test_eager_is_split_by_phase(gpu: Gpu) -> None:
 def test_onnxruntime_is_split_by_the_ledger(gpu: Gpu) -> None:
     seen = measured(OrtLike(gpu))
     shown = lenses(seen)
-    assert shown["allocator_weights"] == WEIGHTS_BYTES
-    assert shown["allocator_transfers"] == FEEDS["x"].nbytes
+    assert (shown["allocator_weights"], shown["allocator_transfers"]) == (WEIGHTS_BYTES, FEEDS["x"].nbytes)
     assert shown["allocator_activations"] == ACTIVATION_BYTES
     assert seen.account.peak == seen.run.requested  # nothing went past the ledger
     assert (seen.leaked, seen.account.unknown_frees, seen.account.double_frees) == (0, 0, 0)
@@ -307,8 +303,7 @@ def test_differences_between_instruments_are_explained(gpu: Gpu) -> None:
     seen = measured(Eager(gpu))
     shown = lenses(seen)
     assert shown["device"] == shown["device_peak"] == 6 * MIB + 11 * MIB
-    assert shown["modules"] == 11 * MIB
-    assert shown["context"] == CONTEXT + LIBRARIES
+    assert (shown["modules"], shown["context"]) == (11 * MIB, CONTEXT + LIBRARIES)
     assert shown["process"] == CONTEXT + LIBRARIES + 17 * MIB
     note = row(seen).lenses["device"].note
     assert "6 MiB that torch's allocator took (3 MiB in blocks in use, 3 MiB kept back" in note

@@ -144,8 +144,7 @@ class TestEmbedded:
         splits = {name: embedded("digits", name) for name in ("train", "calibration", "test")}
         assert {name: len(data) for name, data in splits.items()} == {"train": 1200, "calibration": 240, "test": 357}
         for name, data in splits.items():
-            assert data.name == f"digits/{name}"
-            assert data.arrays["image"].shape == (len(data), 1, 8, 8)
+            assert (data.name, data.arrays["image"].shape) == (f"digits/{name}", (len(data), 1, 8, 8))
             assert (data.arrays["image"].dtype, data.labels.dtype) == (np.float32, np.int64)
             assert (data.arrays["image"].min(), data.arrays["image"].max()) == (0, 1)
             shares = np.bincount(data.labels) / len(data)
@@ -186,8 +185,7 @@ class TestOpen:
     )
     def test_embedded(self, reference, name):
         data = open_dataset(reference, self.DIGITS)
-        assert data.name == name
-        assert data.digest == embedded(*name.split("/")).digest
+        assert (data.name, data.digest) == (name, embedded(*name.split("/")).digest)
 
     def test_a_bare_name_means_the_split_that_is_asked_for(self):
         assert open_dataset("digits", self.DIGITS, split="test").name == "digits/test"

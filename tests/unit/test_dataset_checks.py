@@ -110,8 +110,7 @@ class TestForCalibration:
 def test_arrays(tmp_path, save):
     save(tmp_path / "a.npz", x=np.zeros((3, 2), np.float16), labels=np.array([4, 4, 1]))
     found = inspect(tmp_path / "a.npz")
-    assert found["samples"] == 3
-    assert found["arrays"] == ["x: float16[3, 2]", "labels: int64[3]"]
+    assert (found["samples"], found["arrays"]) == (3, ["x: float16[3, 2]", "labels: int64[3]"])
     assert found["labels"] == ["1: 1", "4: 2"]
 
 
@@ -134,8 +133,7 @@ def test_damaged(tmp_path):
 
 def test_embedded():
     found = inspect(Path("digits/test"))
-    assert found["samples"] == 357
-    assert found["arrays"] == ["image: float32[357, 1, 8, 8]", "labels: int64[357]"]
+    assert (found["samples"], found["arrays"]) == (357, ["image: float32[357, 1, 8, 8]", "labels: int64[357]"])
 
 
 def test_a_folder_of_images(tmp_path):
@@ -143,9 +141,7 @@ def test_a_folder_of_images(tmp_path):
         (tmp_path / f"class {label:02}").mkdir()
         Image.new("L", (label + 1, 4)).save(tmp_path / f"class {label:02}" / "a.png")
     found = inspect(tmp_path)
-    assert found["samples"] == 12
-    assert found["sizes"][0] == "4×1: 1"
-    assert found["labels"][0] == "0 class 00: 1"
+    assert (found["samples"], found["sizes"][0], found["labels"][0]) == (12, "4×1: 1", "0 class 00: 1")
     assert found["labels"][-1] == "… and 2 more"
     assert found["preprocessing"].startswith("none")
     (tmp_path / "preprocessor_config.json").write_text("{}")

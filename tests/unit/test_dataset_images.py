@@ -116,8 +116,7 @@ class TestRows:
         opened = []
         real = Image.open
         monkeypatch.setattr(Image, "open", lambda path: opened.append(path.name) or real(path))
-        assert images[-1].shape == (3, 8, 8)
-        assert images[1:3].shape == (2, 3, 8, 8)
+        assert (images[-1].shape, images[1:3].shape) == ((3, 8, 8), (2, 3, 8, 8))
         assert np.array_equal(images[np.array([4, 0])], images[:][[4, 0]])
         assert opened == ["4.png", "1.png", "2.png", "4.png", "0.png", *(f"{index}.png" for index in range(5))]
 

@@ -48,8 +48,7 @@ def test_smallest_workspace_is_the_smallest_of_those_that_are_fast_enough() -> N
     given = run(record("max", 900, 50, 100), record("middle", 60, 50, 96), record("least", 5, 50, 80))
     (kept,) = keeping(given, 0.95)
     assert (kept.variant, kept.workspace_bytes, kept.speed_share) == ("middle", 60, 0.96)
-    assert keeping(given, 0.8)[0].variant == "least"
-    assert keeping(given, 1.0)[0].variant == "max"
+    assert (keeping(given, 0.8)[0].variant, keeping(given, 1.0)[0].variant) == ("least", "max")
 
 
 def test_targets_are_not_mixed() -> None:
@@ -168,8 +167,7 @@ def test_less_than_batch_1_fits_nothing(fitted: Callable[..., Fits], tmp_path: P
 
 def test_an_absurd_budget_ends_at_the_largest_batch_that_is_tried(fitted: Callable[..., Fits], tmp_path: Path) -> None:
     found = fitted(1 << 60, net(tmp_path), peak=grows)
-    assert found.largest_batch == 1 << 16
-    assert found.reason == f"larger batches than {1 << 16} were not tried"
+    assert (found.largest_batch, found.reason) == (1 << 16, f"larger batches than {1 << 16} were not tried")
     limited = fitted(1 << 60, net(tmp_path), peak=grows, shapes={"batch": "1:2:5"})
     assert limited.largest_batch == 5
 

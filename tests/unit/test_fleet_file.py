@@ -63,8 +63,7 @@ def test_options_come_last(fleet: Fleet) -> None:
 
 
 def test_targets_say_where_steps_run(entries: dict[str, Entry]) -> None:
-    assert entries["digits@cpu"].place == Place("cpu")
-    assert entries["digits@h100"].place == Place("cuda", "H100")
+    assert (entries["digits@cpu"].place, entries["digits@h100"].place) == (Place("cpu"), Place("cuda", "H100"))
     assert entries["digits@edge"].place == Place("cuda", "L4", (("edge", 1.0),))
     assert [entries[f"digits@{name}"].recipe.device for name in ("cpu", "h100", "edge")] == [None, "cuda", "cuda"]
 

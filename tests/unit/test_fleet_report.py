@@ -66,10 +66,8 @@ def fleet(folder: Path) -> FleetRecord:
 def test_a_row_for_each_entry(some: FleetRecord) -> None:
     rows = fleet_tables.tabulate_entries(some).rows
     assert rows[0][:6] == ("digits@cpu", "done", "onnxruntime-int8", "1", "3.33× [3.27, 3.40]", "0.6")
-    assert rows[0][7:] == ("100 MiB", "195 KiB", "+0.0100", "–")
-    assert rows[4][1] == "over budget"
-    assert rows[4][-1] == "broken: p50 latency"
-    assert rows[6][1] == "done, 1 of 2 variants failed"
+    assert (rows[0][7:], rows[4][1]) == (("100 MiB", "195 KiB", "+0.0100", "–"), "over budget")
+    assert (rows[4][-1], rows[6][1]) == ("broken: p50 latency", "done, 1 of 2 variants failed")
     assert rows[7][2] == "onnxruntime-int8*"
 
 
@@ -80,8 +78,7 @@ def test_what_became_of_each_entry_is_one_cell(some: FleetRecord) -> None:
     assert said[2] == "other machine"
     assert said[3].startswith("slower +60 % [")
     assert said[3].endswith(", was onnxruntime-int8")
-    assert said[4:6] == ["no winner now", "there is no run now"]
-    assert said[6] == "the same measurement"
+    assert (said[4:6], said[6]) == (["no winner now", "there is no run now"], "the same measurement")
     assert said[7] == "not in the last fleet"
 
 
@@ -158,8 +155,7 @@ def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
     rows, links = matrix.rows, matrix.links
     assert matrix.columns == ("model", "cpu", "h100", "edge")
     assert rows[0] == ("digits", "onnxruntime-int8 3.33×", "onnxruntime-int8 5.00×", "onnxruntime-int8 4.00×")
-    assert rows[1][2:] == ("over budget", "lacking")
-    assert rows[2][3] == "–"
+    assert (rows[1][2:], rows[2][3]) == (("over budget", "lacking"), "–")
     assert links[0, 1] == "runs/digits@cpu/report.html"
     assert (1, 3) not in links
 

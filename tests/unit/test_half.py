@@ -87,8 +87,7 @@ def test_a_net_is_cast_four_times(tmp_path: Path, dtype: Any, kind: int) -> None
     low = lower(model, dtype)
     path = saved(model, tmp_path)
     assert low.casts == (f"x_{dtype}", "d_fp32", f"e_{dtype}", "y_fp32")
-    assert low.nodes == ("a", "b", "c", "d", "f", "y")
-    assert low.kept == {"e": "adds up many numbers"}
+    assert (low.nodes, low.kept) == (("a", "b", "c", "d", "f", "y"), {"e": "adds up many numbers"})
     found = types(path)
     assert {found[name] for name in (*NET_WEIGHTS, "a", "b", "c", "d", "f")} == {kind}
     assert (found["x"], found["y"], found["e"]) == (FLOAT, FLOAT, FLOAT)
@@ -271,10 +270,8 @@ def test_branches_stay_and_get_float32(tmp_path: Path) -> None:
     }"""
     feeds = {"x": weights(4, 4), "c": np.array(True)}
     low, path = hold(tmp_path, parsed(text, w=weights(4, 4)), feeds)
-    assert low.kept == {"b": "has a body of its own"}
-    assert low.casts == ("x_fp16", "a_fp32", "b_fp16", "y_fp32")
-    assert types(path)["w"] == FLOAT
-    assert types(path)["w_fp16"] == FLOAT16
+    assert (low.kept, low.casts) == ({"b": "has a body of its own"}, ("x_fp16", "a_fp32", "b_fp16", "y_fp32"))
+    assert (types(path)["w"], types(path)["w_fp16"]) == (FLOAT, FLOAT16)
 
 
 def test_functions_are_inlined(tmp_path: Path) -> None:
@@ -444,8 +441,7 @@ def test_both_halves_of_a_pair_have_the_same_scale(tmp_path: Path) -> None:
         assert (str(found[name].dtype), str(found[other].dtype)) == ("float32", "float16")
         assert found[name] == found[other]
     tiny = np.finfo(np.float16).tiny
-    assert found["ss"] == tiny
-    assert found["sw"][-1] == tiny
+    assert (found["ss"], found["sw"][-1]) == (tiny, tiny)
     before = PAIR_WEIGHTS["w"] * PAIR_WEIGHTS["sw"]
     after = found["w"].astype(np.float32) * found["sw"].astype(np.float32)
     assert np.abs(before - after).max() <= np.abs(before).max() * 2**-11 + tiny / 2

@@ -68,8 +68,7 @@ def test_threads_add_up_and_where_they_share_a_limit_their_median_counts(
 ) -> None:
     monkeypatch.setattr(device_rates, "_repeat", lambda timer, call: [0.1, 0.2, 0.3])
     found = repeat(probe(1.0, threads=BOTH, shared=shared))
-    assert found.per_second == pytest.approx(per_second)
-    assert found.how == "by hand in each of 2 threads"
+    assert (found.per_second, found.how) == (pytest.approx(per_second), "by hand in each of 2 threads")
 
 
 # Which type a product may be computed in
@@ -212,8 +211,7 @@ def product(tmp_path: Path) -> Path:
 
 def test_the_work_of_a_product(product: Path) -> None:
     found = count_work(product, {"batch": 4}, 4, executed=True)
-    assert found.batch == 4
-    assert found.flops == {"fp32": 2 * 4 * 16 * 7}
+    assert (found.batch, found.flops) == (4, {"fp32": 2 * 4 * 16 * 7})
     assert found.least_bytes == 4 * (16 * 7 + 4 * 16 + 4 * 7) + 8
     assert found.launches == 2  # a view starts nothing
     assert found.traffic_bytes is not None

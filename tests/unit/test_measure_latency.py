@@ -107,9 +107,7 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
     assert fast.speedup
     assert (fast.speedup.median, fast.speedup.low, fast.speedup.high) == (2.0, 2.0, 2.0)
     assert (fast.load_ms, fast.first_call_ms, fast.warmup_calls) == (500.0, 250.0, 9)
-    assert fast.idle_cpu_share == pytest.approx(0.01)
-    assert fast.disturbed_share == 0.5
-    assert fast.speedup_rounds == 15
+    assert (fast.idle_cpu_share, fast.disturbed_share, fast.speedup_rounds) == (pytest.approx(0.01), 0.5, 15)
 
 
 def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
@@ -179,9 +177,7 @@ def test_throughput_is_counted_for_each_number_of_callers(measure: Callable[...,
     assert [level.callers for level in row.concurrency] == [1, 2, 3, 4]
     assert [level.samples_per_s.median for level in row.concurrency] == pytest.approx([4e3, 8e3, 12e3, 12e3])
     assert [level.p50_ms for level in row.concurrency] == pytest.approx([2.0, 4.0, 6.0, 8.0])
-    assert row.throughput_per_s == pytest.approx(12e3)
-    assert row.knee == 3
-    assert row.p50_ms == pytest.approx(2.0)
+    assert (row.throughput_per_s, row.knee, row.p50_ms) == (pytest.approx(12e3), 3, pytest.approx(2.0))
 
 
 def test_launches_go_on_until_they_agree(measure: Callable[..., LatencyResult]) -> None:

@@ -177,8 +177,7 @@ def test_a_function_that_an_old_driver_lacks() -> None:
         nvmlDeviceGetCurrentClocksThrottleReasons=1,
         nvmlDeviceGetViolationStatus=lacking,
     ).state(0)
-    assert state.clock_limits == ("idle",)
-    assert state.reasons["held_back_by_heat_seconds"] == "Function Not Found"
+    assert (state.clock_limits, state.reasons["held_back_by_heat_seconds"]) == (("idle",), "Function Not Found")
 
 
 def test_a_limit_that_is_newer_than_this() -> None:

@@ -133,8 +133,7 @@ def test_initialisers_are_no_inputs_and_open_dimensions_get_names(tmp_path: Path
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "my.batch"
     signature = model_file.signature(saved(tmp_path, model))
     assert [spec.name for spec in signature.inputs] == ["x"]
-    assert signature.inputs[0].shape == ("my_batch", 4)
-    assert signature.outputs[0].shape == ("output_0_dim_0", 2)
+    assert (signature.inputs[0].shape, signature.outputs[0].shape) == (("my_batch", 4), ("output_0_dim_0", 2))
 
 
 def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
@@ -268,8 +267,7 @@ def plain(weight: Array, block: int) -> Array:
 def test_scales_of_blocks_are_chosen_for_the_least_error() -> None:
     weight = matrix()
     narrow = quantizers.blocked(weight, 64, "fp32")
-    assert narrow.levels.dtype == ml_dtypes.int4
-    assert narrow.scale.shape == (4, 40)
+    assert (narrow.levels.dtype, narrow.scale.shape) == (ml_dtypes.int4, (4, 40))
     levels = narrow.levels.astype(np.int8)
     assert (levels.min(), levels.max()) == (-8, 7)
     assert ((narrow.wide() - weight) ** 2).sum() < 0.9 * ((plain(weight, 64) - weight) ** 2).sum()

@@ -286,8 +286,7 @@ def test_odd_names_do_not_break_the_configuration(found: manifest.Manifest) -> N
     )
     origin = found.origin.model_copy(update={"run": "x\nbackend: 'python'"})
     parsed = config(found, signature=specs, origin=origin)
-    assert parsed.input[0].name == name
-    assert parsed.backend == "onnxruntime"
+    assert (parsed.input[0].name, parsed.backend) == (name, "onnxruntime")
 
 
 def test_a_gpu_keeps_its_arithmetic(found: manifest.Manifest) -> None:

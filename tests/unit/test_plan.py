@@ -88,8 +88,7 @@ def test_a_module_is_cast_for_the_engines_that_run_it(values: dict[str, Any], id
     assert found.baseline.engine == Eager()
     checks = {step.id: step.task for step in found.steps if isinstance(step.task, Verify)}
     for variant in found.variants:
-        assert variant.artifact == "load"
-        assert variant.id.split("-")[1] == variant.engine.arithmetic
+        assert (variant.artifact, variant.id.split("-")[1]) == ("load", variant.engine.arithmetic)
         assert checks[variant.verified[0]].precision == variant.engine.arithmetic
 
 

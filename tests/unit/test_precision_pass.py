@@ -119,8 +119,7 @@ def test_the_same_input_gives_the_same_bytes(artifact: Artifact, tmp_path: Path,
 def test_the_effect_counts(artifact: Artifact, tmp_path: Path) -> None:
     effect, _, _ = apply(Precision(precision="int8"), artifact, tmp_path / "out", ranges=ranges(tmp_path))
     share = (64 * 4 * 9 + 64 * 32 + 32 * 5) / sum(np.prod(shape) for shape in WEIGHTS.values())
-    assert effect.summary == f"3 Q/DQ pairs, 3 of 3 products in int8, {share:.1%} of weights"
-    assert effect.notes == ()
+    assert (effect.summary, effect.notes) == (f"3 Q/DQ pairs, 3 of 3 products in int8, {share:.1%} of weights", ())
 
 
 def test_an_assignment_says_what_stays_and_whose_ranges(artifact: Artifact, tmp_path: Path) -> None:

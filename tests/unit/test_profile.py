@@ -77,16 +77,13 @@ def test_rows_add_up_to_the_total_and_shares_to_one() -> None:
 
 def test_modules_that_one_operator_does_share_a_row() -> None:
     row = next(row for row in join_profiles([EAGER, FUSED]) if "block.conv" in row.modules)
-    assert row.module == "block.conv + bn"
-    assert row.ms == {"eager": pytest.approx(5.0), "ort": pytest.approx(3.5)}
+    assert (row.module, row.ms) == ("block.conv + bn", {"eager": pytest.approx(5.0), "ort": pytest.approx(3.5)})
     assert row.ratio["ort"] == pytest.approx(0.7)
 
 
 def test_what_got_slower_comes_first_and_says_in_which_operator() -> None:
     first = join_profiles([EAGER, FUSED])[0]
-    assert first.module == "head"
-    assert first.lost_ms == pytest.approx(1.0)
-    assert first.why["ort"] == "mostly SlowGemm"
+    assert (first.module, first.lost_ms, first.why["ort"]) == ("head", pytest.approx(1.0), "mostly SlowGemm")
 
 
 def test_why_names_evidence_only() -> None:
@@ -102,8 +99,7 @@ def test_why_names_evidence_only() -> None:
 def test_what_is_not_known_has_a_row_of_its_own() -> None:
     assert FUSED.unattributed_share == pytest.approx(0.4 / 7.0)
     row = next(row for row in join_profiles([EAGER, FUSED]) if not row.modules)
-    assert row.module == "(unknown: node_7)"
-    assert row.ms == {"eager": None, "ort": pytest.approx(0.4)}
+    assert (row.module, row.ms) == ("(unknown: node_7)", {"eager": None, "ort": pytest.approx(0.4)})
 
 
 def test_a_module_that_is_gone() -> None:
@@ -135,9 +131,7 @@ def test_layers_that_differ_in_their_number_are_one_row_where_there_are_many() -
     base = profile("eager", *(operator("aten::norm", 1.0, f"layer.{i}.norm") for i in range(12)))
     slow = profile("ort", *(operator("Skip", 5.0, f"layer.{i}.norm") for i in range(12)))
     (row,) = merge_layers(join_profiles([base, slow]))
-    assert row.module == "layer.*.norm (12×)"
-    assert row.ms["ort"] == pytest.approx(60)
-    assert row.why["ort"] == "mostly Skip"
+    assert (row.module, row.ms["ort"], row.why["ort"]) == ("layer.*.norm (12×)", pytest.approx(60), "mostly Skip")
     assert list_columns([base, slow]) == ("module", "eager ms", "ort ms", "ort / eager", "why")
     assert format_cells([base, slow], most=5) == [
         ("layer.*.norm (12×)", "12", "60", "5.00×", "mostly Skip"),

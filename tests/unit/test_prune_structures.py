@@ -158,8 +158,7 @@ def test_heads_go_whole_and_their_number_is_kept_in_line() -> None:
     assert (heads.before, heads.after) == (4, 2)
     assert model[0].num_heads == 2
     assert done.surgery.attributes["0"] == {"num_heads": 2}
-    assert model[0].value.out_features == 8
-    assert model[0].head_size == 4
+    assert (model[0].value.out_features, model[0].head_size) == (8, 4)
 
 
 def test_heads_of_a_number_written_in_forward_stay() -> None:

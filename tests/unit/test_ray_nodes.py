@@ -67,8 +67,7 @@ def step(task: Task, place: Place | None = None) -> Step:
 
 def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> None:
     with pool(node("a"), node("b"), node("c", cpus=64)).reserve(step(General())) as reservation:
-        assert reservation.nodes == {"a", "b", "c"}
-        assert reservation.resources == {"CPU": 4.0, "GPU": 0}
+        assert (reservation.nodes, reservation.resources) == ({"a", "b", "c"}, {"CPU": 4.0, "GPU": 0})
         assert reservation.cores == 4
         assert reservation.options == {
             "num_cpus": 4.0,
@@ -86,12 +85,10 @@ def test_more_jobs_than_cpus_share_one() -> None:
 def test_a_step_with_a_place_goes_where_that_is() -> None:
     there = pool(node("a"), node("b", GPU=1, **{"accelerator_type:L4": 1.0}), node("c", edge=1))
     with there.reserve(step(General(takes="one"), Place("cuda", "L4"))) as reservation:
-        assert reservation.nodes == {"b"}
-        assert reservation.options["num_gpus"] == 1
+        assert (reservation.nodes, reservation.options["num_gpus"]) == ({"b"}, 1)
         assert reservation.options["resources"] == {"accelerator_type:L4": 0.001}
     with there.reserve(step(General(), Place(resources=(("edge", 0.5),)))) as reservation:
-        assert reservation.nodes == {"c"}
-        assert reservation.options["resources"] == {"edge": 0.5}
+        assert (reservation.nodes, reservation.options["resources"]) == ({"c"}, {"edge": 0.5})
     with there.reserve(step(General(), Place("cuda", "H100"))) as reservation:
         assert reservation is None
 

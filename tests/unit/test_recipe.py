@@ -35,10 +35,8 @@ def test_sizes_and_durations_may_be_text() -> None:
             "export": {"external_data_bytes": "1KiB"},
         }
     )
-    assert recipe.budgets.max_memory_bytes == 2 << 30
-    assert recipe.budgets.max_latency_ms == pytest.approx(5.0)
-    assert recipe.measure.seconds == 60
-    assert recipe.export.external_data_bytes == 1024
+    assert (recipe.budgets.max_memory_bytes, recipe.budgets.max_latency_ms) == (2 << 30, pytest.approx(5.0))
+    assert (recipe.measure.seconds, recipe.export.external_data_bytes) == (60, 1024)
 
 
 def test_repeated_choices_count_once() -> None:
@@ -53,14 +51,12 @@ def test_texts_are_read() -> None:
     recipe = make(
         {"model": "m", "inputs": ["x:float32:batch,3"], "shapes": {"batch": "1:2:3"}, "device": "cuda:1", "threads": 2}
     )
-    assert recipe.specs[0].shape == ("batch", 3)
-    assert recipe.ranges["batch"].max == 3
+    assert (recipe.specs[0].shape, recipe.ranges["batch"].max) == (("batch", 3), 3)
     assert (recipe.where.kind, recipe.where.index, recipe.where.threads) == ("cuda", 1, 2)
 
 
 def test_the_zoo_brings_its_own_data() -> None:
-    assert make({"model": "digits"}).data == "digits"
-    assert make({"model": "digits(weights=None)"}).data == "digits"
+    assert (make({"model": "digits"}).data, make({"model": "digits(weights=None)"}).data) == ("digits", "digits")
     assert parsed({"model": "digits", "eval_data": "mine.npz"}).data == "mine.npz"
     assert make({"model": "resnet18"}).data is None
 

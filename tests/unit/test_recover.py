@@ -204,8 +204,7 @@ def test_slower_steps_are_fewer_so_that_it_ends_in_time(
     effect, record = done(own, pair, tmp_path / "out")
     turn = record.plan.shortened
     assert record.steps == record.plan.steps < turn.planned
-    assert record.ending == "time"
-    assert record.curve[-1].step == record.steps
+    assert (record.ending, record.curve[-1].step) == ("time", record.steps)
     assert record.curve[-1].learning_rate < 0.3 * record.curve[0].learning_rate + 0.01
     assert any("the schedule was shortened" in note for note in effect.notes)
 

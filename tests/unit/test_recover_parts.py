@@ -74,8 +74,7 @@ def test_the_rate_rises_and_falls_to_nothing() -> None:
     rates = [learning_rate(plan, step, RATES) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0
-    assert rates[55] == pytest.approx(0.5)
-    assert rates[100] == pytest.approx(0.0)
+    assert (rates[55], rates[100]) == (pytest.approx(0.5), pytest.approx(0.0))
 
 
 def test_a_schedule_that_is_cut_goes_on_without_a_jump() -> None:

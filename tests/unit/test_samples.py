@@ -95,8 +95,7 @@ def test_without_data_feeds_look_like_the_example() -> None:
     example = {"x": np.full((2, 3), 7, np.float32)}
     assert samples.feeds_for(Case(sizes={}, batch=2), FIXED, example, None, 0)["x"].tolist() == example["x"].tolist()
     made = samples.feeds_for(Case(sizes={"batch": 6}, batch=6), IMAGE, example, None, 0)["x"]
-    assert made.shape == (6, 3)
-    assert made.dtype == np.float32
+    assert (made.shape, made.dtype) == ((6, 3), np.float32)
     other = samples.feeds_for(
         Case(sizes={"batch": 6}, batch=6), IMAGE, {"x": np.ones((2, 3), np.float32) * [1, 2, 3]}, None, 1
     )

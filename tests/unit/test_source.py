@@ -36,8 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_forms(folder: Path, text: str, form: str, target: str, factory: str, name: str) -> None:
     found = resolve(text)
     assert (found.form, found.target, found.factory) == (form, target.format(folder), factory)
-    assert found.name == name
-    assert found.is_torch == (form != "onnx")
+    assert (found.name, found.is_torch) == (name, form != "onnx")
 
 
 @pytest.mark.parametrize(

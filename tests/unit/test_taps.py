@@ -103,8 +103,7 @@ def test_products_and_what_stands_around_them_are_watched_closely(tmp_path: Path
     found = seen(tmp_path)
     assert found.values == found.taps == ("x", "product", "kept", "y")
     assert found.histograms == {"x", "product", "kept"}  # Exp stays in floating point
-    assert found.products == {"x", "product"}
-    assert found.channels == {"x": -1}
+    assert (found.products, found.channels) == ({"x", "product"}, {"x": -1})
 
 
 def test_a_convolution_has_its_channels_on_axis_1(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ def test_a_spec_is_written_as_it_is_read(text: str) -> None:
 
 def test_a_spec_knows_numbers_from_words() -> None:
     spec = TensorSpec.parse("x:float32: batch ,3,h,h")
-    assert spec.shape == ("batch", 3, "h", "h")
-    assert spec.symbols == ("batch", "h", "h")
+    assert (spec.shape, spec.symbols) == (("batch", 3, "h", "h"), ("batch", "h", "h"))
     assert spec.resolve({"batch": 2, "h": 7, "w": 1}) == (2, 3, 7, 7)
     with pytest.raises(SignatureError, match=r"'h'.*no size.*\n.*--shape h="):
         spec.resolve({"batch": 2})

@@ -76,8 +76,7 @@ def test_every_layer_is_read_with_its_narrowest_input(name: str, precisions: lis
 
 def test_a_layer_is_read_whole() -> None:
     layer = read_layers(dump("int8"))[1]
-    assert layer.name == "node_Conv_806_myl0_1"
-    assert layer.kind == "correlation"
+    assert (layer.name, layer.kind) == ("node_Conv_806_myl0_1", "correlation")
     assert not layer.light
     assert (layer.reads, layer.holds, layer.writes) == (("Int8",), ("Int8", "Float"), ("Float",))
     assert layer.nodes[:2] == ("node_Conv_806", "image_DequantizeLinear")
@@ -96,16 +95,13 @@ def test_products_that_run_as_asked_for(precision: str) -> None:
 def test_quantising_that_was_not_fused_is_counted() -> None:
     result = found("int8", graph("int8", "int8", ("Conv", "node_Conv_806"), ("Gemm", "node_linear")))
     assert result.products == result.requested == {"int8": 2}
-    assert result.layers == {"fp32": 3, "int8": 2}
-    assert result.float_outputs == 2
-    assert result.standalone_quantise == 2
+    assert (result.layers, result.float_outputs, result.standalone_quantise) == ({"fp32": 3, "int8": 2}, 2, 2)
     assert any("products that write floats: 2; kernels that only quantise: 2" in note for note in result.notes)
 
 
 def test_a_product_in_another_precision_is_named() -> None:
     result = found("fp8", graph("fp8", "fp8", ("Conv", "node_conv2d"), ("MatMul", "node_MatMul_12")))
-    assert result.requested == {"fp8": 2}
-    assert result.products == {"fp16": 1, "fp8": 1}
+    assert (result.requested, result.products) == ({"fp8": 2}, {"fp16": 1, "fp8": 1})
     assert result.otherwise == ("node_conv2d fp8 → fp16",)
     assert any("node_conv2d fp8 → fp16" in note for note in result.notes)
 
@@ -123,21 +119,18 @@ def test_narrow_weights_alone_are_told_from_quantised_products() -> None:
 
 def test_attention_in_one_kernel_counts_for_its_products() -> None:
     result = found("int4", graph("fp16", "fp16", ("MatMul", "node_MatMul_613"), ("MatMul", "node_MatMul_615")))
-    assert result.products == {"fp16": 2}
-    assert result.unseen == 0
+    assert (result.products, result.unseen) == ({"fp16": 2}, 0)
 
 
 def test_products_merged_into_one_are_all_found() -> None:
     names = [("MatMul", f"node_MatMul_{number}") for number in (42, 50, 58)]
     result = found("int8-merged", graph("int8", "int8", *names))
-    assert result.products == {"int8": 3}
-    assert result.unseen == 0
+    assert (result.products, result.unseen) == ({"int8": 3}, 0)
 
 
 def test_a_product_that_no_layer_names_is_unseen() -> None:
     result = found("fp16", graph("fp16", "fp16", ("Conv", "node_Conv_806"), ("Conv", "node_Conv_8")))
-    assert result.unseen == 1
-    assert result.products == {"fp16": 1}
+    assert (result.unseen, result.products) == (1, {"fp16": 1})
 
 
 def test_the_graphs_wish_is_read_through_reshapes_of_weights() -> None:
@@ -174,9 +167,7 @@ def test_inputs_and_outputs_that_differ_are_problems(signature: Signature, words
 @pytest.mark.parametrize("text", ["", "Layers:\nsomething else\n", "Layers:\n"])
 def test_a_dump_that_cannot_be_read_is_a_problem_and_no_praise(text: str) -> None:
     result = audit(text, graph("fp16", "fp16", ("Conv", "node_Conv_806")), SIGNATURE, "build log")
-    assert result.problems == ("the builder's layers could not be read",)
-    assert result.products == {}
-    assert result.unseen == 1
+    assert (result.problems, result.products, result.unseen) == (("the builder's layers could not be read",), {}, 1)
     assert result.notes
     assert not any("fp16" in note for note in result.notes)
 

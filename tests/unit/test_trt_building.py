@@ -133,8 +133,7 @@ def test_levels_follow_the_options() -> None:
         Config(), optimization_level=4, aux_streams=2, tiling="fast", hardware_compatibility="ampere_plus"
     )
     assert (found.builder_optimization_level, found.max_aux_streams) == (4, 2)
-    assert found.tiling_optimization_level.name == "FAST"
-    assert found.hardware_compatibility_level.name == "AMPERE_PLUS"
+    assert (found.tiling_optimization_level.name, found.hardware_compatibility_level.name) == ("FAST", "AMPERE_PLUS")
     assert found.profiling_verbosity.name == "DETAILED"
 
 
@@ -150,8 +149,7 @@ def test_what_was_not_asked_for_is_left_to_the_builder() -> None:
 
 def test_every_target_is_declared() -> None:
     found = configured(Config(), "tensorrt_rtx", targets=("sm86", "sm89"))
-    assert found.num_compute_capabilities == 2
-    assert found.targets == {0: "SM86", 1: "SM89"}
+    assert (found.num_compute_capabilities, found.targets) == (2, {0: "SM86", 1: "SM89"})
 
 
 def monitor() -> Any:
@@ -406,14 +404,12 @@ def test_messages_reach_the_steps_log_as_they_come(capsys: pytest.CaptureFixture
 
 def test_the_dump_of_layers_is_kept_and_other_chatter_is_not() -> None:
     log = taken(("VERBOSE", "Layers:\nName: a"), ("VERBOSE", "Trying tactic 7"))
-    assert log.layers == "Layers:\nName: a"
-    assert log.text == ""
+    assert (log.layers, log.text) == ("Layers:\nName: a", "")
 
 
 def test_errors_that_only_say_there_is_no_driver_are_not_taken_for_the_cause() -> None:
     log = taken(("ERROR", CUDA_35), ("INTERNAL_ERROR", NO_DRIVER), ("WARNING", SKIPPED))
-    assert log.errors == [NO_DRIVER]
-    assert log.warnings == [SKIPPED]
+    assert (log.errors, log.warnings) == ([NO_DRIVER], [SKIPPED])
 
 
 def test_a_logger_for_tensorrt_hands_on_the_severity_by_name() -> None:

@@ -89,8 +89,7 @@ def test_an_engine_file_has_its_arithmetic_and_allows_itself_nothing(engine: Pat
     check = verify_steps(resolve_recipe(make({"model": "digits"})), str(engine))[-1].task
     assert isinstance(check, Verify)
     assert isinstance(check.engine, TensorRTRTX)
-    assert check.precision == row
-    assert check.engine.options == BuildOptions(tf32=tf32)
+    assert (check.precision, check.engine.options) == (row, BuildOptions(tf32=tf32))
 
 
 def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:

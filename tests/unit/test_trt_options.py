@@ -86,9 +86,7 @@ def test_defaults_are_taken_without_a_note(known: versions.Capabilities) -> None
 
 
 def test_asked_holds_what_is_not_the_default() -> None:
-    assert BuildOptions().asked == {}
-    assert BuildOptions(**SET).asked == SET
-    assert BuildOptions(tiling="FAST").tiling == "fast"
+    assert (BuildOptions().asked, BuildOptions(**SET).asked, BuildOptions(tiling="FAST").tiling) == ({}, SET, "fast")
 
 
 SIGNATURE = Signature(
