@@ -46,7 +46,7 @@ class Preprocessing(BaseModel):
             parts.append("as small as covers")
         elif self.resize is not None and self.resize != self.size:
             parts.append("{}×{}".format(*self.resize))
-        parts.append(("{}×{}" if self.resize == self.size else "centre {}×{}").format(*self.size))
+        parts.append(("{}×{}" if self.resize == self.size else "center {}×{}").format(*self.size))
         parts += [] if self.rescale == 1 else [f"divided by {1 / self.rescale:.6g}"]
         parts += [] if not any(self.mean) else [f"mean {_join(self.mean)}"]
         parts += [] if set(self.std) == {1.0} else [f"standard deviation {_join(self.std)}"]

@@ -280,7 +280,7 @@ def _explain(whole: _Indexed, rows: Sequence[ProfileRow], base_ms: float | None)
     wide = next((row.precision for row in rows if row.precision and row.precision not in _NARROW), "")
     if whole.narrow and wide:
         between = any("DequantizeLinear" in row.operators for row in rows)
-        phrases.append(f"computed in {wide}" + (" on what was dequantised: not fused" if between else ""))
+        phrases.append(f"computed in {wide}" + (" on what was dequantized: not fused" if between else ""))
     also = {path or "the model": operators for row in rows for path, operators in row.also.items()}
     if also:
         shown = [f"{', '.join(operators)} of {path}" for path, operators in also.items()]

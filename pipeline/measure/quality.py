@@ -43,7 +43,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: 
         DataError: the metric is not found, raises, or returns no finite numbers; or there are no samples.
     """
     if not len(labels):
-        raise DataError("there are no labelled samples to evaluate on", "give data with labels: --eval DATA")
+        raise DataError("there are no labeled samples to evaluate on", "give data with labels: --eval DATA")
     function = find_metric(metric)
     sign = -1.0 if function is mse else 1.0
     ours, theirs = (_apply(metric, function, each, labels) for each in (outputs, baseline))

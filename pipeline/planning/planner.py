@@ -130,7 +130,7 @@ def _check_source(resolved: ResolvedRecipe) -> None:
     source, engines = resolved.source, resolved.recipe.engines
     if source.form == "engine":
         raise UsageError(
-            f"{source.text} is a built engine, and there is nothing to optimise in it",
+            f"{source.text} is a built engine, and there is nothing to optimize in it",
             "give the model it was built from; `benchmark` and `verify` take engines",
         )
     needs_module = [name for name in engines if engine_class(name).consumes == "torch"]

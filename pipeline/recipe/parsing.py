@@ -203,7 +203,7 @@ def _check_metric(recipe: Recipe) -> None:
         check_metric(metric)
     if recipe.data is None and (metric or recipe.budgets.max_drop is not None):
         asked = f"the metric {metric}" if metric else "the budget max_drop"
-        raise UsageError(f"{asked} needs labelled data, and there is none", "give some with --eval DATA")
+        raise UsageError(f"{asked} needs labeled data, and there is none", "give some with --eval DATA")
 
 
 # Recipes as YAML.

@@ -127,7 +127,7 @@ def tabulate_changes(record: FleetRecord, *, certain: bool) -> Table:
 
 
 def _list_changes(record: FleetRecord, *, certain: bool) -> Iterator[tuple[dict[str, str], EntryRecord]]:
-    heads = ("number", "last fleet", "now", "change [95 %]", "judgement")
+    heads = ("number", "last fleet", "now", "change [95 %]", "judgment")
     for entry in record.entries:
         change = entry.since_last
         now = change.pair.after.winner if change and change.pair else None

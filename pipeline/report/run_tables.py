@@ -384,7 +384,7 @@ def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
         {
             "trial": str(trial.step),
             "ranges": trial.method or "–",
-            "quantised": number_cell(trial.quantised),
+            "quantized": number_cell(trial.quantised),
             "kept": str(trial.kept),
             "SQNR dB": number_cell(trial.sqnr_db, ".1f"),
             "drop": number_cell(trial.drop, "+.4f"),

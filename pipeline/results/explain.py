@@ -80,7 +80,7 @@ def _explain_engine(record: VariantRecord, low: str, where: Device) -> Iterator[
     if ran.unfused:
         yield (
             f"of {sum(ran.products.values())} products, {ran.unfused} not fused with the Q/DQ around: "
-            f"{title(record.engine)} dequantises, computes in floating point and quantises again"
+            f"{title(record.engine)} dequantizes, computes in floating point and quantizes again"
         )
     half = next((name for name in (low, *record.precision.split("+")) if name in (*HALF, "fp8")), None)
     if half and where.kind == "cpu" and ran.share("fp32") > (asked.share("fp32") if asked else 0.0):
@@ -147,7 +147,7 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
     if record.engine_coverage and coverage and coverage.islands:
         turned = coverage.reorders - (asked.reorders if asked else coverage.reorders)
         extra = [
-            _count(coverage.conversions, "quantising or dequantising operator"),
+            _count(coverage.conversions, "quantizing or dequantizing operator"),
             _count(coverage.casts, "cast between floating-point types", "casts between floating-point types"),
             _count(max(turned, 0), "change of layout", "changes of layout"),
         ]

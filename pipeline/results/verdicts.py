@@ -197,7 +197,7 @@ def judge_compression(
         return record
     reason = _explain_slowness(record, others.get(record.dense), batch)
     if not reason and record.quality is None:
-        reason = "how much accuracy it lost is not known: give labelled data with --eval"
+        reason = "how much accuracy it lost is not known: give labeled data with --eval"
     elif not reason and record.quality and budgets.max_drop is None:
         lost = f"it lost {record.quality.drop:.3g} of {record.quality.metric}"
         reason = f"{lost}, and nothing says how much it may: give --max-drop"

@@ -73,7 +73,7 @@ class Sensitivity(Task):
                 kind=kinds[group.name],
                 macs=work.get(group.name, 0),
                 sqnr_db=ratios.get(group.name),
-                reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantised",
+                reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
             )
             for group in groups
         ]
@@ -107,7 +107,7 @@ class Sensitivity(Task):
             feeds, reads = self.feeder.open(model, inputs["reference"])
             with simulation().load(artifact, Device()) as session:
                 for index, batch in enumerate(feeds):
-                    progress(f"float and quantised side by side, batch {index + 1}")
+                    progress(f"float and quantized side by side, batch {index + 1}")
                     energies.update({name: float(value) for name, value in session.run(batch).items()})
         ratios = {}
         for group in measured:
@@ -119,7 +119,7 @@ class Sensitivity(Task):
 MODEL, REFERENCE, RANGES = "model", "reference", "ranges"
 SENSITIVITY, FLOAT, BEFORE = "sensitivity", "float", "before"
 _log = logging.getLogger(__name__)
-_SPEED_SECONDS = 4.0
+_SPEED_SECONDS = 2.0
 
 
 class Goal(BaseModel):
@@ -153,7 +153,7 @@ class Goal(BaseModel):
                 drop = quality.drop if quality else None
         if drop is None and self.max_drop is not None:
             raise DataError(
-                "the budget max_drop needs labelled data, and this has no labels", "add an array named labels"
+                "the budget max_drop needs labeled data, and this has no labels", "add an array named labels"
             )
         sqnr = worst.sqnr_db
         few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
@@ -287,7 +287,7 @@ class Assign(Task):
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         write_records(out, assignment(groups, chosen.kept, chosen.method, self.step, reasons))
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
-        summary = f"{len(groups) - left} of {len(groups)} groups quantised, ranges by {chosen.method}"
+        summary = f"{len(groups) - left} of {len(groups)} groups quantized, ranges by {chosen.method}"
         rejected = "" if winner else f"no assignment of {len(trials)} tried reaches the goal: {chosen.reason}"
         if left == len(groups):
             rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
@@ -340,7 +340,7 @@ def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact]) -> frozenset
             known = [name for group in groups for name in (group.module, group.name) if name]
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
             raise UsageError(
-                f"no group that can be quantised is called {pattern!r}",
+                f"no group that can be quantized is called {pattern!r}",
                 f"did you mean {', '.join(near)}?" if near else "`enginesmith inspect` lists them",
             )
         kept |= matching

@@ -280,7 +280,7 @@ CASES = (
         "DequantizeLinear 'd_op'|int32|biases in float",
     ),
     Case(
-        "uint8 quantisation",
+        "uint8 quantization",
         model(
             node("QuantizeLinear", "x s z", "q"),
             node("DequantizeLinear", "q s z", "y"),

@@ -481,7 +481,7 @@ def test_200_variants_stay_small_and_readable() -> None:
         assert len(shown) <= MOST_NAMED + 2, chart.id
         assert max(len(list(texts(trace))) for trace in traces(chart)) < 500
     pareto = next(one for one in found if one.id == "pareto")
-    assert "189 more are grey" in pareto.summary
+    assert "189 more are gray" in pareto.summary
     winner = Cast(of).style(of.variants[198])
     assert winner.name in {one.get("name") for one in traces(pareto)}
     profile = next(one for one in found if one.id == "profile")

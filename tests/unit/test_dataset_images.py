@@ -139,7 +139,7 @@ class TestDefaults:
         data = open_dataset(str(folder), (RGB,))
         assert np.array_equal(data.arrays["x"][0], pixels().transpose(2, 0, 1).astype(np.float32) * np.float32(1 / 255))
         (note,) = data.notes
-        assert note.startswith("images as RGB, as small as covers, centre 8×8, divided by 255 (by default")
+        assert note.startswith("images as RGB, as small as covers, center 8×8, divided by 255 (by default")
         assert "no mean" in note
 
     def test_larger_images_cover_the_size_and_lose_the_edges(self, tmp_path):

@@ -266,7 +266,7 @@ def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path
     before = depthwise(tmp_path)
     effect = applied(before, tmp_path / "a", external_data_bytes=0)
     applied(before, tmp_path / "b", external_data_bytes=0)
-    assert effect.summary.startswith("equalised 2 pairs of 3 products; largest channel ratio ")
+    assert effect.summary.startswith("equalized 2 pairs of 3 products; largest channel ratio ")
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     assert difference(before, tmp_path / "a" / effect.file, image()) < 1e-6
@@ -277,7 +277,7 @@ def test_what_has_nothing_to_equalise_is_passed_on(tmp_path: Path) -> None:
     before = save_graph(tmp_path, nodes, weights, outputs, x=("n", 3, SIDE, SIDE))
     effect = applied(before, tmp_path / "a")
     assert "unchanged" in effect.summary
-    assert effect.notes == ("no two neighbouring layers have channels to equalise",)
+    assert effect.notes == ("no two neighboring layers have channels to equalize",)
     assert (tmp_path / "a" / effect.file).read_bytes() == before.read_bytes()
 
 

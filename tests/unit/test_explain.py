@@ -138,7 +138,7 @@ def test_what_does_not_pay_is_said_with_the_evidence() -> None:
     assert said.startswith("int8 does not pay: 0.75× [0.74, 0.76] the speed of onnxruntime-fp32 at batch 1; ")
     for evidence in (
         "60 % of the multiply-adds in int8",
-        "int8 runs in 12 separate parts of the graph, with 30 quantising or dequantising operators, 4 casts between",
+        "int8 runs in 12 separate parts of the graph, with 30 quantizing or dequantizing operators, 4 casts between",
         "types, 1 change of layout;",
         "of 20 products, 5 not fused",
         "no instructions for int8 dot products (VNNI, AMX)",

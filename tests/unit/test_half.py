@@ -125,7 +125,7 @@ def test_cheap_nodes_among_float32_stay(tmp_path: Path) -> None:
     constants = {"one": np.ones(8, np.float32), "w": weights(8, 4)}
     low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(3, 8)})
     assert low.casts == ("z_fp16", "y_fp32")
-    assert {low.kept[name] for name in "tu"} == {"its neighbours are in float32"}
+    assert {low.kept[name] for name in "tu"} == {"its neighbors are in float32"}
     assert types(path)["one"] == FLOAT
 
 

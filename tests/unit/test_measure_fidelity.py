@@ -202,7 +202,7 @@ def test_metric_that_is_not_there(metrics: Path, name: str) -> None:
         find_metric(name)
 
 
-@pytest.mark.parametrize(("shape", "words"), [((0, 3), "no labelled samples"), ((4, 3, 2), "top1")])
+@pytest.mark.parametrize(("shape", "words"), [((0, 3), "no labeled samples"), ((4, 3, 2), "top1")])
 def test_no_samples_and_no_logits(shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(DataError, match=words):
         evaluate("top1", {"y": np.ones(shape)}, {"y": np.ones(shape)}, np.ones(shape[0]))

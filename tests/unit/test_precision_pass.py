@@ -135,7 +135,7 @@ def test_an_assignment_says_what_stays_and_whose_ranges(artifact: Artifact, tmp_
         "MatMul_6": ("fp32", "too sensitive"),
         "MatMul_9": ("int8", ""),
     }
-    assert effect.notes == ("not quantised: MatMul_6: too sensitive",)
+    assert effect.notes == ("not quantized: MatMul_6: too sensitive",)
     np.testing.assert_allclose(scale_of(model, "g"), (1 + METHODS.index("entropy")) / 127, rtol=1e-3)
     (kept,) = [tensor for tensor in model.graph.initializer if tensor.name == "v"]
     assert kept.data_type == onnx.TensorProto.FLOAT
@@ -195,7 +195,7 @@ def test_many_reasons_are_told_in_few_words(tmp_path: Path) -> None:
     text = f"net (float[4, 4] x, float[n, 4, 8, 8] z) => (float[n, 64, 6, 6] y) {{ {body} y = Conv(z, w, b) }}"
     model = written(tmp_path, text)
     effect, _, _ = apply(Precision(precision="int8"), model, tmp_path / "out", ranges=ranges(tmp_path, z=3.0))
-    assert effect.notes == ("not quantised: MatMul_0, MatMul_1, MatMul_2 and 2 more: a product of two activations",)
+    assert effect.notes == ("not quantized: MatMul_0, MatMul_1, MatMul_2 and 2 more: a product of two activations",)
 
 
 def test_biases_make_up_for_rounding(artifact: Artifact, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_products_left_in_float_are_told() -> None:
     )
     rows = {row.module: row for row in join_profiles([base, low])}
     assert rows["b"].why["int8"] == (
-        "mostly Gemm; 25 % in DequantizeLinear; computed in fp32 on what was dequantised: not fused"
+        "mostly Gemm; 25 % in DequantizeLinear; computed in fp32 on what was dequantized: not fused"
     )
     assert rows["a"].why == {}
 

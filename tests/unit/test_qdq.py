@@ -415,7 +415,7 @@ def test_a_reshaped_value_has_the_range_of_what_it_was() -> None:
 
 def test_refusals() -> None:
     model, _ = done(residual, GPU)
-    with pytest.raises(InvalidGraph, match="quantised already"):
+    with pytest.raises(InvalidGraph, match="quantized already"):
         quantise(model, ranges(residual()), GPU)
     half = {name: array.astype(np.float16) for name, array in RESIDUAL_WEIGHTS.items()}
     with pytest.raises(InvalidGraph, match="float16, and int8 is made of a float32 graph"):

@@ -83,8 +83,8 @@ def test_the_zoo_brings_its_own_data() -> None:
         ({"eager": {"tf32": True}}, "eager.tf32 has no effect on onnxruntime.*\n.*--engine eager"),
         ({"onnxruntime": {"tf32": True}, "engines": ["compiled"]}, "onnxruntime.tf32 has no effect on compiled"),
         ({"eager": {"amp": True}}, "no field 'amp' in eager.*\n.*cuda_graphs"),
-        ({"metric": "top5", "model": "resnet18"}, "top5 needs labelled data.*\n.*--eval"),
-        ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labelled data"),
+        ({"metric": "top5", "model": "resnet18"}, "top5 needs labeled data.*\n.*--eval"),
+        ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labeled data"),
         ({"model": 3}, "model: .*string"),
     ],
 )

@@ -168,7 +168,7 @@ def test_what_cannot_be_sparse_is_left_with_the_reason(tmp_path: Path) -> None:
         "both": "two products sum over different axes of it",
         "vector": "it is a vector",
         "table": "it is also read by Gather",
-        "int8": "it is quantised already: sparse weights are made of a float graph",
+        "int8": "it is quantized already: sparse weights are made of a float graph",
     }
     assert [name for name in ("three", "depthwise", "up") if found[name].reason] == []  # other patterns can be had
     path, effect = sparsified(tmp_path / "given.onnx", tmp_path / "out")

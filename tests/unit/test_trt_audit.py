@@ -96,7 +96,7 @@ def test_quantising_that_was_not_fused_is_counted() -> None:
     result = found("int8", graph("int8", "int8", ("Conv", "node_Conv_806"), ("Gemm", "node_linear")))
     assert result.products == result.requested == {"int8": 2}
     assert (result.layers, result.float_outputs, result.standalone_quantise) == ({"fp32": 3, "int8": 2}, 2, 2)
-    assert any("products that write floats: 2; kernels that only quantise: 2" in note for note in result.notes)
+    assert any("products that write floats: 2; kernels that only quantize: 2" in note for note in result.notes)
 
 
 def test_a_product_in_another_precision_is_named() -> None:
@@ -260,7 +260,7 @@ def test_types_that_tensorrt_does_not_compute_in(given: onnx.ModelProto, words: 
 )
 def test_uint8_quantisation(given: onnx.ModelProto) -> None:
     found = refusal(given)
-    assert "'quant' quantises to uint8" in found.message
+    assert "'quant' quantizes to uint8" in found.message
     assert "int8 with zero point 0" in found.remedy
 
 

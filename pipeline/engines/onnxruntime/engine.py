@@ -87,7 +87,7 @@ class OnnxRuntime(Engine):
     loads_graph: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     package_caution: ClassVar[str] = (
-        "what was measured is this graph as ONNX Runtime optimised it on the machine of the run; here it is optimised "
+        "what was measured is this graph as ONNX Runtime optimized it on the machine of the run; here it is optimized "
         "when it is loaded, for the processor and the onnxruntime that are there"
     )
     only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
@@ -153,7 +153,7 @@ class OnnxRuntime(Engine):
 
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
             wrong = ", ".join(engine["options"]["session"]["disabled_optimizers"])
-            told = f"optimisation is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
+            told = f"optimization is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
             return (told,) if wrong else ()
 
         return TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=remark)
@@ -222,19 +222,19 @@ class OnnxRuntime(Engine):
             for name, copy in names.items():
                 (out / copy).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(artifact.folder / name, out / copy)
-            summary = f"the same graph; optimised at level {self.graph_optimization!r} at every load"
+            summary = f"the same graph; optimized at level {self.graph_optimization!r} at every load"
             return Effect(file=_MODEL, summary=summary, signature=artifact.signature)
         level, file, record = self.graph_optimization, out / _MODEL, _here(device)
         open_session(artifact.path, session_options(device, level, self.memory_arena, save_to=file), device)
         (out / _RECORD).write_text(record.model_dump_json(indent=1))
         old, new = (Counter(model_file.summary(path).operators) for path in (artifact.path, file))
-        summary = f"optimised at level {level!r}: {old.total()} → {new.total()} nodes"
+        summary = f"optimized at level {level!r}: {old.total()} → {new.total()} nodes"
         if made := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
             summary += f" (new: {made})"
         notes = [f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"]
         if sparsify.of(model_file.skeleton(artifact.path)) == sparsify.TWO_OF_FOUR:
             zeros = follow(artifact.path, file)  # in weights that are repacked and fused: a loss is told, no failure
-            notes.append(f"in the optimised graph, {zeros}; there are no sparse kernels for it here")
+            notes.append(f"in the optimized graph, {zeros}; there are no sparse kernels for it here")
         return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
 
     def _saves(self, device: Device) -> bool:
@@ -277,7 +277,7 @@ class OnnxRuntime(Engine):
             level, record = "disabled", _Record.model_validate_json(file.read_bytes())
             for (field, made), (_, now) in zip(record, _here(device), strict=True):
                 if made != now:
-                    told = f"the engine was optimised for {field} {made!r}, and here it is {now!r}"
+                    told = f"the engine was optimized for {field} {made!r}, and here it is {now!r}"
                     remedy = "build it here, or build a portable one with save_optimized: false"
                     raise MissingCapability(told, remedy)
         chosen = session_options(device, level, self.memory_arena, save_to, trace)

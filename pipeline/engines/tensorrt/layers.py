@@ -94,12 +94,12 @@ class Audit(BaseModel, frozen=True):
         """Remarks for people."""
         total = sum(self.requested.values())
         counts = ", ".join(f"{count} {name}" for name, count in self.products.items()) or "none is known"
-        slow = f"kernels that only quantise: {self.standalone_quantise}; this may be slower than fp16"
+        slow = f"kernels that only quantize: {self.standalone_quantise}; this may be slower than fp16"
         notes = (
             (total, f"products by precision: {counts}, of {total} in the graph"),
             (self.unseen, f"products that no kernel names, so that their precision is not known: {self.unseen}"),
             (self.otherwise, f"not as asked for: {', '.join(self.otherwise[:_SHOWN])}"),
-            (self.float_outputs, f"quantised products that write floats: {self.float_outputs}; {slow}"),
+            (self.float_outputs, f"quantized products that write floats: {self.float_outputs}; {slow}"),
             (self.reformats, f"kernels that only change the layout: {self.reformats}"),
         )
         return tuple(note for applies, note in notes if applies)

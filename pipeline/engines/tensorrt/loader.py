@@ -396,7 +396,7 @@ def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
                 break
         else:
             return index
-    told = f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}"
+    told = f"no optimization profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}"
     reach = f"the last one reaches from {list(limits[0])} to {list(limits[2])}"
     raise SignatureError(f"{told}; {reach}", "build the engine with a wider --shape")
 

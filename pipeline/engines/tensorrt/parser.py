@@ -19,7 +19,7 @@ _LEAST_TARGET: Mapping[str, int] = {"float8e4m3fn": 89, "float8e5m2": 89, "bfloa
 """Element type → the first compute capability that has it (the vendor's support matrix)."""
 _WHY_TYPES = {
     "float64": "TensorRT has no float64 arithmetic, and builds such a graph without a word",
-    "uint8": "TensorRT reads uint8 quantisation as int8, and answers wrongly without a word",
+    "uint8": "TensorRT reads uint8 quantization as int8, and answers wrongly without a word",
     "string": "TensorRT has no strings",
     "complex64": "TensorRT has no complex numbers",
     "complex128": "TensorRT has no complex numbers",
@@ -31,8 +31,8 @@ _WHY_TYPES = {
 }
 _WHY: Mapping[str, tuple[str, str]] = {
     "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
-    "Non-zero zero point": ("its zero point is not 0", "quantise symmetrically: int8 with zero point 0"),
-    "input has type Int32 but must have type": ("it dequantises int32", "leave biases in float: do not quantise them"),
+    "Non-zero zero point": ("its zero point is not 0", "quantize symmetrically: int8 with zero point 0"),
+    "input has type Int32 but must have type": ("it dequantizes int32", "leave biases in float: do not quantize them"),
     "must have same input types": ("its inputs differ in type", "cast one of them: TensorRT converts nothing itself"),
     "convertDtype": ("TensorRT does not have its element type", "convert it to float32, float16 or int64"),
     "more output tensors than TRT expected": ("it has fewer outputs than the operator", "export the model again"),
@@ -42,7 +42,7 @@ _OTHER_FORMATS = ("QLinear", "DynamicQuantize", "MatMulInteger", "ConvInteger", 
 _NOISE = re.compile(
     r"Error Code \d+: |API Usage Error |Internal Error |\(?\bIn \w+ at /\S+\)?|Assertion failed: |Invalid Node - \S+"
 )
-_QDQ = "quantise in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
+_QDQ = "quantize in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
 _WORKS_WITH = "replace the operator in the model, or export it with another opset"
 _FAULT = "look at the node's inputs and attributes; export the model again"
 
@@ -71,8 +71,8 @@ def validate_graph(model: "onnx.ModelProto", targets: tuple[str, ...], known: Ca
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "; ".join(fault for fault, _ in problems[:_SHOWN]) + more
         why, remedy = problems[0][1], "cast inside the graph, or convert the model to float32 and int64"
-        if "quantisation" in why:
-            remedy = "quantise symmetrically to int8 with zero point 0"
+        if "quantization" in why:
+            remedy = "quantize symmetrically to int8 with zero point 0"
         elif "queries" in why:
             remedy = "export it with --attention decomposed"
         elif "parser" in why:
@@ -131,7 +131,7 @@ def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
         by_default = node.op_type == "QuantizeLinear" and not zero and not asked
         weights = node.input[0] if node.op_type == "DequantizeLinear" else ""
         if by_default or "uint8" in (kinds.get(zero), kinds.get(weights), model_file.dtype_name(asked)):
-            yield f"{node_name(node)} quantises to uint8", _WHY_TYPES["uint8"]
+            yield f"{node_name(node)} quantizes to uint8", _WHY_TYPES["uint8"]
 
 
 def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Half = Literal["fp16", "bf16"]
 _NOTHING: Mapping[str, float] = MappingProxyType({})
-_CHEAP = "its neighbours are in float32"
+_CHEAP = "its neighbors are in float32"
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _SHORT = {"FLOAT": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16"}
 

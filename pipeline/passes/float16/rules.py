@@ -181,7 +181,7 @@ def _list_constants(node: "ir.Node", slots: Slots) -> "Iterator[tuple[int, str, 
 
 
 _STAY: Mapping[str, tuple[str, ...]] = {
-    "a normalisation": (
+    "a normalization": (
         *("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization"),
         *("LRN", "MeanVarianceNormalization", "RMSNormalization"),
     ),

@@ -220,7 +220,7 @@ def _tensors(item: Item) -> Iterator[tuple[str, int, Side, int]]:
     elif isinstance(module, nn.Embedding):
         yield "weight", 1, "makes", every
     elif isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
-        raise Unprunable(f"{item.name} normalises over more than the channels")
+        raise Unprunable(f"{item.name} normalizes over more than the channels")
     elif isinstance(module, (*_NORMS, nn.PReLU)):
         for leaf in ("weight", "bias", "running_mean", "running_var"):
             value = getattr(module, leaf, None)

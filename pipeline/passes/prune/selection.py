@@ -22,7 +22,7 @@ from enginesmith.pipeline.passes.prune.dependency_graph import by_operators
 from enginesmith.pipeline.passes.prune.options import Importance, PruneTarget, spell
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, cut_for_now
 
-NO_SCALE = "it has no batch normalisation whose scale could be looked at"
+NO_SCALE = "it has no batch normalization whose scale could be looked at"
 
 Sample = tuple[tuple[Tensor, ...], Tensor | None]
 """Inputs in order, and labels of their rows where there are some."""

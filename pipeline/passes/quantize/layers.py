@@ -28,7 +28,7 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 _WHOLE: Mapping[str, str] = {
     **dict.fromkeys(_RECURRENT, "recurrent operators have no form with fixed ranges"),
     "Attention": "attention stays one operator in floating point",
-    "Einsum": "Einsum has no quantised form",
+    "Einsum": "Einsum has no quantized form",
 }
 _MARKS = ("Quantize", "QLinear", "Integer", "NBits", "MatMulBnb4", "QGemm", "QAttention")
 _SHOWN = 3
@@ -174,7 +174,7 @@ def _explain_group(node: "ir.Node") -> str:
     if data is not None:
         return "both factors are constants"
     if weight.dtype != ir.DataType.FLOAT:
-        return f"its weight is {weight.dtype.name.lower()}, and only float32 is quantised"
+        return f"its weight is {weight.dtype.name.lower()}, and only float32 is quantized"
     return ""
 
 
@@ -194,7 +194,7 @@ def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str]
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if any(mark in node.op_type for mark in _MARKS):
             raise InvalidGraph(
-                f"the graph is quantised already: it has a {node.op_type} ({node.name or node.outputs[0].name!r}), and "
+                f"the graph is quantized already: it has a {node.op_type} ({node.name or node.outputs[0].name!r}), and "
                 f"{precision} is made of a float32 graph",
                 "give the graph as it was before",
             )

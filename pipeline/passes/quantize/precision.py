@@ -162,7 +162,7 @@ class Precision(PrecisionPass):
             out,
             self.external_data_bytes,
             ", ".join(self._summarize(done, lowered, total)),
-            notes=by_reason("not quantised", {name: chosen.why.get(name) or why for name, why in left.items()}),
+            notes=by_reason("not quantized", {name: chosen.why.get(name) or why for name, why in left.items()}),
         )
 
     def _load_ranges(self, artifact: Artifact, records: Records) -> Ranges | None:

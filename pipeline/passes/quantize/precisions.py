@@ -29,14 +29,14 @@ class Kind:
 
 KINDS: Mapping[Name, Kind] = {
     "fp32": Kind("as exported", "fp32"),
-    "fp16": Kind("float16; normalisations, softmax, reductions and what overflows in float32", "fp16", rest="fp16"),
-    "bf16": Kind("bfloat16; normalisations, softmax and reductions in float32", "bf16", rest="bf16"),
+    "fp16": Kind("float16; normalizations, softmax, reductions and what overflows in float32", "fp16", rest="fp16"),
+    "bf16": Kind("bfloat16; normalizations, softmax and reductions in float32", "bf16", rest="bf16"),
     "int8": Kind("products in int8 by static Q/DQ, the rest in float32", "int8", calibrated=True, searched=True),
     "int8+fp16": Kind(
         "products in int8 by static Q/DQ, the rest in float16", "int8", calibrated=True, searched=True, rest="fp16"
     ),
     "int8-dynamic": Kind(
-        "products with weights in int8, activations quantised as they come; CPU only", "int8", searched=True
+        "products with weights in int8, activations quantized as they come; CPU only", "int8", searched=True
     ),
     "fp8": Kind("products in E4M3 by Q/DQ, the rest in float16", "fp8", calibrated=True, searched=True, rest="fp16"),
     "int4-weights": Kind("weights of products in int4 by blocks, computed in floating point", "int4", searched=True),

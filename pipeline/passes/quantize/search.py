@@ -91,7 +91,7 @@ def propose(
     everything = [trial for trial in trials if trial.phase == "everything"]
     if len(everything) < len(methods) and not any(trial.passed for trial in everything):
         method = methods[len(everything)]
-        return Candidate("everything", method, fixed, f"everything quantised, ranges by {method}")
+        return Candidate("everything", method, fixed, f"everything quantized, ranges by {method}")
     tried = {(trial.method, frozenset(trial.kept)) for trial in trials}
     later = (_grow(trials, groups, fixed), _give_back(trials, groups, fixed), _speed_up(trials, groups))
     return next((trial for trial in later if trial and (trial.method, trial.kept) not in tried), None)
@@ -142,7 +142,7 @@ def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: froz
     if len(kept) < 2 or sum(group.macs for group in back) < _WORTHWHILE_SHARE * total:
         return None
     left = frozenset(smallest.kept) - {group.name for group in back}
-    return Candidate("give back", smallest.method, left, f"{len(back)} of them quantised after all, for their work")
+    return Candidate("give back", smallest.method, left, f"{len(back)} of them quantized after all, for their work")
 
 
 def _speed_up(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate | None:

@@ -66,7 +66,7 @@ def _explain_no_dynamic_form(group: QuantizableOp, node: "ir.Node") -> str:
     if group.reason:
         return group.reason
     if group.operator not in layers.MATRIX_PRODUCTS:
-        return f"{group.operator} is slower with activations quantised as they come"
+        return f"{group.operator} is slower with activations quantized as they come"
     weight = layers.read_weight(node)
     if weight.ndim != 2:
         return "its weight is no matrix"

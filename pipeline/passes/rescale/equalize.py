@@ -252,14 +252,14 @@ class CrossLayerEqualization(Pass):
             why = "cuts every channel" if known is not None else "may cut, and there are no ranges that show where"
             notes.append(f"{done.clips_left} pairs were left alone, as the Clip between them {why}")
         if not done.pairs:
-            effect = edit.pass_on(artifact.path, out, "no two neighbouring layers have channels to equalise")
+            effect = edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize")
             return effect.model_copy(update={"notes": (*effect.notes, *notes)})
         progress("writing")
         return edit.save_with_summary(
             model,
             out,
             self.external_data_bytes,
-            f"equalised {done.pairs} pairs of {done.products} products; "
+            f"equalized {done.pairs} pairs of {done.products} products; "
             f"largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}",
             notes=tuple(notes),
         )

@@ -245,7 +245,7 @@ def _reason(candidate: Candidate) -> str:
     if tensor is None or value.is_graph_input():
         return "it can be fed from outside"
     if tensor.dtype.name not in _FLOATS:
-        what = "quantised already" if tensor.dtype.is_integer() else f"of the type {tensor.dtype.name.lower()}"
+        what = "quantized already" if tensor.dtype.is_integer() else f"of the type {tensor.dtype.name.lower()}"
         return f"it is {what}: sparse weights are made of a float graph"
     if len(tensor.shape) < 2:
         return "it is a vector"

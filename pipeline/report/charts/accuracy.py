@@ -41,7 +41,7 @@ _Worst = Mapping[str, _Stages]
 
 def fidelity(cast: Cast) -> Chart:
     """Draw SQNR along the stages of each variant, with the threshold."""
-    title = "Signal to quantisation noise against the reference (SQNR, dB) after each stage, at the worst shape"
+    title = "Signal to quantization noise against the reference (SQNR, dB) after each stage, at the worst shape"
     by_id = {record.id: worst for record in cast.records if (worst := _find_worst(record.fidelity))}
     known = {
         name: each for name, each in by_id.items() if any(fidelity.sqnr_db is not None for fidelity in each.values())
@@ -184,7 +184,7 @@ def sensitivity(cast: Cast) -> Chart:
         if group.sqnr_db is not None
     ]
     if not tried:
-        why = "Nothing was quantised group by group in this run."
+        why = "Nothing was quantized group by group in this run."
         if any(record.assignment for record in cast.run.variants):
             why = "The groups were not tried one by one: no accuracy or fidelity goal asked for a search."
         return Chart("sensitivity", title, empty=why)

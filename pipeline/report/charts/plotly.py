@@ -178,7 +178,7 @@ class Cast:
         named = {record.id for record in self.named(names)}
         return [record for record in self.select(names) if record.id not in named]
 
-    def unnamed(self, names: Container[str], what: str = "grey") -> str:
+    def unnamed(self, names: Container[str], what: str = "gray") -> str:
         """Describe the records that are not named, as the end of a sentence; empty where there are none."""
         count = len(self.rest(names))
         return f"; {count} more {'is' if count == 1 else 'are'} {what}" if count else ""

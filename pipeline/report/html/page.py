@@ -104,7 +104,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]]
     ("sweep", "Batch sizes and callers", "What does a larger batch give?", sections.render_batch_sweep),
     ("fidelity", "Fidelity along the stages", "Where was accuracy lost?", sections.render_fidelity),
     ("sensitivity", "Sensitivity", "Which layers suffer most in low precision?", sections.render_sensitivity),
-    ("precision", "Precision", "What was quantised, what was not, and why?", sections.render_precision),
+    ("precision", "Precision", "What was quantized, what was not, and why?", sections.render_precision),
     ("smaller", "Pruning and recovery", "What was taken away, did it come back?", sections.render_compression),
     (
         "limits",
@@ -269,7 +269,7 @@ def _kept(run: Run) -> str:
         reasons = f"{len(kept)} of {total}: {'; '.join(_group_by_reason(kept))}" if kept else f"none of {total}"
         answers.append(f"{mark_name(record)}: {reasons}.")
     if not answers:
-        return "No variant was quantised group by group."
+        return "No variant was quantized group by group."
     more = [f"Other variants: {len(answers) - _NAMED}, see below."] if len(answers) > _NAMED else []
     return "\n".join([*answers[:_NAMED], *more])
 

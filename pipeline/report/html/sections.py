@@ -70,7 +70,7 @@ def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         for variant in run.variants
         for text in variant.remarks
     )
-    none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
+    none = Words("No variant was quantized group by group: operators are in the precision of their variant's name.")
     assigned = any(variant.assignment for variant in run.variants)
     return (
         *list_points(f"{note}." for note in sentences.list_footnotes(run)),
@@ -295,7 +295,7 @@ _REST = (
     "Memory: one session alone in a fresh process, at the largest batch size. On the CPU it is growth over the loaded "
     "libraries; on CUDA torch's caching allocator counts it for every engine.",
     "Fidelity: the outputs of each stage against eager's in float32 on the same samples, at the smallest, usual and "
-    "largest shape. Accuracy: the metric on labelled data, paired by sample.",
+    "largest shape. Accuracy: the metric on labeled data, paired by sample.",
 )
 
 
