@@ -21,6 +21,7 @@ from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.explain import Circumstances, explain_gain
 from enginesmith.pipeline.results.run import (
+    NOT_REACHED,
     Assignment,
     BuildRecord,
     ModelRecord,
@@ -285,7 +286,7 @@ def assemble(
 
 def _step(name: str, outcome: Outcome | None) -> StepRecord:
     if outcome is None or outcome.status == "unavailable":
-        reason = outcome.reason if outcome else "not reached"
+        reason = outcome.reason if outcome else NOT_REACHED
         return StepRecord(id=name, status="pending", cached=False, seconds=None, effect=reason)
     if outcome.artifact is None:
         return StepRecord(id=name, status=outcome.status, cached=False, seconds=None, effect=outcome.reason)

@@ -30,7 +30,8 @@ from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compa
 from enginesmith.pipeline.results.fleet import RUNS, Earlier
 from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
-from enginesmith.pipeline.results.verdicts import judge_budgets, why_ineligible
+from enginesmith.pipeline.results.run import NOT_REACHED, Run, VariantRecord
+from enginesmith.pipeline.results.verdicts import explain_failure, judge_budgets, why_ineligible
 from enginesmith.pipeline.units import format_bytes, ms
 
 DEFAULT_SECONDS = 20.0
@@ -82,9 +83,13 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
     Raises:
         UsageError: one of them is no run, nothing was measured, or there is no such variant.
     """
+    run = runs.read(folder)
+    if failure := explain_failure(run.variants):
+        failed = GateCheck(name="engines", against="run", state="failed", text=failure)
+        return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, usable=False, verdicts=(failed,))
     after = stored_in(folder, variant)
     if after is None:
-        text = f"the run has no winner: {runs.read(folder).winner_reason}"
+        text = f"the run has no winner: {run.winner_reason}"
         failed = GateCheck(name="winner", against="run", state="failed", text=text)
         return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, verdicts=(failed,))
     before = stored_in(baseline, variant) if baseline else None
@@ -93,7 +98,11 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
             f"the baseline {baseline} has no winner: {runs.read(baseline).winner_reason}",
             "name a variant of it with --variant, or give another run",
         )
-    checks = [*_check_budgets(after, demands), *(_check_regressions(before, after, demands) if before else ())]
+    checks = [
+        *_check_engines(after),
+        *_check_budgets(after, demands),
+        *(_check_regressions(before, after, demands) if before else ()),
+    ]
     if demands.strict:
         checks = [check.model_copy(update={"required": True}) for check in checks]
     return Gate(
@@ -125,6 +134,23 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
     if name is None:
         return None
     return Stored(folder if folder.is_dir() else folder.parent, run, runs.find_record(run, name))
+
+
+def _check_engines(after: Stored) -> Iterator[GateCheck]:
+    """Report requested engines of which nothing was measured, although no variant of them failed."""
+    interrupted = any(step.status == "pending" and step.effect == NOT_REACHED for step in after.run.steps)
+    for engine, records in _group_by_engine(after.run):
+        left = next((record for record in records if record.status in ("built", "skipped")), None)
+        if left is not None and not any(record.status == "measured" for record in records):
+            resume = f"; `enginesmith resume {after.folder}` measures it" if not after.run.complete else ""
+            text = f"{engine} was not measured ({left.status}): {left.reason or 'no reason is known'}{resume}"
+            # an engine for another machine may stay open here, and one that an interruption left may not
+            yield GateCheck(name="engines", against="run", state="unjudged", required=interrupted, text=text)
+
+
+def _group_by_engine(run: Run) -> Iterator[tuple[str, list[VariantRecord]]]:
+    for engine in dict.fromkeys(record.engine for record in run.variants):
+        yield engine, [record for record in run.variants if record.engine == engine]
 
 
 def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
@@ -268,6 +294,9 @@ def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tol
 def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> Iterator[str]:
     if not checks:
         yield "nothing was judged: no budget is set, and no baseline is given"
+    for engine, records in _group_by_engine(after.run):
+        if failure := explain_failure(records):
+            yield failure.replace("every requested engine failed", f"{engine} failed", 1)
     if after.record.synthetic_calibration:
         yield "calibrated on made-up data: its accuracy says nothing of real data"
     if before is None:

@@ -49,6 +49,9 @@ _MOST_NAMED = 8
 NOT_KNOWN = "run.json has fields that this version does not know"
 """Beginning of the warning about them, which says nothing of the machine."""
 
+NOT_REACHED = "not reached"
+"""Effect of a step that an interruption left; a step for another machine has its own reason."""
+
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
 
 

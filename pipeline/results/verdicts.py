@@ -172,6 +172,18 @@ def why_ineligible(record: VariantRecord) -> str:
     return f"{record.id} was rejected: {record.rejected}" if record.rejected else ""
 
 
+def explain_failure(variants: Sequence[VariantRecord]) -> str:
+    """Explain that every requested engine failed, with the first reason; empty if one did not, or none was requested.
+
+    Eager alone is no result then: it is what the requested engines are compared with.
+    """
+    if not variants or any(record.status != "failed" for record in variants):
+        return ""
+    first, *others = variants
+    reason = next(iter(first.reason.splitlines()), "no reason is known")
+    return f"every requested engine failed: {first.id}: {reason}" + (f" (and {len(others)} more)" if others else "")
+
+
 def judge_precision(record: VariantRecord, device: Device, *, asked: bool = True) -> VariantRecord:
     """Fail a record of which nothing is in the precision of its name, or note its shortfall.
 
@@ -273,6 +285,13 @@ _BEST = {
     "memory": "lowest peak memory",
     "size": "smallest file",
 }
+_DECIDED_BY = {
+    "latency": "max_latency_ms",
+    "throughput": "min_throughput_per_s",
+    "memory": "max_memory_bytes",
+    "size": "max_size_bytes",
+}
+"""Objective → the budget of the same number."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +311,10 @@ def select_winner(
     batch: int,
     min_sqnr_db: float | None = None,
 ) -> Selection:
-    """Choose among eligible records, the baseline being the first: budgets first, then the objective at ``batch``."""
+    """Choose among eligible records: budgets first, then the objective at ``batch``.
+
+    The first record is the baseline, which does not win if a variant was requested and none was measured.
+    """
 
     def judged(record: VariantRecord) -> tuple[Verdict, ...]:
         return judge_budgets(record, budgets, batch, min_sqnr_db if record is not records[0] else None)
@@ -304,6 +326,9 @@ def select_winner(
     )
     pareto = _pareto(eligible, batch)
     within = [record for record in ranked if all(verdict.passed for verdict in judged(record))]
+    requested = records[1:]
+    if requested and not any(record.status == "measured" for record in requested):
+        within = ranked = []
     if within:
         alone = "; no engine does better" if within[0].id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} among those within the budgets{alone}"
@@ -321,7 +346,14 @@ def select_winner(
     if waiting:
         left = f"{len(waiting)} variants are built and not measured: {waiting[0].reason}"
         return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
-    return Selection(None, f"nothing was measured that has a {objective}", pareto, ())
+    return Selection(None, explain_failure(requested) or _explain_no_score(records, objective, batch), pareto, ())
+
+
+def _explain_no_score(records: Sequence[VariantRecord], objective: Objective, batch: int) -> str:
+    """Explain why no record has the number that the objective compares."""
+    last = records[-1]
+    why = last.rejected or last.reason or why_unknown(last, _DECIDED_BY[objective], batch)
+    return f"nothing was measured that has a {objective}: {last.id}: {why}"
 
 
 def _score(record: VariantRecord, objective: Objective, batch: int) -> float | None:

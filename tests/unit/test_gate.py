@@ -144,6 +144,38 @@ def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:
     assert "no variant holds every budget" in found.breaches[0].text
 
 
+def test_a_run_whose_engines_all_failed_is_no_use_whatever_eager_does(tmp_path: Path) -> None:
+    failed = record("a", status="failed", reason="export: unknown operator", latency=())
+    run = write(tmp_path / "run", failed, winner="eager")
+    for chosen in (None, "eager"):
+        found = gate.gate(run, demands(max_latency_ms=100), variant=chosen)
+        assert (found.exit_code, judged(found)) == (1, {"engines": False})
+        assert found.verdicts[0].text == "every requested engine failed: a: export: unknown operator"
+
+
+@pytest.mark.parametrize(
+    ("change", "effect", "state", "code"),
+    [
+        ({"status": "failed", "reason": "no kernel"}, "", "passed", 0),
+        ({"status": "built", "reason": "no GPU"}, "no GPU", "unjudged", 0),
+        ({"status": "skipped", "reason": "not reached: build-b"}, "not reached", "unjudged", 3),
+    ],
+)
+def test_each_requested_engine_ended_well_or_is_named(
+    tmp_path: Path, change: dict[str, str], effect: str, state: str, code: int
+) -> None:
+    steps = (
+        [{"id": "build-b", "status": "pending", "cached": False, "seconds": None, "effect": effect}] if effect else []
+    )
+    other = record("b", engine="other", latency=(), **change)
+    found = gate.gate(
+        write(tmp_path / "run", record(), other, steps=steps, complete=not effect), demands(max_latency_ms=2)
+    )
+    assert (found.state, found.exit_code) == (state, code)
+    texts = [*found.cautions, *(check.text for check in found.verdicts)]
+    assert any(text.startswith("other ") and change["reason"] in text for text in texts)
+
+
 def test_why_nothing_was_measured_is_the_failure(tmp_path: Path) -> None:
     broken = record("eager", status="failed", reason="load: its process crashed\n  → see its log")
     run = write(tmp_path / "run", baseline=broken, winner_reason="nothing was measured that has a latency")

@@ -60,6 +60,27 @@ def test_failed_and_unmeasured_variants_never_win() -> None:
     assert select_winner([EAGER, failed, record("blank", None)], Budgets(), "latency", 1).winner == "eager"
 
 
+def test_eager_alone_is_no_result_of_requested_engines() -> None:
+    """Not even for an objective that eager has a number of, nor while the others wait for their machine."""
+    failed = FAST.model_copy(update={"status": "failed", "reason": "quality-fast: the metric raised KeyError\nits log"})
+    for objective in ("latency", "memory"):
+        chosen = select_winner([EAGER, failed, failed], Budgets(), objective, 1)  # type: ignore[arg-type]
+        assert chosen.winner is None
+        assert (
+            chosen.reason
+            == "every requested engine failed: fast: quality-fast: the metric raised KeyError (and 1 more)"
+        )
+    built = FAST.model_copy(update={"status": "built", "reason": "no GPU"})
+    assert select_winner([EAGER, built, failed], Budgets(), "latency", 1).reason.startswith("1 variants are built")
+    assert select_winner([EAGER], Budgets(), "latency", 1).winner == "eager", "nothing else was requested"
+
+
+def test_the_reason_of_a_missing_number_is_said() -> None:
+    blind = FAST.model_copy(update={"memory": None, "reasons": {"memory": "not asked for"}})
+    chosen = select_winner([EAGER.model_copy(update={"memory": None}), blind], Budgets(), "memory", 1)
+    assert chosen.reason == "nothing was measured that has a memory: fast: not asked for"
+
+
 def check(sqnr_db: float | None, passed: bool = True, reason: str = "") -> StageFidelity:
     unknown = dict.fromkeys(("cosine", "max_abs_error", "argmax_agreement"))
     return StageFidelity(stage="engine", point="min", batch=1, sqnr_db=sqnr_db, passed=passed, reason=reason, **unknown)
