@@ -12,6 +12,7 @@ from enginesmith.pipeline.commands import context, parameters
 if TYPE_CHECKING:
     from enginesmith.pipeline.recipe import Recipe
     from enginesmith.pipeline.results.gate import Demands
+    from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
 @click.command()
@@ -45,6 +46,8 @@ def gate(
     Budgets are those of the run's recipe, and those given here. A regression is worse than the baseline by more than
     the tolerance, and for certain: both engines are measured again, side by side, where that can be done.
 
+    The checks are written to gate.json in RUN, and shown in its report.md (fleet.md) and junit.xml.
+
     With --update-baseline only the budgets are checked: if they hold, RUN replaces the baseline. The baseline of a
     fleet is a fleet, entry by entry.
 
@@ -76,6 +79,7 @@ def gate(
             verdict = verdict.model_copy(update={"baseline": str(baseline), "updated": True})
     else:
         verdict = judge(baseline=baseline)
+    _write_reports(verdict, run)
     if as_json:
         context.terminal().print_json(verdict.model_dump(mode="json", by_alias=True))
         return verdict.exit_code
@@ -83,6 +87,19 @@ def gate(
         click.echo(line)
     context.announce("gate", texts.list_failures(verdict), texts.list_cautions(verdict), texts.render(verdict))
     return verdict.exit_code
+
+
+def _write_reports(verdict: "Gate | FleetGate", run: Path) -> None:
+    """Put the checks into the reports of the run or fleet that was judged, where its folder can be written."""
+    from enginesmith.pipeline.errors import StoreError
+    from enginesmith.pipeline.report.fleet import write_again
+    from enginesmith.pipeline.results import gate_report
+
+    try:
+        gate_report.save(verdict, run if run.is_dir() else run.parent)
+        write_again(run, formats=("md", "junit"))
+    except StoreError as error:  # what was judged, and the exit code, are worth more than the reports
+        click.echo(f"note: the reports were not written: {error.message}", err=True)
 
 
 def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands":

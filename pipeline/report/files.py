@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.measure.rows import SAMPLES
+from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report import junit, markdown
-from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.results import documents, gate_report
 from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system.worker import hide_main_module
 
@@ -29,10 +31,17 @@ _FOLDERS_A_PROCESS = 8
 """Fewer are written by this process before another one has started."""
 
 
-def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: Samples | None = None) -> list[Path]:
+def write(
+    run: Run,
+    folder: Path,
+    formats: Sequence[Format] = REPORTS,
+    samples: Samples | None = None,
+    gate: Gate | FleetGate | None = None,
+) -> list[Path]:
     """Write a run in these formats, each whole or not at all; gives back the files.
 
-    ``samples`` are the latencies whose distribution is drawn; those in the folder, if there are some, when left out.
+    ``samples`` are the latencies whose distribution is drawn, and ``gate`` is what was judged of the run; when left
+    out, those in the folder, if there are some.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -40,7 +49,7 @@ def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: 
     """
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        return [_write_one(run, folder, form, samples) for form in dict.fromkeys(formats)]
+        return [_write_one(run, folder, form, samples, gate) for form in dict.fromkeys(formats)]
 
 
 class Writer:
@@ -81,7 +90,7 @@ def _from_record(folder: Path) -> None:
     write(runs.read(folder), folder)
 
 
-def _write_one(run: Run, folder: Path, form: Format, samples: Samples | None) -> Path:
+def _write_one(run: Run, folder: Path, form: Format, samples: Samples | None, gate: Gate | FleetGate | None) -> Path:
     path = folder / NAMES[form]
     if form == "html":
         from enginesmith.pipeline.report.html.page import render
@@ -90,7 +99,9 @@ def _write_one(run: Run, folder: Path, form: Format, samples: Samples | None) ->
     elif form == "json":
         runs.write(run, folder)
     else:
-        documents.write_text(path, (markdown if form == "md" else junit).render(run))
+        gate = gate or gate_report.load(folder)
+        section = gates.render(gate) if gate else ""
+        documents.write_text(path, markdown.render(run, section) if form == "md" else junit.render(run, gate))
     return path
 
 

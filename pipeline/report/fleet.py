@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from enginesmith.pipeline.report import fleet_tables, junit
+from enginesmith.pipeline.report import files, fleet_tables, junit
+from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report.files import REPORTS, Format
 from enginesmith.pipeline.report.html.blocks import (
     Block,
@@ -24,7 +25,10 @@ from enginesmith.pipeline.report.html.page import lay_out
 from enginesmith.pipeline.report.markdown import limit_length, plain, render_list, render_table, shorten
 from enginesmith.pipeline.report.tables import Table, Tone
 from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results import gate_report
+from enginesmith.pipeline.results import run as run_files
 from enginesmith.pipeline.results.fleet import FleetRecord
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run
 
 # ``fleet.html``: a fleet as one file that needs no network, with links to the pages of its runs.
@@ -108,12 +112,13 @@ _MOST_ROWS, _MOST_LINES, _LONGEST = 60, 24, 160
 _PAGE = "fleet.html"
 
 
-def render_markdown(record: FleetRecord) -> str:
-    """Render a fleet as Markdown."""
+def render_markdown(record: FleetRecord, gate: str = "") -> str:
+    """Render a fleet as Markdown, with a section on its gate at the top."""
     facts = ", ".join(f"{name}: {text}" for name, text in fleet_tables.list_facts(record).items())
     failures = fleet_tables.tabulate_failures(record)
     parts = [
         f"# {plain(_shorten(record.name))}",
+        *([gate.strip(), "## Result"] if gate else []),
         plain(fleet_tables.summarize(record)),
         plain(f"{facts}."),
         _render_table(fleet_tables.tabulate_entries(record)),
@@ -149,22 +154,47 @@ NAMES: Mapping[Format, str] = {"html": "fleet.html", "md": "fleet.md", "junit": 
 
 
 def write(
-    record: FleetRecord, folder: Path, runs: Mapping[str, Run], formats: Sequence[Format] = ("json", *REPORTS)
+    record: FleetRecord,
+    folder: Path,
+    runs: Mapping[str, Run],
+    formats: Sequence[Format] = ("json", *REPORTS),
+    gate: Gate | FleetGate | None = None,
 ) -> list[Path]:
     """Write a fleet in these formats, each whole or not at all; gives back the files.
 
-    ``runs`` are the runs of entries by name, as far as there are some.
+    ``runs`` are the runs of entries by name, as far as there are some, and ``gate`` is what was judged of them; when
+    left out, that in the folder, if there is one.
 
     Raises:
         StoreError: the folder cannot be written.
     """
-    renderers: Mapping[Format, Callable[[FleetRecord], str]] = {
-        "html": render,
-        "md": render_markdown,
-        "junit": lambda record: junit.render_fleet(record, runs),
-        "json": lambda record: record.model_dump_json(indent=1, by_alias=True) + "\n",
+    if "json" in formats:
+        records.write(record, folder)
+    gate = gate or gate_report.load(folder)
+    renderers: Mapping[Format, Callable[[], str]] = {
+        "html": lambda: render(record),
+        "md": lambda: render_markdown(record, gates.render(gate) if gate else ""),
+        "junit": lambda: junit.render_fleet(record, runs, gate),
     }
     paths = {form: folder / NAMES[form] for form in dict.fromkeys(formats)}
     for form, path in paths.items():
-        records.write_text(path, renderers[form](record))
+        if form != "json":
+            records.write_text(path, renderers[form]())
     return list(paths.values())
+
+
+def write_again(folder: Path, output: Path | None = None, formats: Sequence[Format] = REPORTS) -> list[Path]:
+    """Write the reports of a run or a fleet from the documents in its folder; gives back the files.
+
+    Raises:
+        UsageError: there is no run and no fleet.
+        StoreError: the folder cannot be written.
+    """
+    home = folder if folder.is_dir() else folder.parent
+    gate = gate_report.load(home)
+    if not records.is_fleet(folder):
+        samples = files.read_samples(home) if "html" in formats else None
+        return files.write(run_files.read(folder), output or home, formats, samples, gate)
+    fleet = records.open_fleet(folder)
+    runs = {entry.name: run for entry in fleet.record.entries if (run := fleet.run(entry))}
+    return write(fleet.record, output or home, runs, formats, gate)

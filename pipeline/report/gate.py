@@ -1,13 +1,25 @@
-"""Render a gate's checks as lines and as Markdown, and annotate runs of GitHub Actions."""
+"""Render a gate's checks as lines and as a section of report.md, and annotate runs of GitHub Actions."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from enginesmith.pipeline.report.markdown import plain
-from enginesmith.pipeline.results.gate_report import CheckState, FleetGate, Gate
+from enginesmith.pipeline.report.markdown import plain, render_list, render_table, shorten
+from enginesmith.pipeline.report.tables import make_table
+from enginesmith.pipeline.results import verdicts
+from enginesmith.pipeline.results.gate_report import FILE, CheckState, FleetGate, Gate, GateCheck
 
 _WORDS: dict[CheckState, str] = {"passed": "passed", "failed": "FAILED", "unjudged": "not judged"}
+_MARKS: dict[CheckState, str] = {"passed": "passed", "failed": "**failed**", "unjudged": "**not judged**"}
+_BUDGETS = {
+    "latency_ms": "max_latency_ms",
+    "peak_bytes": "max_memory_bytes",
+    "size_bytes": "max_size_bytes",
+    "drop": "max_drop",
+}
+"""Number that is compared with the baseline → the budget that is about it."""
+_MOST_ROWS, _LONGEST = 24, 1_000
+"""Rows of the section's table, and characters of a reason."""
 
 
 def list_failures(gate: Gate | FleetGate) -> list[str]:
@@ -68,17 +80,36 @@ def summarize(gate: Gate | FleetGate) -> str:
 
 
 def render(gate: Gate | FleetGate) -> str:
-    """Render a gate as Markdown."""
-    where = gate.run if isinstance(gate, Gate) else gate.fleet
+    """Render a gate as a section of Markdown, with checks that fail first."""
     word = "failed" if gate.exit_code else "passed" if gate.passed else "not all judged"
-    title = f"### Gate: {word}, {plain(Path(where).name)}"
-    items = [f"- {word.replace('FAILED', '**failed**')}: {plain(text)}" for word, text in _items(gate)]
-    return "\n".join([title, "", plain(summarize(gate)), "", *items]) + "\n"
+    rows = sorted(tabulate(gate), key=lambda row: (not row[1].fails, row[1].passed))
+    cells = [
+        {
+            "check": f"{entry} {name_check(check)}".strip(),
+            "result": _MARKS[check.state],
+            "reason": shorten(check.text, _LONGEST),
+        }
+        for entry, check in rows
+    ]
+    table = render_table(make_table("gate", "Gate", cells), _MOST_ROWS, FILE) if cells else ""
+    notes = [plain(shorten(f"{name}{text}")) for name, entry in _entries(gate) for text in entry.cautions]
+    parts = [f"## Gate: {word}", f"{plain(summarize(gate))}.", table, render_list(notes, page=FILE)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def tabulate(gate: Gate | FleetGate) -> list[tuple[str, GateCheck]]:
+    """List all checks with the name of their entry, which is empty for a single run."""
+    return [(name.removesuffix(": "), check) for name, entry in _entries(gate) for check in entry.verdicts]
+
+
+def name_check(check: GateCheck) -> str:
+    """Name a check by its number and by what that is compared with: ``p50 latency (budget)``."""
+    return f"{verdicts.format_title(_BUDGETS.get(check.name, check.name))} ({check.against})"
 
 
 # What GitHub Actions shows of a run: annotations in its log, and a summary of the job.
 
-_LONGEST = 4_000
+_LONGEST_ANNOTATION = 4_000
 """Characters of an annotation; GitHub cuts longer ones anywhere."""
 
 
@@ -112,5 +143,4 @@ def append_summary(environment: Mapping[str, str], markdown: str) -> None:
 
 
 def _escape(text: str) -> str:
-    short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-    return short.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return shorten(text, _LONGEST_ANNOTATION).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

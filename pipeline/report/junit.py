@@ -1,4 +1,4 @@
-"""Render ``junit.xml``: each budget, variant and fidelity check is a test case."""
+"""Render ``junit.xml``: each check of the gate, budget, variant and fidelity check is a test case."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,8 +7,10 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.fleet import EntryRecord, FleetRecord
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run
 
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -24,17 +26,27 @@ class _Case:
     message: str = ""
 
 
-def render(run: Run) -> str:
-    """Render a run as JUnit XML: a suite of budgets, and one for each variant."""
-    return _document(run.name, run.created, run.seconds, _suites(run))
+def render(run: Run, gate: Gate | FleetGate | None = None) -> str:
+    """Render a run as JUnit XML: a suite of its gate's checks, one of budgets, and one for each variant."""
+    return _document(run.name, run.created, run.seconds, _gate_suites(gate) | _suites(run))
 
 
-def render_fleet(record: FleetRecord, runs: Mapping[str, Run]) -> str:
-    """Render a fleet as JUnit XML: a suite of entries, and the suites of its ``runs`` by entry."""
-    suites: dict[str, list[_Case]] = {"entries": [_make_entry_case(entry) for entry in record.entries]}
+def render_fleet(record: FleetRecord, runs: Mapping[str, Run], gate: Gate | FleetGate | None = None) -> str:
+    """Render a fleet as JUnit XML: suites of its gate, one of entries, and the suites of its ``runs`` by entry."""
+    suites = _gate_suites(gate) | {"entries": [_make_entry_case(entry) for entry in record.entries]}
     for name, run in runs.items():
         suites |= {f"{name} {suite}": cases for suite, cases in _suites(run).items()}
     return _document(record.name, record.created, record.seconds, suites)
+
+
+def _gate_suites(gate: Gate | FleetGate | None) -> dict[str, list[_Case]]:
+    suites: dict[str, list[_Case]] = {}
+    for entry, check in gates.tabulate(gate) if gate else ():
+        outcome: Literal["failure", "skipped", ""] = "failure" if check.fails else "" if check.passed else "skipped"
+        message = f"not judged: {check.text}" if check.state == "unjudged" else check.text
+        case = _Case(gates.name_check(check), outcome, message)
+        suites.setdefault(f"{entry} gate".strip(), []).append(case)
+    return suites
 
 
 def _suites(run: Run) -> dict[str, list[_Case]]:

@@ -66,14 +66,15 @@ def limit_length(text: str, page: str) -> str:
     return text.encode("utf-8", "replace").decode() + "\n"
 
 
-def render(run: Run) -> str:
-    """Render a run as Markdown."""
+def render(run: Run, gate: str = "") -> str:
+    """Render a run as Markdown, with a section on its gate at the top."""
     progress = [f"{said}; `enginesmith resume` goes on"] if (said := sentences.describe_progress(run)) else []
     cautions = [*progress, *sentences.list_warnings(run), *sentences.list_measurement_notes(run)]
     reasons = sentences.group_by_reason(run)
     failed = [_label(", ".join(map(tables.mark_name, records)), reason) for records, reason in reasons]
     parts = [
         f"# {plain(shorten(run.name))}",
+        *([gate.strip(), "## Result"] if gate else []),
         plain(shorten(sentences.summarize(run), 2 * _LONGEST)),
         _render_variants(run),
         render_list(map(plain, sentences.list_footnotes(run))),

@@ -1,14 +1,21 @@
-"""Define the documents that ``gate --json`` prints."""
+"""Define the documents that ``gate --json`` prints, and keep the last one in the folder that was judged."""
 
+import contextlib
+import hashlib
+import json
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from enginesmith.pipeline.errors import EnginesmithError, GateBreach
+from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.errors import EnginesmithError, GateBreach, storage_errors
 from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.results import documents
 
 SCHEMA: Literal["enginesmith.gate/1"] = "enginesmith.gate/1"
 FLEET_SCHEMA: Literal["enginesmith.fleet-gate/1"] = "enginesmith.fleet-gate/1"
+FILE = "gate.json"
 
 
 CheckState = Literal["passed", "failed", "unjudged"]
@@ -114,3 +121,29 @@ class FleetGate(BaseModel):
     def exit_code(self) -> int:
         """Return the command line's exit code: 3 where an entry fails the gate."""
         return GateBreach.exit_code if any(entry.exit_code for entry in self.entries.values()) else 0
+
+
+def save(gate: Gate | FleetGate, folder: Path) -> None:
+    """Write ``gate.json`` into the folder of the run or the fleet that was judged.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    document = gate.model_dump(mode="json", by_alias=True) | {"judged_sha256": _digest_documents(folder)}
+    with storage_errors(f"the folder {folder}"):
+        documents.write_text(folder / FILE, json.dumps(document, indent=1) + "\n")
+
+
+def load(folder: Path) -> Gate | FleetGate | None:
+    """Read ``gate.json``; None where there is none, and where what it judged has changed since."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        values = documents.load(folder / FILE)
+        if values["judged_sha256"] == _digest_documents(folder):
+            return (FleetGate if values["schema"] == FLEET_SCHEMA else Gate).model_validate(values)
+    return None
+
+
+def _digest_documents(folder: Path) -> str:
+    """Digest what is judged: run.json, or fleet.json and the run.json of every entry."""
+    paths = [path for name in ("run.json", "fleet.json", "runs/*/run.json") for path in sorted(folder.glob(name))]
+    return hashlib.sha256("".join(map(file_digest, paths)).encode()).hexdigest()

@@ -71,7 +71,7 @@ def test_github_is_told_a_broken_budget(cli: Cli, tmp_path: Path, fast: Path, mo
     assert answer.code == 3
     assert [line for line in answer.stdout.splitlines() if line.startswith("FAILED: p50 latency")]
     assert [line for line in answer.stdout.splitlines() if line.startswith("::error title=gate::p50 latency")]
-    assert "**failed**: p50 latency" in summary.read_text()
+    assert "| p50 latency (budget) | **failed** | p50 latency is " in summary.read_text()
     assert "::error" not in cli("gate", fast, "--max-latency", "1us", "--json").stdout
 
 

@@ -1,11 +1,13 @@
 """The gate: what failed is said, what cannot be judged is neither passed nor failed; fleets entry by entry."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.report.markdown import plain
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results import gate, remeasure
 from enginesmith.pipeline.results import gate as gates
@@ -571,3 +574,101 @@ def test_what_makes_no_sense_is_refused(make_fleet: Make, words: str, told: str)
     Path("full/notes").touch()
     code, text = said(*words.split())
     assert (code, told in text) == (2, True), text
+
+
+# What a gate leaves in the folder that it judged.
+
+EVIL = "<img src=x> | [a](javascript:b) @team ![i](http://h) ]]></failure> # `x`\n# head"
+
+
+def cases(folder: Path) -> dict[str, str]:
+    """Outcome of each test case of a gate."""
+    root = ElementTree.parse(folder / "junit.xml").getroot()
+    found = [case for case in root.iter("testcase") if str(case.get("classname")).endswith("gate")]
+    outcomes = [(case, next(iter(case), None)) for case in found]
+    return {f"{case.get('classname')}: {case.get('name')}": "" if one is None else one.tag for case, one in outcomes}
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_reports_show_the_gate_until_the_run_changes(tmp_path: Path) -> None:
+    row = record().latency[0].model_copy(update={"launches": 1})
+    base, run = write(tmp_path / "base", record(latency=(row,))), write(tmp_path / "run", record(p50_ms=0.99))
+    (run / "notes.txt").write_text("mine")
+    before = everything(tmp_path)
+    words = ["gate", str(run), "--baseline", str(base), "--no-measure", "--max-size", "1B", "--max-memory", "1GiB"]
+    code, text = said(*words)
+    assert code == 3
+    after = everything(tmp_path)
+    assert after.keys() - before.keys() == {"run/gate.json", "run/report.md", "run/junit.xml"}
+    assert {name: after[name] for name in before} == before
+    report = (run / "report.md").read_text()
+    assert report.startswith("# run\n\n## Gate: failed\n\na of ")
+    assert report.index("| size (budget) | **failed** | size is 1000 B") < report.index("| **not judged** | latency is")
+    assert "| peak memory (budget) | passed |" in report
+    assert report.index("## Gate") < report.index("## Result")
+    assert cases(run) == {
+        "gate: peak memory (budget)": "",
+        "gate: size (budget)": "failure",
+        "gate: p50 latency (baseline)": "skipped",
+        "gate: peak memory (baseline)": "",
+        "gate: size (baseline)": "",
+    }
+    for line in text.splitlines()[:-1]:  # the numbers come from one place
+        assert plain(line.partition(": ")[2]) in report
+    stored = json.loads((run / "gate.json").read_text())
+    assert [check["state"] for check in stored["verdicts"]].count("failed") == 1
+    (run / "report.md").unlink()
+    assert said("report", str(run), "-f", "md")[0] == 0
+    assert (run / "report.md").read_text() == report, "a later report keeps the section"
+    assert said("report", str(run), "-f", "md", "-o", str(tmp_path / "public"))[0] == 0
+    assert "## Gate: failed" in (tmp_path / "public" / "report.md").read_text()
+    write(run, record(p50_ms=0.5))
+    said("report", str(run), "-f", "md", "-f", "junit")
+    assert "## Gate" not in (run / "report.md").read_text(), "it was of another result"
+    assert cases(run) == {}
+
+
+def test_a_fleets_reports_show_the_gate_until_an_entry_changes(make_fleet: Make) -> None:
+    make_fleet("fleet", overrides={"lenet@cpu": {"budgets": {"max_latency_ms": 0.1}}})
+    said("gate", "fleet/fleet.json", "--max-size", "1MiB", "--json")
+    report = Path("fleet/fleet.md").read_text()
+    assert "## Gate: failed\n\nfleet" in report
+    table = report.partition("| --- | --- | --- |\n")[2]
+    assert table.startswith("| lenet@cpu p50 latency (budget) | **failed** |"), "what failed stands first"
+    found = cases(Path("fleet"))
+    assert len(found) == 5
+    assert found["lenet@cpu gate: p50 latency (budget)"] == "failure"
+    said("report", "fleet")
+    assert Path("fleet/fleet.md").read_text() == report
+    changed = documents.read(Path("fleet/runs/lenet@cpu")).model_copy(update={"seconds": 5.0})
+    documents.write(changed, Path("fleet/runs/lenet@cpu"))
+    said("report", "fleet")
+    assert "## Gate" not in Path("fleet/fleet.md").read_text()
+    assert cases(Path("fleet")) == {}
+
+
+def test_no_text_of_a_gate_does_more_than_be_read(tmp_path: Path) -> None:
+    run = write(tmp_path / "<b>run|", record(EVIL, status="failed", reason=EVIL), name=EVIL)
+    assert said("gate", str(run), "--max-latency", "1ms")[0] != 0
+    head, _, _ = (run / "report.md").read_text().partition("## Result")
+    assert not re.search(r"<|\]\(|@\w|^# head|(?<!\\)`", head, re.M), head
+    assert len([line for line in head.splitlines() if line.startswith("|")]) == 2 + len(cases(run))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "enginesmith.gate/9", "judged_sha256": null}'])
+def test_a_damaged_gate_file_is_as_none(tmp_path: Path, content: str) -> None:
+    run = write(tmp_path / "run", record())
+    (run / "gate.json").write_text(content)
+    assert said("report", str(run), "-f", "md")[0] == 0
+    assert "## Gate" not in (run / "report.md").read_text()
+
+
+def test_reports_that_cannot_be_written_change_no_verdict(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record())
+    (run / "gate.json").mkdir()
+    code, text = said("gate", str(run), "--max-latency", "2ms")
+    assert code == 0
+    assert "note: the reports were not written" in text
