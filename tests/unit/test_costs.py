@@ -57,196 +57,120 @@ def zeros(*shape: int, dtype: str = "float32") -> Any:
 
 ONE = np.float32(1)
 ZERO = np.uint8(0)
-IMAGE = {"x": ["batch", 4, 8, 8]}
-ROWS = {"x": ["batch", 5, 16]}
+IMAGE, LAST = {"x": ["batch", 4, 8, 8]}, {"x": ["batch", 8, 8, 4]}
+ROWS, STEPS = {"x": ["batch", 5, 16]}, {"x": [9, "batch", 5]}
 SCALES = {"s": ONE, "z": ZERO}
 FILTERS = {"w": zeros(6, 4, 3, 3)}
-MATRIX = {"w": zeros(16, 7)}
+MATRIX, TURNED = {"w": zeros(16, 7)}, {"w": zeros(7, 16)}
+BYTES, SIGNED, LEVELS = (
+    {"w": zeros(*shape, dtype=kind)} for *shape, kind in ((16, 7, "uint8"), (16, 7, "int8"), (7, 16, "uint8"))
+)
+PIXELS = {"w": zeros(6, 4, 3, 3, dtype="uint8")}
+GATES = {"w": zeros(1, 12, 5), "r": zeros(1, 12, 3)}
+NARROW_GATES = {"w": zeros(1, 5, 12, dtype="int8"), "r": zeros(1, 3, 12, dtype="int8")}
+QUERIES = {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6]}
+PAST = {"p": ["batch", 2, 3, 4], "o": ["batch", 2, 3, 6]}
+FLAT = {"q": ["batch", 5, 32], "k": ["batch", 7, 8], "v": ["batch", 7, 12]}
+CONVOLVED, MULTIPLIED, RECURRED, ATTENDED = 2 * 6 * 36 * 36, 2 * 5 * 16 * 7, 9 * 2 * 12 * 8, 2 * 8 * 5 * 7 * (4 + 6)
+"""Multiply-accumulates of what most of the cases are."""
+
+
+def foreign(operator: str, inputs: str, **more: Any) -> onnx.NodeProto:
+    return node(operator, inputs, domain=MICROSOFT, **more)
+
+
+def value(dtype: str, *shape: int) -> Value:
+    return Value(dtype, shape)
+
 
 STANDARD: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int]] = [
     ("conv", node("Conv", "x w", pads=[1] * 4, strides=[2, 2]), IMAGE, FILTERS, 2 * 6 * 4 * 4 * 4 * 9),
     ("depthwise", node("Conv", "x w", group=4), IMAGE, {"w": zeros(4, 1, 3, 3)}, 2 * 4 * 6 * 6 * 9),
     ("transposed", node("ConvTranspose", "x w", strides=[2, 2]), IMAGE, {"w": zeros(4, 6, 2, 2)}, 2 * 64 * 4 * 6 * 4),
-    ("matmul", node("MatMul", "x w"), ROWS, MATRIX, 2 * 5 * 16 * 7),
+    ("matmul", node("MatMul", "x w"), ROWS, MATRIX, MULTIPLIED),
     ("vector", node("MatMul", "x w"), {"x": [16]}, MATRIX, 16 * 7),
-    ("gemm", node("Gemm", "x w", transA=1, transB=1), {"x": [16, 3]}, {"w": zeros(7, 16)}, 3 * 16 * 7),
-    ("einsum", node("Einsum", "x w", equation="bij,jk->bk"), ROWS, MATRIX, 2 * 5 * 16 * 7),
-    ("ellipsis", node("Einsum", "x w", equation="...j,jk->...k"), ROWS, MATRIX, 2 * 5 * 16 * 7),
-    (
-        "lstm",
-        node("LSTM", "x w r", hidden_size=3),
-        {"x": [9, "batch", 5]},
-        {"w": zeros(1, 12, 5), "r": zeros(1, 12, 3)},
-        9 * 2 * 12 * 8,
-    ),
-    (
-        "attention",
-        node("Attention", "q k v"),
-        {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6]},
-        {},
-        2 * 8 * 5 * 7 * (4 + 6),
-    ),
-    (
-        "attention with a past",
-        node("Attention", "q k v - p o"),
-        {
-            "q": ["batch", 8, 5, 4],
-            "k": ["batch", 2, 7, 4],
-            "v": ["batch", 2, 7, 6],
-            "p": ["batch", 2, 3, 4],
-            "o": ["batch", 2, 3, 6],
-        },
-        {},
-        2 * 8 * 5 * (7 + 3) * (4 + 6),
-    ),
-    (
-        "flat attention",
-        node("Attention", "q k v", q_num_heads=8, kv_num_heads=2),
-        {"q": ["batch", 5, 32], "k": ["batch", 7, 8], "v": ["batch", 7, 12]},
-        {},
-        2 * 8 * 5 * 7 * (4 + 6),
-    ),
+    ("gemm", node("Gemm", "x w", transA=1, transB=1), {"x": [16, 3]}, TURNED, 3 * 16 * 7),
+    ("einsum", node("Einsum", "x w", equation="bij,jk->bk"), ROWS, MATRIX, MULTIPLIED),
+    ("ellipsis", node("Einsum", "x w", equation="...j,jk->...k"), ROWS, MATRIX, MULTIPLIED),
+    ("lstm", node("LSTM", "x w r", hidden_size=3), STEPS, GATES, RECURRED),
+    ("attention", node("Attention", "q k v"), QUERIES, {}, ATTENDED),
+    ("attention with a past", node("Attention", "q k v - p o"), QUERIES | PAST, {}, 2 * 8 * 5 * (7 + 3) * (4 + 6)),
+    ("flat attention", node("Attention", "q k v", q_num_heads=8, kv_num_heads=2), FLAT, {}, ATTENDED),
 ]
 
+KEYS = ROWS | {"k": ["batch", 7, 16], "v": ["batch", 7, 16]}
+PACKED = {"w": zeros(7, 1, 8, dtype="uint8"), "s": zeros(7)}
+PROJECTIONS = {"w": zeros(16, 24), "b": zeros(24)}
+MAPS, PRODUCT = value("float32", 2, 6, 6, 6), value("float32", 2, 5, 7)
 FOREIGN: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
-    (
-        "fused conv",
-        node("FusedConv", "x w", domain=MICROSOFT, activation="Relu"),
-        IMAGE,
-        FILTERS,
-        2 * 6 * 36 * 36,
-        Value("float32", (2, 6, 6, 6)),
-    ),
-    (
-        "channels last",
-        node("NhwcFusedConv", "x w", domain=MICROSOFT),
-        {"x": ["batch", 8, 8, 4]},
-        FILTERS,
-        2 * 6 * 36 * 36,
-        Value("float32", (2, 6, 6, 6)),
-    ),
+    ("fused conv", foreign("FusedConv", "x w", activation="Relu"), IMAGE, FILTERS, CONVOLVED, MAPS),
+    ("channels last", foreign("NhwcFusedConv", "x w"), LAST, FILTERS, CONVOLVED, MAPS),
     (
         "blocks of channels",
         node("Conv", "x w", domain=BLOCKED, kernel_shape=[3, 3]),
-        IMAGE,
-        {"w": zeros(16, 4, 3, 3)},
-        2 * 16 * 36 * 36,
-        Value("float32", (2, 16, 6, 6)),
+        *(IMAGE, {"w": zeros(16, 4, 3, 3)}, 2 * 16 * 36 * 36, value("float32", 2, 16, 6, 6)),
     ),
-    (
-        "turned",
-        node("FusedMatMul", "x w", domain=MICROSOFT, transB=1),
-        ROWS,
-        {"w": zeros(7, 16)},
-        2 * 5 * 16 * 7,
-        Value("float32", (2, 5, 7)),
-    ),
-    (
-        "packed",
-        node("MatMulNBits", "x w s", domain=MICROSOFT, K=16, N=7, bits=4, block_size=16),
-        ROWS,
-        {"w": zeros(7, 1, 8, dtype="uint8"), "s": zeros(7)},
-        2 * 5 * 16 * 7,
-        Value("float32", (2, 5, 7)),
-    ),
-    (
-        "dynamic",
-        node("DynamicQuantizeMatMul", "x w s", domain=MICROSOFT),
-        ROWS,
-        {"w": zeros(16, 7, dtype="int8"), "s": ONE},
-        2 * 5 * 16 * 7,
-        Value("float32", (2, 5, 7)),
-    ),
+    ("turned", foreign("FusedMatMul", "x w", transB=1), ROWS, TURNED, MULTIPLIED, PRODUCT),
+    ("packed", foreign("MatMulNBits", "x w s", K=16, N=7, bits=4, block_size=16), ROWS, PACKED, MULTIPLIED, PRODUCT),
+    ("dynamic", foreign("DynamicQuantizeMatMul", "x w s"), ROWS, SIGNED | {"s": ONE}, MULTIPLIED, PRODUCT),
     (
         "dynamic lstm",
-        node("DynamicQuantizeLSTM", "x w r", domain=MICROSOFT, hidden_size=3),
-        {"x": [9, "batch", 5]},
-        {"w": zeros(1, 5, 12, dtype="int8"), "r": zeros(1, 3, 12, dtype="int8")},
-        9 * 2 * 12 * 8,
-        Value("float32", (9, 1, 2, 3)),
+        foreign("DynamicQuantizeLSTM", "x w r", hidden_size=3),
+        *(STEPS, NARROW_GATES, RECURRED, value("float32", 9, 1, 2, 3)),
     ),
     (
         "attention with projections",
-        node("Attention", "x w b", domain=MICROSOFT, num_heads=2),
-        ROWS,
-        {"w": zeros(16, 24), "b": zeros(24)},
-        2 * (5 * 16 * 24 + 2 * 5 * 5 * 8),
-        Value("float32", (2, 5, 8)),
+        foreign("Attention", "x w b", num_heads=2),
+        *(ROWS, PROJECTIONS, 2 * (5 * 16 * 24 + 2 * 5 * 5 * 8), value("float32", 2, 5, 8)),
     ),
     (
         "heads",
-        node("MultiHeadAttention", "x k v", domain=MICROSOFT, num_heads=2),
-        {**ROWS, "k": ["batch", 7, 16], "v": ["batch", 7, 16]},
+        foreign("MultiHeadAttention", "x k v", num_heads=2),
+        KEYS,
         {},
         2 * 2 * 5 * 7 * 16,
-        Value("float32", (2, 5, 16)),
+        value("float32", 2, 5, 16),
     ),
 ]
 
+VECTORS = {"x": ["batch", 16]}
+WHOLE, INTEGER = value("uint8", 2, 6, 6, 6), value("int32", 2, 5, 7)
 INTEGERS: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
-    (
-        "quantised conv",
-        node("QLinearConv", "x s z w s z s z"),
-        IMAGE,
-        {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
-        2 * 6 * 36 * 36,
-        Value("uint8", (2, 6, 6, 6)),
-    ),
+    ("quantised conv", node("QLinearConv", "x s z w s z s z"), IMAGE, PIXELS | SCALES, CONVOLVED, WHOLE),
     (
         "channels last",
-        node("QLinearConv", "x s z w s z s z", domain=MICROSOFT, channels_last=1),
-        {"x": ["batch", 8, 8, 4]},
-        {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
-        2 * 6 * 36 * 36,
-        Value("uint8", (2, 6, 6, 6)),
+        foreign("QLinearConv", "x s z w s z s z", channels_last=1),
+        LAST,
+        PIXELS | SCALES,
+        CONVOLVED,
+        WHOLE,
     ),
     (
         "quantised product",
         node("QLinearMatMul", "x s z w s z s z"),
         ROWS,
-        {"w": zeros(16, 7, dtype="uint8"), **SCALES},
-        2 * 5 * 16 * 7,
-        Value("uint8", (2, 5, 7)),
+        BYTES | SCALES,
+        MULTIPLIED,
+        value("uint8", 2, 5, 7),
     ),
-    (
-        "integers",
-        node("MatMulInteger", "x w"),
-        ROWS,
-        {"w": zeros(16, 7, dtype="int8")},
-        2 * 5 * 16 * 7,
-        Value("int32", (2, 5, 7)),
-    ),
-    (
-        "to floats",
-        node("MatMulIntegerToFloat", "x w s s", domain=MICROSOFT),
-        ROWS,
-        {"w": zeros(16, 7, dtype="int8"), **SCALES},
-        2 * 5 * 16 * 7,
-        Value("float32", (2, 5, 7)),
-    ),
-    (
-        "convolution of integers",
-        node("ConvInteger", "x w"),
-        IMAGE,
-        {"w": zeros(6, 4, 3, 3, dtype="uint8")},
-        2 * 6 * 36 * 36,
-        Value("int32", (2, 6, 6, 6)),
-    ),
+    ("integers", node("MatMulInteger", "x w"), ROWS, SIGNED, MULTIPLIED, INTEGER),
+    ("to floats", foreign("MatMulIntegerToFloat", "x w s s"), ROWS, SIGNED | SCALES, MULTIPLIED, PRODUCT),
+    ("convolution of integers", node("ConvInteger", "x w"), IMAGE, PIXELS, CONVOLVED, value("int32", 2, 6, 6, 6)),
     (
         "gemm to floats",
-        node("QGemm", "x s z w s z", domain=MICROSOFT, transB=1),
-        {"x": ["batch", 16]},
-        {"w": zeros(7, 16, dtype="uint8"), **SCALES},
+        foreign("QGemm", "x s z w s z", transB=1),
+        VECTORS,
+        LEVELS | SCALES,
         2 * 16 * 7,
-        Value("float32", (2, 7)),
+        value("float32", 2, 7),
     ),
     (
         "gemm",
-        node("QGemm", "x s z w s z - s z", domain=MICROSOFT, transB=1),
-        {"x": ["batch", 16]},
-        {"w": zeros(7, 16, dtype="uint8"), **SCALES},
+        foreign("QGemm", "x s z w s z - s z", transB=1),
+        VECTORS,
+        LEVELS | SCALES,
         2 * 16 * 7,
-        Value("uint8", (2, 7)),
+        value("uint8", 2, 7),
     ),
 ]
 
