@@ -134,7 +134,14 @@ def odd(outputs, labels):
 
 QUICK = "measure: {latency: false, memory: false}\nbatch: [2]\nexport: {exporter: torchscript}\n"
 
-FILES = {"net.py": NET, "faulty.py": FAULTY, "odd.py": UNEXPORTABLE, "metrics.py": METRICS, "quick.yaml": QUICK}
+FILES = {
+    "net.py": NET,
+    "faulty.py": FAULTY,
+    "odd.py": UNEXPORTABLE,
+    "pickled.py": PICKLED,
+    "m.py": METRICS,
+    "quick.yaml": QUICK,
+}
 """What lies in the folder of every case."""
 
 
@@ -145,11 +152,15 @@ def at(name: str, marker: str) -> str:
 
 
 def file(name: str, content: str | bytes) -> Make:
-    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    def make(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return make
 
 
-def both(*makes: Make) -> Make:
-    return lambda folder: [make(folder) for make in makes]
+def empty(name: str) -> Make:
+    return lambda folder: (folder / name).mkdir()
 
 
 def graph(weight: onnx.TensorProto, opset: int = 17) -> bytes:
@@ -160,6 +171,7 @@ def graph(weight: onnx.TensorProto, opset: int = 17) -> bytes:
 
 
 ONNX = graph(helper.make_tensor("w", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0]))
+NOISE, GIVEN = np.random.default_rng(0).bytes(999), file("m.onnx", ONNX)
 FUTURE = graph(helper.make_tensor("w", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0]), opset=99)
 
 
@@ -167,15 +179,15 @@ def external(location: str, folder: str = ".") -> Make:
     """An ONNX file whose weight lies in another file."""
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     weight.external_data.add(key="location", value=location)
-    return both(lambda above: (above / folder).mkdir(exist_ok=True), file(f"{folder}/m.onnx", graph(weight)))
+    return file(f"{folder}/m.onnx", graph(weight))
 
 
 def arrays(**named: np.ndarray) -> Make:
-    return lambda folder: np.savez(folder / "data.npz", **named)
+    return lambda folder: np.savez(folder / "d.npz", **named)
 
 
 X = np.ones((6, 4), np.float32)
-LABELS = np.arange(6) % 3
+Y = np.arange(6) % 3
 
 
 def nothing(folder: Path) -> None:
@@ -200,60 +212,31 @@ MODEL = (
     Case("wrong factory", "export net.py:biuld", 2, "no 'biuld'|build, bare"),
     Case("factory raises", "export faulty.py:raises", 2, f"ValueError: no weights|{at('faulty.py', '# raises')}"),
     Case("factory exits", "export faulty.py:leaves", 2, f"SystemExit: called exit|{at('faulty.py', 'called exit')}"),
-    Case(
-        "syntax error",
-        "export bad.py:build",
-        2,
-        "SyntaxError: invalid syntax|bad.py:2",
-        file("bad.py", "\ndef build(:\n"),
-    ),
+    Case("syntax error", "export bad.py:f", 2, "SyntaxError: invalid syntax|bad.py:2", file("bad.py", "\ndef f(:\n")),
     Case("factory gives None", "export faulty.py:nothing", 2, "returned None|nn.Module|example_inputs"),
     Case("factory gives weights", "export faulty.py:state_dict", 2, "state dict|weights without a model|nn.Module"),
     Case("factory takes other arguments", "export 'net.py:build(depth=3)'", 2, "'depth'|parameters are ()"),
     Case("no example", "export net.py:bare", 2, "no example inputs|return (module, example_inputs)|--input"),
     Case("forward raises", "export faulty.py:broken", 2, f"example inputs failed|{at('faulty.py', '# takes five')}"),
     Case("forward gives no tensor", "export faulty.py:deaf", 2, "faulty.py:deaf|no tensor"),
-    Case(
-        "no translation", "export odd.py:custom", 1, f"acme.wobble|{at('odd.py', '# no translation')}|rewrite that line"
-    ),
+    Case("no translation", "export odd.py:custom", 1, f"acme.wobble|{at('odd.py', '# no translation')}|rewrite that"),
     Case("branch on values", "export odd.py:branches", 1, f"{at('odd.py', '# depends')}|torch.where"),
     Case("weights as MODEL", "export net.pt", 2, "holds weights|file.py:factory", file("net.pt", b"PK")),
-    Case("folder as MODEL", "export bert", 2, "a folder|hf:bert", lambda folder: (folder / "bert").mkdir()),
-    Case(
-        "a pickle",
-        "export pickled.py:build",
-        2,
-        "net.Net|any code|safetensors|--allow-pickle",
-        file("pickled.py", PICKLED),
-    ),
+    Case("folder as MODEL", "export bert", 2, "a folder|hf:bert", empty("bert")),
+    Case("a pickle", "export pickled.py:build", 2, "net.Net|any code|safetensors|--allow-pickle"),
     Case("broken archive", "export m.pt2", 2, "m.pt2|torch.export.save", file("m.pt2", b"PK nothing")),
     Case("unknown zoo model", "export resnet51", 2, "'resnet51'|did you mean resnet50|zoo: digits"),
-    Case(
-        "hf: without config",
-        "export hf:./bert",
-        2,
-        "bert|no config.json|save_pretrained",
-        lambda folder: (folder / "bert").mkdir(),
-    ),
+    Case("hf: without config", "export hf:./bert", 2, "bert|no config.json|save_pretrained", empty("bert")),
     Case("hf: with broken config", "export hf:.", 2, "config.json", file("config.json", "{")),
     Case("hf: without weights", "export hf:.", 2, "safetensors", file("config.json", '{"model_type": "bert"}')),
 )
 INPUTS = (
     Case("wrong name", "export net.py:named --input y:float32:batch,4", 2, "--input names y|inputs are x|same names"),
     Case("wrong dtype", "export net.py:build --input x:int64:batch,4", 2, "float32[2, 4]|expected x:int64:batch,4"),
-    Case(
-        "wrong shape",
-        "export net.py:build --input x:float32:batch,5",
-        2,
-        "float32[2, 4]|expected x:float32:batch,5|agree",
-    ),
-    Case(
-        "shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")
-    ),
+    Case("shape", "export net.py:build --input x:float32:batch,5", 2, "float32[2, 4]|expected x:float32:batch,5|agree"),
+    Case("shape refused by forward", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")),
     Case("unreadable", "export net.py:build --input x,float32", 2, "'x,float32'|name:dtype:batch"),
-    Case(
-        "dimension cannot vary", "export faulty.py:fixed --input x:float32:batch,4", 2, "batch = 2|instead of 'batch'"
-    ),
+    Case("fixed dimension", "export faulty.py:fixed --input x:float32:batch,4", 2, "batch = 2|instead of 'batch'"),
     Case("range of unknown dimension", "export net.py:build --shape width=1:2:3", 2, "'width'|batch|--input"),
     Case("min above max", "export net.py:build --shape batch=8:4:1", 2, "8:4:1|min <= opt <= max"),
     Case("unreadable range", "export net.py:build --shape batch=1-8", 2, "1-8|min:opt:max"),
@@ -263,33 +246,15 @@ INPUTS = (
 )
 GRAPHS = (
     Case("truncated", "simplify m.onnx", 1, "m.onnx|truncated|copy it again", file("m.onnx", ONNX[:60])),
-    Case(
-        "random bytes",
-        "simplify m.onnx",
-        1,
-        "m.onnx|not an ONNX file",
-        file("m.onnx", np.random.default_rng(0).bytes(999)),
-    ),
+    Case("random bytes", "simplify m.onnx", 1, "m.onnx|not an ONNX file", file("m.onnx", NOISE)),
     Case("empty", "simplify m.onnx", 1, "m.onnx is empty|again", file("m.onnx", b"")),
     Case("text", "simplify m.onnx", 1, "m.onnx|not an ONNX file|exporter", file("m.onnx", "version https://git-lfs\n")),
     Case("future opset", "simplify m.onnx", 1, "needs opset 99|knows up to|upgrade", file("m.onnx", FUTURE)),
     Case("weights missing", "simplify m.onnx", 1, "'w'|'w.bin'|no such file|beside m.onnx", external("w.bin")),
     Case("inspected", "inspect m.onnx", 1, "m.onnx|truncated", file("m.onnx", ONNX[:60])),
-    Case("exported", "export m.onnx", 2, "m.onnx is an ONNX file already|simplify", file("m.onnx", ONNX)),
-    Case(
-        "with another input",
-        "simplify m.onnx --input z:float32:4",
-        2,
-        "z:float32:4|x:float32:batch,4|--input",
-        file("m.onnx", ONNX),
-    ),
-    Case(
-        "for the compiled engine",
-        "optimize m.onnx --engine compiled",
-        2,
-        "'compiled'|file.py:factory",
-        file("m.onnx", ONNX),
-    ),
+    Case("exported", "export m.onnx", 2, "m.onnx is an ONNX file already|simplify", GIVEN),
+    Case("another input", "simplify m.onnx --input z:float32:4", 2, "z:float32:4|x:float32:batch,4|--input", GIVEN),
+    Case("for the compiled engine", "optimize m.onnx --engine compiled", 2, "'compiled'|file.py:factory", GIVEN),
 )
 CHOICES = (
     Case("unknown engine", "optimize net.py:build --engine openvino", 2, "'openvino'|eager, compiled, onnxruntime"),
@@ -300,49 +265,23 @@ CHOICES = (
     Case("output of another kind", "export net.py:build -o m.trt", 2, "m.trt|.onnx"),
     Case("not a run", "resume .", 2, "no run|optimize"),
     Case("recipe missing", "optimize net.py:build --recipe gone.yaml", 2, "gone.yaml|check the path"),
-    Case(
-        "recipe not YAML",
-        "optimize digits --recipe r.yaml",
-        2,
-        "r.yaml is not YAML|line 2|init",
-        file("r.yaml", "a: [1\nb: }"),
-    ),
-    Case(
-        "unknown field",
-        "optimize digits --recipe r.yaml",
-        2,
-        "'bach'|did you mean batch",
-        file("r.yaml", "bach: [1]\n"),
-    ),
+    Case("no YAML", "optimize digits --recipe r.yaml", 2, "r.yaml is not YAML|line 2|init", file("r.yaml", "[1\n}")),
+    Case("field", "optimize digits --recipe r.yaml", 2, "'bach'|did you mean batch", file("r.yaml", "bach: [1]\n")),
 )
 DATA = (
     Case("missing", "optimize net.py:build --eval gone.npz", 2, "gone.npz|check the path"),
-    Case("wrong names", "optimize net.py:build --eval data.npz", 2, "holds 'y'|takes 'x'|name the arrays", arrays(y=X)),
-    Case("NaN", "optimize net.py:build --eval data.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
-    Case(
-        "no labels for the metric",
-        "optimize net.py:build --eval data.npz --metric top5",
-        2,
-        "no labels|top5|--labels KEY",
-        arrays(x=X),
-    ),
+    Case("wrong names", "optimize net.py:build --eval d.npz", 2, "holds 'y'|takes 'x'|name the arrays", arrays(y=X)),
+    Case("NaN", "optimize net.py:build --eval d.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
+    Case("labels", "optimize net.py:build --eval d.npz --metric top5", 2, "no labels|top5|--labels KEY", arrays(x=X)),
     Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),
     Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "the budget max_drop|--eval"),
-    Case(
-        "metric raises",
-        "optimize net.py:build --eval data.npz --metric metrics:odd",
-        2,
-        "metrics:odd|out of order",
-        arrays(x=X, labels=LABELS),
-    ),
+    Case("raises", "optimize net.py:build --eval d.npz --metric m:odd", 2, "m:odd|out of order", arrays(x=X, labels=Y)),
 )
 
 
 def hide_packages(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Workers look modules up on this process's path."""
-    importlib.import_module(
-        "enginesmith.pipeline.workflows.stages"
-    )  # what the command line itself needs is not to be missing
+    importlib.import_module("enginesmith.pipeline.workflows.stages")  # which the command line itself needs
     patch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
 
 
@@ -368,7 +307,7 @@ def fill_disk(*names: str) -> Patch:
     return fill
 
 
-def fill_the_disk_while_saving(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def fill_while_saving(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """The disk fills up while the graph is written to the user's file."""
     import onnx_ir
 
@@ -395,45 +334,14 @@ def refuse_to_copy(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 STORAGE = (
-    Case(
-        "output below a file",
-        "export net.py:build -o net.py/m.onnx",
-        1,
-        "net.py/m.onnx|a file is where a folder|another place",
-    ),
-    Case(
-        "output on a full disk",
-        "export net.py:build",
-        1,
-        "out.onnx|no space left|free some space",
-        patch=fill_the_disk_while_saving,
-    ),
+    Case("below a file", "export net.py:build -o net.py/m.onnx", 1, "net.py/m.onnx|a file is where|another place"),
+    Case("full disk", "export net.py:build", 1, "out.onnx|no space left|free some space", patch=fill_while_saving),
     Case("run directory below a file", "optimize net.py:build --out net.py/run", 1, "net.py/run|not a directory|path"),
-    Case(
-        "full disk below a run", "optimize net.py:build", 1, "out|no space left|free some space", patch=refuse_to_copy
-    ),
-    Case(
-        "full disk below the graph",
-        "export net.py:build",
-        1,
-        "no space left|free some space",
-        patch=fill_disk("model.onnx"),
-    ),
-    Case(
-        "full disk below the manifest",
-        "export net.py:build",
-        1,
-        "the store|no space left|free",
-        patch=fill_disk("artifact.json"),
-    ),
+    Case("full disk: a run", "optimize net.py:build", 1, "out|no space left|free some space", patch=refuse_to_copy),
+    Case("full disk: graph", "export net.py:build", 1, "no space left|free some space", patch=fill_disk("model.onnx")),
+    Case("full disk: manifest", "export net.py:build", 1, "the store|no space left", patch=fill_disk("artifact.json")),
     Case("store below a file", "export net.py:build --store net.py/s", 1, "net.py/s|not a directory|path"),
-    Case(
-        "run.json is damaged",
-        "resume out",
-        2,
-        "out/run.json|damaged|again",
-        both(lambda at: (at / "out").mkdir(), file("out/run.json", "{")),
-    ),
+    Case("run.json is damaged", "resume out", 2, "out/run.json|damaged|again", file("out/run.json", "{")),
 )
 MACHINE = (
     Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install 'onnxruntime-gpu>="),
@@ -508,7 +416,6 @@ def test_one_clear_message_and_nothing_half_written(case: Case, cli, folder: Pat
 
 
 def test_a_pickle_is_read_when_that_is_allowed(cli, folder: Path) -> None:
-    (folder / "pickled.py").write_text(PICKLED)
     answer = cli("export", "pickled.py:build", "-o", "m.onnx", "--allow-pickle", "--exporter", "torchscript")
     assert answer.code == 0, answer.text
     assert (folder / "m.onnx").is_file()

@@ -119,20 +119,8 @@ def test_build_as_json_is_one_document(cli, here: Path) -> None:
 
 
 def test_more_profiles_come_before_the_whole_range(cli, here: Path) -> None:
-    found = parsed(
-        cli(
-            "build",
-            "mlp.onnx",
-            "-o",
-            "m.engine",
-            *SM86,
-            *RANGE,
-            "--optimization-profile",
-            "batch=1:1:1",
-            "--json",
-            "--quiet",
-        )
-    )
+    options = (*SM86, *RANGE, "--optimization-profile", "batch=1:1:1", "--json", "--quiet")
+    found = parsed(cli("build", "mlp.onnx", "-o", "m.engine", *options))
     assert [profile["x"][2] for profile in found["manifest"]["profiles"]] == [[1, 64], [64, 64]]
 
 
@@ -235,6 +223,11 @@ class Case(NamedTuple):
     """What the message has to say, separated by bars."""
 
 
+def rounded(zero_point: np.generic) -> onnx.ModelProto:
+    pair = node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y")
+    return model(*pair, weights=(SCALE, numpy_helper.from_array(zero_point, "z")))
+
+
 T86 = "--target sm86 --shape batch=1:8:64"
 WITH_SCALE = {"weights": (SCALE,)}
 CASES = (
@@ -279,28 +272,8 @@ CASES = (
         1,
         "DequantizeLinear 'd_op'|int32|biases in float",
     ),
-    Case(
-        "uint8 quantization",
-        model(
-            node("QuantizeLinear", "x s z", "q"),
-            node("DequantizeLinear", "q s z", "y"),
-            weights=(SCALE, numpy_helper.from_array(np.uint8(128), "z")),
-        ),
-        T86,
-        1,
-        "QuantizeLinear 'q_op'|uint8|zero point 0",
-    ),
-    Case(
-        "asymmetric",
-        model(
-            node("QuantizeLinear", "x s z", "q"),
-            node("DequantizeLinear", "q s z", "y"),
-            weights=(SCALE, numpy_helper.from_array(np.int8(3), "z")),
-        ),
-        T86,
-        1,
-        "QuantizeLinear 'q_op'|zero point is not 0|symmetrically",
-    ),
+    Case("uint8 quantization", rounded(np.uint8(128)), T86, 1, "QuantizeLinear 'q_op'|uint8|zero point 0"),
+    Case("asymmetric", rounded(np.int8(3)), T86, 1, "QuantizeLinear 'q_op'|zero point is not 0|symmetrically"),
     Case("float64", model(node("Relu", "x", "y"), kind=T.DOUBLE), T86, 1, "'x' is float64|cast"),
     Case(
         "fp8 for a device without it",

@@ -376,6 +376,9 @@ def test_only_bundles_can_be_verified(made: Made, tmp_path: Path) -> None:
         verify.verify(tmp_path / "t/net_py_build")
 
 
+TYPES = "INVALID BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING BF16"
+
+
 def _model_config() -> Any:
     """The part of Triton's ``model_config.proto`` that is used, with maps as the entries that they are in text."""
     kinds = {"string": 9, "int": 3, "message": 11}
@@ -392,10 +395,7 @@ def _model_config() -> Any:
         "Graph": {"level": "int"},
         "Optimization": {"graph": "Graph", "execution_accelerators": "Accelerators"},
         "ModelConfig": {
-            "name": "string",
-            "platform": "string",
-            "backend": "string",
-            "default_model_filename": "string",
+            **dict.fromkeys(("name", "platform", "backend", "default_model_filename"), "string"),
             "max_batch_size": "int",
             "input": "*Tensor",
             "output": "*Tensor",
@@ -406,24 +406,10 @@ def _model_config() -> Any:
         },
     }
     file = descriptor_pb2.FileDescriptorProto(name="model_config.proto", package="part", syntax="proto2")
-    types = [
-        "INVALID",
-        "BOOL",
-        "UINT8",
-        "UINT16",
-        "UINT32",
-        "UINT64",
-        "INT8",
-        "INT16",
-        "INT32",
-        "INT64",
-        "FP16",
-        "FP32",
-        "FP64",
-        "STRING",
-        "BF16",
-    ]
-    for name, values in (("enum", [f"TYPE_{one}" for one in types]), ("kind", ["KIND_AUTO", "KIND_GPU", "KIND_CPU"])):
+    for name, values in (
+        ("enum", [f"TYPE_{one}" for one in TYPES.split()]),
+        ("kind", ["KIND_AUTO", "KIND_GPU", "KIND_CPU"]),
+    ):
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):
             enum.value.add(name=value, number=number)

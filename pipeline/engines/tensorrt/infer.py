@@ -19,10 +19,7 @@ trt, cuda, owner, at = __import__(MANIFEST["engine"]["package"]), ctypes.CDLL("l
 codes = [cuda.cuInit(0), cuda.cuDevicePrimaryCtxRetain(ctypes.byref(owner), 0), cuda.cuCtxSetCurrent(owner)]
 runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
 context = runtime.deserialize_cuda_engine((HERE / MANIFEST["engine"]["file"]).read_bytes()).create_execution_context()
-given = {
-    key: np.load(file).copy()
-    for key, _, file in (argument.partition("=") for argument in sys.argv[1:] if argument != "--input")
-}
+given = {key: np.load(file).copy() for key, _, file in (arg.partition("=") for arg in sys.argv[1:] if arg != "--input")}
 vector, bound = np.load(HERE / "test_vector.npz"), MANIFEST["thresholds"]
 arrays = given or {name[6:]: vector[name].copy() for name in vector.files if name.startswith("input:")}
 taken = [context.set_input_shape(name, value.shape) for name, value in arrays.items()]
