@@ -128,7 +128,7 @@ def show_pruned(result: Any, as_json: bool) -> None:
         return
     facts = result.pruning
     _print_table(run_tables.tabulate_groups(facts))
-    _print_lines(f"whole: {name}: {why}" for name, why in facts.whole.items())
+    _print_lines(f"not pruned: {name}: {why}" for name, why in facts.whole.items())
     costs = {
         "channels": (facts.channels_before, facts.channels_after),
         "MACs": (facts.macs_before, facts.macs_after),

@@ -90,7 +90,7 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
 
     items = list(_items(graph, traced))
     if not any(item.reads for item in items):
-        raise Unprunable("no layer of the model reads its channels: they are an output")
+        raise Unprunable("its channels are an output of the model")
     if any(dep.target.type == ops.OPTYPE.OUTPUT for dep, _ in traced):
         raise Unprunable("its channels are an output")
     units = _units(items, len(traced[0].idxs))

@@ -315,9 +315,8 @@ class PruneBudget:
         stay = min((cut.left for cut in cuts if cut.root == root), default=group.units)
         most = spell(self.target.kind, math.floor((1 - least) * 1000) / 1000)
         return EmptyLayer(
-            f"--prune {self.target} would empty a layer, {root} first, of whose {group.units} {group.unit}s "
-            f"{stay} at least {'stays' if stay == 1 else 'stay'}: {most} of the {_QUANTITIES[self.target.kind]} "
-            "is the most that can be removed",
+            f"--prune {self.target} would empty a layer: {root} has {group.units} {group.unit}s and must keep {stay}; "
+            f"at most {most} of the {_QUANTITIES[self.target.kind]} can be removed",
             "ask for less, or protect fewer layers",
         )
 

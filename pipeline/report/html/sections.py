@@ -121,7 +121,7 @@ def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         for index, facts in enumerate(record.pruning):
             title = f"{record.prune}: what each group lost"
             lost = run_tables.tabulate_groups(facts, f"lost-{place}-{index}", title)
-            whole = list_points(f"{group} stays whole: {why}." for group, why in facts.whole.items())
+            whole = list_points(f"{group} is not pruned: {why}." for group, why in facts.whole.items())
             groups.append(Folded(title, (*show_rows(lost), *whole)))
     return (*models, drawings["recovery"], *curves, *groups)
 
