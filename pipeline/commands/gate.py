@@ -73,8 +73,9 @@ def gate(
     if update_baseline and baseline is not None:
         gates.check_replaceable(run, baseline, records.read if is_fleet else runs.read)
         verdict = judge()
-        source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and verdict.passed else None
-        if verdict.passed and (is_fleet or source):
+        kept = not verdict.exit_code
+        source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and kept else None
+        if kept and (is_fleet or source):
             fleets.keep(run, baseline) if source is None else gates.keep(source, baseline)
             verdict = verdict.model_copy(update={"baseline": str(baseline), "updated": True})
     else:

@@ -104,7 +104,8 @@ def tabulate(gate: Gate | FleetGate) -> list[tuple[str, GateCheck]]:
 
 def name_check(check: GateCheck) -> str:
     """Name a check by its number and by what that is compared with: ``p50 latency (budget)``."""
-    return f"{verdicts.format_title(_BUDGETS.get(check.name, check.name))} ({check.against})"
+    title = verdicts.format_title(_BUDGETS.get(check.name, check.name))
+    return title if check.against == "run" else f"{title} ({check.against})"
 
 
 # What GitHub Actions shows of a run: annotations in its log, and a summary of the job.

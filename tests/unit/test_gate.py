@@ -326,6 +326,18 @@ def test_a_run_becomes_the_baseline_whole(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["main"], "nothing is left beside it"
 
 
+def test_a_baseline_may_have_engines_that_another_machine_measures(tmp_path: Path) -> None:
+    """The exit code and the baseline agree: what only ``--strict`` fails on does not keep a run from being one."""
+    ahead = record("b", engine="tensorrt_rtx", status="built", latency=(), reason="no GPU is here")
+    run = write(tmp_path / "run", record(), ahead)
+    words = ["gate", str(run), "--max-latency", "2ms", "--baseline", str(tmp_path / "base"), "--update-baseline"]
+    assert said(*words, "--strict")[0] == 3
+    assert not (tmp_path / "base").exists()
+    code, text = said(*words)
+    assert (code, text.splitlines()[-1]) == (0, f"a of {run} is the baseline in {tmp_path / 'base'} now")
+    assert (tmp_path / "base" / "run.json").is_file()
+
+
 def test_what_is_no_baseline_is_left_alone(tmp_path: Path) -> None:
     run = write(tmp_path / "run", record())
     source = gate.stored_in(run, None)
