@@ -101,11 +101,7 @@ def _modelopt(graph: Path, out: Path, feeds: Feeds) -> None:
     from modelopt.onnx.quantization import quantize
 
     quantize(
-        str(graph),
-        quantize_mode="int8",
-        calibration_data=dict(feeds),
-        calibration_eps=["cpu"],
-        output_path=str(out),
+        str(graph), quantize_mode="int8", calibration_data=dict(feeds), calibration_eps=["cpu"], output_path=str(out)
     )
 
 

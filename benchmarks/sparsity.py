@@ -88,12 +88,7 @@ def _sparsify(dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]
     names = [spec.name for spec in model_file.signature(dense).outputs]
     outputs = [dict(zip(names, evaluator.run_graph(path, feeds), strict=True)) for path in (dense, made)]
     found = compare(outputs[0], outputs[1], thresholds_for("fp32"))
-    return {
-        "summary": effect.summary,
-        "seconds": seconds,
-        "sqnr_outputs_db": found.sqnr_db,
-        "top1": _top1(made, name),
-    }
+    return {"summary": effect.summary, "seconds": seconds, "sqnr_outputs_db": found.sqnr_db, "top1": _top1(made, name)}
 
 
 def _top1(path: Path, name: str) -> float | None:

@@ -59,8 +59,7 @@ class Recipe(EngineOptions, ModelOptions):
     )
     export: ExportOptions = ExportOptions()
     calibration: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
-        None,
-        description="data to take ranges of values from: an embedded set, .npz, .safetensors, images, texts …",
+        None, description="data to take ranges of values from: an embedded set, .npz, .safetensors, images, texts …"
     )
     samples: Annotated[int, Option(_DATA, everyday=True)] = Field(
         128, gt=0, description="samples of the calibration data that are used"

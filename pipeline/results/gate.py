@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
-from enginesmith.pipeline.measure.statistics import (
-    LEAST_LAUNCHES,
-    NOISE_REMEDY,
-    SAMPLE_FLOORS,
-    TOO_NOISY,
-    Interval,
-)
+from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import comparison, remeasure, verdicts
 from enginesmith.pipeline.results import fleet as fleets

@@ -212,11 +212,7 @@ def _to_file(
     made = outcomes[stage].artifact
     if made is None:
         short = next(
-            (
-                outcome.artifact.rejected
-                for outcome in outcomes.values()
-                if outcome.artifact and outcome.artifact.rejected
-            ),
+            (result.artifact.rejected for result in outcomes.values() if result.artifact and result.artifact.rejected),
             "",
         )
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")

@@ -63,9 +63,7 @@ def test_portable_engine_is_the_same_graph(engine: OnnxRuntime, tmp_path: Path) 
         np.testing.assert_array_equal(session.run(FEEDS)["y"], FEEDS["x"])
 
 
-@pytest.mark.parametrize(
-    ("field", "was"), [("processor", "x86_64 avx512f"), ("onnxruntime", "1.0"), ("device", "cuda")]
-)
+@pytest.mark.parametrize(("field", "was"), [("processor", "x86_64 avx512"), ("onnxruntime", "1.0"), ("device", "cuda")])
 def test_engine_made_for_something_else_is_refused(tmp_path: Path, field: str, was: str) -> None:
     built = build(OnnxRuntime(), model(tmp_path), tmp_path / "out")
     record = built.folder / "engine.json"

@@ -74,11 +74,7 @@ class Browser:
     def open(self, path: Path, *, wait: bool = True) -> Shown:
         """The page when it is loaded; ``wait`` gives it time of its own for what it does afterwards."""
         assert CHROMIUM is not None
-        flags = [
-            *FLAGS,
-            f"--user-data-dir={self.folder / 'profile'}",
-            *(["--virtual-time-budget=10000"] if wait else []),
-        ]
+        flags = [*FLAGS, f"--user-data-dir={self.folder / 'user'}", *(["--virtual-time-budget=10000"] if wait else [])]
         done = subprocess.run(
             [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, check=True, timeout=120
         )

@@ -82,11 +82,7 @@ def test_what_fits_needs_no_fix() -> None:
             "parts of tensorrt",
             "pip install --force-reinstall tensorrt-cu13",
         ),
-        (
-            {"variants": {"tensorrt-rtx": {13: ["tensorrt-rtx-cu13"]}}},
-            "tensorrt-rtx on cuda:0",
-            "pip install tensorrt:",
-        ),
+        ({"variants": {"tensorrt-rtx": {13: ["tensorrt-rtx-cu13"]}}}, "tensorrt-rtx on cuda:0", "install tensorrt:"),
         (gpu(compute_capability="7.0"), "tensorrt on cuda:0", "pip install onnxruntime-gpu"),
         ({"glibc": "2.17"}, "C library", "pip install --force-reinstall torch"),
     ],

@@ -293,10 +293,7 @@ class TestConfiguration:
             ("{", "Invalid JSON"),
             ('{"size": "large"}', "size"),
             ('{"size": {"longest_edge": 8}}', "shortest_edge, or height and width"),
-            (
-                '{"size": {"height": 4, "width": 4}}',
-                "preprocessor_config.json makes images of 4×4, and the model takes",
-            ),
+            ('{"size": {"height": 4, "width": 4}}', "preprocessor_config.json makes images of 4×4, and the model take"),
             ('{"image_std": [1, 0, 1]}', r"the std \[1.0, 0.0, 1.0\] does not fit"),
         ],
     )

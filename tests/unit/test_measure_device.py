@@ -103,18 +103,10 @@ def test_own_load_is_of_the_processes_of_this_group_and_their_descendants(
 ) -> None:
     ticks, started = os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME) - 6000
     for pid, group, parent in ((1, os.getpgid(0), 0), (2, 77, 1), (3, 77, 0)):
-        columns = [
-            "R",
-            str(parent),
-            str(group),
-            *["0"] * 8,
-            *[str(750 * ticks)] * 4,
-            *["0"] * 4,
-            str(int(started * ticks)),
-        ]
+        row = ["R", str(parent), str(group), *["0"] * 8, *[str(750 * ticks)] * 4, *["0"] * 4, str(int(started * ticks))]
         (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
         for folder in (tmp_path / str(pid), tmp_path / f"{pid}/task/{pid}"):
-            (folder / "stat").write_text(f"{pid} (a) b) {' '.join(columns)}")
+            (folder / "stat").write_text(f"{pid} (a) b) {' '.join(row)}")
     (tmp_path / "loadavg").write_text("9.00 8.00 7.00 5/300 4")
     monkeypatch.setattr(cpu, "_PROCESSES", tmp_path)
     monkeypatch.setattr(cpu, "_READING_SECONDS", 0.0)
@@ -150,11 +142,7 @@ def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
         ({}, {"cpu_seconds": 200.0, "stolen_seconds": 4.0}, "gave 4% of its cores' time"),
         ({"thermal_throttles": 3}, {"thermal_throttles": 10}, "heat slowed the processor down 7 times"),
         ({"frequency_mhz": 3000.0}, {"frequency_mhz": 2000.0}, "fell from 3000 to 2000 MHz"),
-        (
-            {"gpus": (busy(held_back_by_heat_seconds=1.0),)},
-            {"gpus": (busy(held_back_by_heat_seconds=4.0),)},
-            "heat for 3.0",
-        ),
+        ({"gpus": (busy(held_back_by_heat_seconds=1.0),)}, {"gpus": (busy(held_back_by_heat_seconds=4.0),)}, "for 3.0"),
         (
             {"gpus": (GPU,)},
             {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},

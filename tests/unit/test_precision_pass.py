@@ -97,10 +97,7 @@ def test_every_precision_is_sound(artifact: Artifact, tmp_path: Path, precision:
     assert list(groups) == ["Conv_0", "MatMul_6", "MatMul_9"]
     assert groups["Conv_0"]["operator"] == "Conv"
     assert (f"{low} of 3 products in {name}" in effect.summary) == (precision not in ("fp16", "bf16"))
-    halves = {tensor.data_type for tensor in model.graph.initializer} & {
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-    }
+    halves = {one.data_type for one in model.graph.initializer} & {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
     lowered = precision in ("fp16", "bf16", "int8+fp16") or (
         placement == "inputs" and precision in ("fp8", "int4-weights")
     )

@@ -150,12 +150,7 @@ def test_onnx_runtime_computes_everything_in_integers(tmp_path: Path) -> None:
     model, found = done(residual, CPU)
     assert not found.left
     kinds = count_kernels(model, feeds(model), tmp_path)
-    assert [kinds[f"Q{name}"] for name in ("LinearConv", "LinearAdd", "Gemm", "LinearGlobalAveragePool")] == [
-        4,
-        1,
-        1,
-        1,
-    ]
+    assert [kinds[f"Q{end}"] for end in ("LinearConv", "LinearAdd", "Gemm", "LinearGlobalAveragePool")] == [4, 1, 1, 1]
     assert not {"Conv", "Add", "Relu", "Clip", "MaxPool", "Gemm"} & set(kinds)
     assert kinds["QuantizeLinear"] == 1
 

@@ -120,11 +120,7 @@ def test_the_factors_are_those_of_the_paper(tmp_path: Path) -> None:
 
 def home(word: str) -> Case:
     """Something that can take the factors of ``v``, in front of a product that reads it."""
-    weights: Weights = {
-        "w": normal(WIDTH, 4),
-        "w0": normal(WIDTH, WIDTH, seed=2) * uneven(),
-        "b0": normal(WIDTH, seed=3),
-    }
+    weights = {"w": normal(WIDTH, 4), "w0": normal(WIDTH, WIDTH, seed=2) * uneven(), "b0": normal(WIDTH, seed=3)}
     last = node("MatMul", "v w", "y")
     match word:
         case "RMSNormalization":

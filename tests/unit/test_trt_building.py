@@ -502,11 +502,7 @@ def refused(node: int, operator: str, name: str, code: str, text: str) -> _Refus
         ('tensor && "Failed to add input."', "'encoder.proj'): Failed to add input", "inputs and attributes"),
         ("(a || b): Scale coefficients must all be positive", "'encoder.proj'): Scale", "inputs and attributes"),
         ("Assertion failed: shiftIsAllZeros(zeroPoint): Non-zero zero point is not supported.", "not 0", "symmetrical"),
-        (
-            "bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.",
-            "int32",
-            "biases in float",
-        ),
+        ("bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.", "int32", "in float"),
         (
             "ElementWiseOperation SUM must have same input types. But they are of types Half and Float.",
             "differ",

@@ -8,20 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from enginesmith.pipeline.engines.cuda_allocator import (
-    WEIGHTS,
-    WORKSPACE,
-    active,
-    counting,
-)
+from enginesmith.pipeline.engines.cuda_allocator import WEIGHTS, WORKSPACE, active, counting
 from enginesmith.pipeline.engines.tensorrt import loader
 from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
-from enginesmith.pipeline.engines.tensorrt.loader import (
-    ActivationMemory,
-    Opened,
-    _validate_allowed,
-    open_engine,
-)
+from enginesmith.pipeline.engines.tensorrt.loader import ActivationMemory, Opened, _validate_allowed, open_engine
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession

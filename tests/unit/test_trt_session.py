@@ -10,17 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from enginesmith.pipeline.engines.cuda_allocator import (
-    ACTIVATIONS,
-    OUTPUTS,
-    TRANSFERS,
-    counting,
-)
+from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, OUTPUTS, TRANSFERS, counting
 from enginesmith.pipeline.engines.tensorrt import session
 from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
-from enginesmith.pipeline.engines.tensorrt.loader import (
-    Opened,
-)
+from enginesmith.pipeline.engines.tensorrt.loader import Opened
 from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import ModelError, SignatureError, StepOutOfMemory, UsageError

@@ -221,11 +221,7 @@ class Precision(PrecisionPass):
     ) -> list[dict[str, str]]:
         """List each group's precision now, and the reason of those that are not quantised."""
         halved = set(lowered.nodes) if lowered else set()
-        reasons = {
-            **(lowered.kept if lowered else {}),
-            **left,
-            **{name: why for name, why in chosen.why.items() if why},
-        }
+        reasons = {**(lowered.kept if lowered else {}), **left, **{key: why for key, why in chosen.why.items() if why}}
         entries = []
         for group in groups:
             precision, why = self._low, ""

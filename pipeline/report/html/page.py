@@ -106,21 +106,11 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]]
     ("sensitivity", "Sensitivity", "Which layers suffer most in low precision?", sections.render_sensitivity),
     ("precision", "Precision", "What was quantized, what was not, and why?", sections.render_precision),
     ("smaller", "Pruning and recovery", "What was taken away, did it come back?", sections.render_compression),
-    (
-        "limits",
-        "Distance to the hardware's limit",
-        "How far is it from what the machine can do?",
-        sections.render_limits,
-    ),
+    ("limits", "Distance to the hardware's limit", "How far is it from these limits?", sections.render_limits),
     ("profile", "Where the time goes", "Which modules and operators take the time?", sections.render_profile),
     ("provenance", "Provenance", "What was done, by what, with which result?", sections.render_provenance),
     ("environment", "Environment", "On what machine, and was it quiet?", sections.render_environment),
-    (
-        "method",
-        "How things were measured",
-        "Which clock, how many rounds, what counts as memory?",
-        sections.render_method,
-    ),
+    ("method", "How things were measured", "Which clock, how many rounds, which memory?", sections.render_method),
     ("reproduce", "Do it again", "What do I install, and what do I run?", sections.render_reproduction),
 )
 """Sections in the order of the page: id, heading, the question that people come with, the function that fills it."""

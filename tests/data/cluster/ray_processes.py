@@ -56,17 +56,7 @@ def cluster(**variables: str) -> Iterator[Cluster]:
     """A head, and what is added to it; all is gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets lie in there, whose paths may not be long
     port, client = _free_port(), _free_port()
-    words = [
-        "--head",
-        "--port",
-        str(port),
-        "--num-cpus",
-        "2",
-        "--include-dashboard",
-        "false",
-        "--temp-dir",
-        str(folder),
-    ]
+    words = ["--head", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false", "--temp-dir", str(folder)]
     words += ["--ray-client-server-port", str(client)]
     started: list[Node] = []
     try:
@@ -80,16 +70,7 @@ def cluster(**variables: str) -> Iterator[Cluster]:
 
 def _start(folder: Path, words: "list[str] | tuple[str, ...]", variables: Mapping[str, str]) -> Node:
     ray = Path(sys.executable).parent / "ray"
-    command = [
-        str(ray),
-        "start",
-        *words,
-        "--object-store-memory",
-        "100000000",
-        "--num-gpus",
-        "0",
-        "--disable-usage-stats",
-    ]
+    command = [str(ray), "start", *words, "--object-store-memory", "100000000", "--num-gpus=0", "--disable-usage-stats"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "OMP_"))}
     environment |= {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(_DATA), **variables}
     log = folder / f"start-{len(list(folder.glob('start-*')))}.log"
