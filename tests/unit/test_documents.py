@@ -63,6 +63,15 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert {path.name for path in DOCUMENTS[1:]} <= set(named)
 
 
+def test_every_environment_variable_that_is_read_is_documented() -> None:
+    text = "".join(path.read_text() for room in ("pipeline", "calibration") for path in (ROOT / room).rglob("*.py"))
+    read = set(re.findall(r"environ(?:ment)?(?:\.get\(|\[|\.setdefault\()\"([A-Z_]+)\"", text))
+    read |= set(re.findall(r"\bENGINESMITH_[A-Z_]+", text))
+    named = (ROOT / "docs" / "files.md").read_text()
+    assert len(read) > 5
+    assert not [name for name in read if f"`{name}`" not in named]
+
+
 def test_the_readme_shows_the_two_commands_on_its_first_screen() -> None:
     first = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
     assert "make demo" in first
