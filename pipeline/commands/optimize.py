@@ -16,6 +16,7 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 @under(INPUTS, option("--recipe", "recipe_file", type=PATH, help="Recipe; options change it."))
 @parameters.recipe_options()
 @under(WORK, option("--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
+@under(WORK, option("--replace", is_flag=True, help="Move an earlier run in --out to OUT.1, OUT.2 …"), advanced=True)
 @parameters.how_to_work
 @under(
     WORK,
@@ -30,6 +31,7 @@ def optimize(
     out: Path | None,
     only: tuple[str, ...],
     changed_since: Path | None,
+    replace: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -46,6 +48,8 @@ def optimize(
     if Path(model).suffix.lower() in _FLEET_SUFFIXES:
         if recipe_file is not None:
             raise click.UsageError(f"{model} is a fleet file, which has its own recipe: leave --recipe away")
+        if replace:
+            raise click.UsageError("--replace is for single models: give the fleet another --out")
         return _optimize_fleet(Path(model), out, only, changed_since, {**options, "as_json": as_json, "quiet": quiet})
     if only or changed_since is not None:
         name = "--only" if only else "--changed-since"
@@ -54,7 +58,7 @@ def optimize(
     source = resolve(recipe.model)
     folder = out or optimize.default_out(source.name)
     with context.open_settings(options, quiet, folder) as settings:
-        run = optimize.optimize(recipe, folder, settings, source)
+        run = optimize.optimize(recipe, folder, settings, source, replace=replace)
     return context.show_run(run, folder, as_json)
 
 

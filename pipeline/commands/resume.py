@@ -25,5 +25,5 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
             record = fleet.resume(folder, settings)
         return context.show_fleet(record, folder, as_json)
     with context.open_settings(options, quiet, run) as settings:
-        result = optimize.resume(run, settings)
+        result = optimize.resume(run, settings, lambda text: click.echo(text, err=True))
     return context.show_run(result, run, as_json)

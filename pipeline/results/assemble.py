@@ -235,13 +235,8 @@ def assemble(
     plan: Plan,
     outcomes: Outcomes,
     artifacts: Mapping[str, Path],
-    kept: Mapping[str, Mapping[str, StoredArtifact]] | None = None,
 ) -> Run:
-    """Assemble the run as far as it has come.
-
-    ``artifacts`` are the engines' files in the run directory by variant, ``kept`` by variant what else is kept there
-    for it: fields of its record.
-    """
+    """Assemble the run as far as it has come; ``artifacts`` are the engines' files in the run directory by variant."""
     latency: dict[str, list[LatencyRow]] = {}
     for entry in records_of(outcomes, plan.latency):
         latency.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
@@ -261,7 +256,7 @@ def assemble(
     variants = []
     for record, variant in zip(judged, plan.variants, strict=True):
         remarks = explain_gain(record, judged, Circumstances(batch, variant.device, environment))
-        variants.append(record.model_copy(update={"remarks": remarks, **(kept or {}).get(record.id, {})}))
+        variants.append(record.model_copy(update={"remarks": remarks}))
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [judge_compression(record, by_id, recipe.budgets, batch) for record in variants]
     chosen = select_winner([baseline, *variants], recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db)

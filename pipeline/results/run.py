@@ -279,6 +279,28 @@ def find_record(run: Run, name: str) -> VariantRecord:
     raise UsageError(f"the run has no variant {name!r}", f"did you mean {' or '.join(near)}?")
 
 
+def list_losses(before: Run, after: Run) -> list[str]:
+    """List the results of usable variants that a run has and a later state of it lacks, with the variant's reason."""
+    now = {record.id: record for record in after.records}
+    losses = []
+    for record in before.records:
+        later = now.get(record.id)
+        if lacking := sorted(_results(record) - (_results(later) if later else set())):
+            losses.append(
+                f"{record.id} has no {', '.join(lacking)}{(later and later.reason and f' ({later.reason})') or ''}"
+            )
+    return losses
+
+
+def _results(record: VariantRecord) -> set[str]:
+    if record.status not in ("measured", "built"):
+        return set()
+    present = {name for name in ("artifact", "quality", "build", "profile", "limits") if getattr(record, name)}
+    present |= {f"latency at batch {row.batch}" for row in record.latency if row.p50_ms is not None}
+    present |= {f"fidelity after {entry.stage}" for entry in record.fidelity}
+    return present | ({"peak memory"} if record.peak_bytes is not None else set())
+
+
 def write(run: Run, folder: Path) -> None:
     """Write ``run.json``, whole or not at all."""
     documents.write_text(folder / "run.json", run.model_dump_json(indent=1, by_alias=True) + "\n")

@@ -3,10 +3,11 @@
 import contextlib
 import datetime
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from enginesmith.pipeline.artifact import has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.errors import (
     EnginesmithError,
@@ -16,7 +17,7 @@ from enginesmith.pipeline.errors import (
     UsageError,
     storage_errors,
 )
-from enginesmith.pipeline.execution.events import Outcome, Outcomes
+from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor
 from enginesmith.pipeline.execution.merge import DeduplicatedSteps, assign_machines, deduplicate_steps
 from enginesmith.pipeline.execution.scheduler import Runner
@@ -36,6 +37,7 @@ from enginesmith.pipeline.workflows.run_directory import (
     claim_run_directory,
     has_handoff,
     load_handoff,
+    move_earlier_run,
     save_handoff,
 )
 
@@ -54,6 +56,8 @@ class RunRequest:
     """Folder of the fleet that the run is part of, if any: remedies then name it to resume, and not the run."""
     source: Source | None = None
     """The recipe's model, where it is resolved already."""
+    replace: bool = False
+    """True where an earlier run in ``out`` is moved out of the way."""
 
     def resolved(self) -> ResolvedRecipe:
         """Resolve the recipe's model, unless that has been done.
@@ -133,8 +137,10 @@ class OptimizeJob:
             self._errors[request.name] = error
 
     def _activate(self, request: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
-        stack.enter_context(claim_run_directory(request.out, request.recipe))
         made, place = self._plans[request.name], request.place
+        if request.replace and (moved := move_earlier_run(request.out, request.recipe)):
+            self._settings.listener(Event("note", made.steps[0], f"the earlier run is in {moved} now"))
+        stack.enter_context(claim_run_directory(request.out, request.recipe))
         if place is None and not executor.is_local:
             cuda = any("cpu" not in engine_class(name).kinds for name in request.recipe.engines)
             place = Place(device="cuda" if cuda else request.recipe.where.kind)
@@ -183,7 +189,9 @@ class OptimizeJob:
                     if not active.ended:
                         report(active)
         for active in runs:
-            if any(outcome.status == "unavailable" for outcome in active.outcomes.values()):
+            if any(outcome.status == "unavailable" for outcome in active.outcomes.values()) and not (
+                active.directory.losses
+            ):
                 with storage_errors(f"the run directory {active.request.out}"):
                     save_handoff(active.request.out, active.plan, active.outcomes)
 
@@ -206,13 +214,19 @@ class OptimizeJob:
         run, outcomes = active.directory.write(), active.outcomes
         reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
         again = self._settings.resume_command(request.fleet or request.out)
-        return RunResult(run, _why_unusable(run, outcomes, again), len(outcomes), reused)
+        error = _why_unusable(run, outcomes, again)
+        if error is None and active.directory.losses:
+            error = ModelError(
+                f"{request.out} keeps the results that it has: this time {'; '.join(active.directory.losses)}",
+                "see its folder logs; `optimize --replace` moves the earlier run out of the way",
+            )
+        return RunResult(run, error, len(outcomes), reused)
 
 
 def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
     """Explain why no usable variant came out, if so; ``again`` is the command that resumes."""
     for name in (LOAD, REFERENCE):
-        if (error := outcomes[name].error) is not None:
+        if name in outcomes and (error := outcomes[name].error) is not None:
             return error
     if not run.variants or any(variant.status in ("measured", "built") for variant in run.variants):
         return None
@@ -230,16 +244,26 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the details")
 
 
-def optimize(recipe: Recipe, out: Path, settings: Settings | None = None, source: Source | None = None) -> Run:
+def optimize(
+    recipe: Recipe,
+    out: Path,
+    settings: Settings | None = None,
+    source: Source | None = None,
+    *,
+    replace: bool = False,
+) -> Run:
     """Carry out a recipe, and leave a run directory; ``source`` is its model, where that is resolved already.
 
-    It can be interrupted anywhere and done again from there.
+    It can be interrupted anywhere and done again from there. A finished run in ``out`` stays until all of its results
+    are there again; with ``replace`` it is moved to ``out.1`` or the next free number.
 
     Raises:
         UsageError: the folder holds another run, or another process is at work in it.
         EnginesmithError: no usable variant came out; the run directory says why for each.
     """
-    (finished,) = OptimizeJob([RunRequest(out.name, recipe, out, source=source)], settings or Settings()).run()
+    (finished,) = OptimizeJob(
+        [RunRequest(out.name, recipe, out, source=source, replace=replace)], settings or Settings()
+    ).run()
     if finished.error is not None:
         raise finished.error
     assert finished.run is not None
@@ -256,13 +280,37 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = Non
     return {request.name: result for request, result in zip(requests, finished, strict=True)}
 
 
-def resume(out: Path, settings: Settings | None = None) -> Run:
-    """Resume a run directory: carry out the steps that are missing.
+def is_finished(run: Run, folder: Path) -> bool:
+    """Tell whether every step has ended well, every variant was measured, and the engines are there as they were made.
+
+    A measurement that ran out of memory has ended well, too: that is its result.
+    """
+    engines = [record.artifact for record in run.variants if record.artifact]
+    failed = any(row.failure and not row.oom for record in run.records for row in record.latency)
+    return (
+        run.complete
+        and not failed
+        and all(step.status != "failed" for step in run.steps)
+        and all(has_files((folder / engine.path).parent, engine.sha256) for engine in engines)
+    )
+
+
+def resume(
+    out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda text: None
+) -> Run:
+    """Resume a run directory: carry out the steps that are missing; a finished run is returned as it is.
+
+    ``on_finished`` is told where nothing is left to do.
 
     Raises:
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
     """
     before, out = runs.read(out, to_go_on=True), out.absolute()
+    if (settings is None or settings.reuse) and is_finished(before, out):
+        on_finished(f"nothing is left to do: {out} is finished; --no-cache does every step again")
+        if error := _why_unusable(before, {}, ""):
+            raise error
+        return before
     folder = Path(before.environment.get("folder") or "/nowhere")
     try:  # where the run was begun, if the model is there
         with contextlib.chdir(folder):

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import shutil
 import time
@@ -28,6 +29,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.planning.plan import LOAD, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble
 from enginesmith.pipeline.results.run import Run, StoredArtifact
@@ -38,6 +40,8 @@ _WRITING_SHARE = 19.0
 """Pause after a write, as a multiple of the time that it took: writing takes 5 % of the time of all runs together."""
 _LEAST_SECONDS = 0.05
 """Least time that a write is assumed to take."""
+_EARLIER = ".earlier"
+"""End of the name of a folder with an engine that was replaced, until run.json names the new one."""
 
 
 class RunDirectory:
@@ -57,7 +61,13 @@ class RunDirectory:
         self._run: Run | None = None
         self._sampled = ""
         """Digest of the latency measurement whose samples are in the folder."""
-        before = runs.read(folder) if (folder / "run.json").exists() else None
+        self._before = before = runs.read(folder) if (folder / "run.json").exists() else None
+        """The run as an earlier process left it; None once this one has all of its results."""
+        self.losses: list[str] = []
+        """Results of that run which are not there again yet."""
+        self._swapped: list[Path] = []
+        """Earlier engines, which stay until run.json names the new ones."""
+        _restore_engines(folder, before)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._header = Header(
             name=folder.resolve().name,
@@ -65,8 +75,6 @@ class RunDirectory:
             seconds=before.seconds if before else 0.0,
             environment={**environment.model_dump(mode="json"), "folder": str(Path.cwd())},
         )
-        with storage_errors(f"the run directory {folder}"):
-            (folder / "environment.json").write_text(json.dumps(self._header.environment, indent=1) + "\n")
 
     def caution(self, text: str) -> None:
         """Have the run's readers warned."""
@@ -88,16 +96,26 @@ class RunDirectory:
         return self._run
 
     def _write(self, outcomes: Outcomes) -> Run:
+        """Write the run, and its engines before it; an earlier run stays as it is while a result of it is missing."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
         with storage_errors(f"the run directory {self._folder}, or the store,"):
-            artifacts, beside = {}, {}
-            for variant in self._plan.variants:
-                engine = artifact_of(outcomes, variant.artifact)
-                if engine is not None and engine.kind == "engine":
-                    artifacts[variant.id] = self._copy(Path("variants", variant.id), engine)
-                    beside[variant.id] = self._copy_beside(variant, engine, outcomes)
-            run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
+            made = [(variant, artifact_of(outcomes, variant.artifact)) for variant in self._plan.variants]
+            engines = [(variant, engine) for variant, engine in made if engine and engine.kind == "engine"]
+            paths = {variant.id: Path("variants", variant.id, engine.path.name) for variant, engine in engines}
+            run = assemble(header, self._recipe, self._plan, outcomes, paths)
+            self.losses = runs.list_losses(self._before, run) if self._before else []
+            if self._before and self.losses:
+                return self._before
+            self._before, beside = None, dict[str, dict[str, StoredArtifact]]()
+            documents.write_text(self._folder / "environment.json", json.dumps(header.environment, indent=1) + "\n")
+            for variant, engine in engines:
+                self._copy(Path("variants", variant.id), engine)
+                beside[variant.id] = self._copy_beside(variant, engine, outcomes)
+            records = tuple(record.model_copy(update=beside.get(record.id, {})) for record in run.variants)
+            run = run.model_copy(update={"variants": records})
             runs.write(run, self._folder)
+            while self._swapped:
+                shutil.rmtree(self._swapped.pop(), ignore_errors=True)
             latency = artifact_of(outcomes, self._plan.latency)
             if latency is not None and latency.sha256 != self._sampled:  # for the reports and for comparing runs
                 partial = self._folder / f".{SAMPLES}.partial"
@@ -132,8 +150,7 @@ class RunDirectory:
         """Copy an artifact to a folder of the run directory, unless it is there as it is; returns its main file."""
         target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
         if str(relative) not in self._whole and not has_files(target, artifact.sha256):
-            for old in (folder for folder in (partial, target) if folder.exists()):
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             try:
                 for name in files_below(artifact.folder, skip=[MANIFEST]):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -141,11 +158,26 @@ class RunDirectory:
                 record = _Record(id=relative.name, **dict(artifact))
                 text = record.model_dump_json(indent=1, exclude={"path", "rejected"})
                 (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
+                if target.exists():
+                    self._swapped.append(target.rename(target.with_name(f".{target.name}{_EARLIER}")))
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         self._whole.add(str(relative))
         return relative / artifact.path.name
+
+
+def _restore_engines(folder: Path, run: Run | None) -> None:
+    """Put engines back that run.json names, where a process was killed between replacing them and writing run.json."""
+    stored = [artifact for record in run.variants for artifact in (record.artifact, record.graph)] if run else []
+    named = {(folder / artifact.path).parent: artifact.sha256 for artifact in stored if artifact}
+    for earlier in folder.glob(f"*/.*{_EARLIER}"):
+        target = earlier.with_name(earlier.name.removeprefix(".").removesuffix(_EARLIER))
+        if target in named and has_files(earlier, named[target]) and not has_files(target, named[target]):
+            shutil.rmtree(target, ignore_errors=True)
+            earlier.rename(target)
+        else:
+            shutil.rmtree(earlier, ignore_errors=True)
 
 
 class _Record(Artifact):
@@ -156,7 +188,11 @@ class _Record(Artifact):
 
 @contextlib.contextmanager
 def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
-    """Make a run directory, and lock it for this process."""
+    """Make a run directory, and lock it for this process.
+
+    Raises:
+        UsageError: it holds a fleet or a run of another recipe, or another process has it.
+    """
     with lock_folder(out):
         if (out / "fleet.json").exists():
             raise UsageError(f"{out} holds a fleet", "choose another --out")
@@ -166,9 +202,29 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
         if (out / "run.json").exists() and runs.read(out).recipe != recipe:
             raise UsageError(
                 f"{out} holds a run of another recipe",
-                f"choose another --out, or continue that one with `enginesmith resume {out}`",
+                f"choose another --out, move that run out of the way with --replace, or continue it with "
+                f"`enginesmith resume {out}`",
             )
         yield
+
+
+def move_earlier_run(out: Path, recipe: Recipe) -> Path | None:
+    """Move an earlier run in ``out`` to ``out.1`` or the next free number, and return that folder.
+
+    An unfinished run of the same recipe stays, to be continued; then, and where there is no run, return None.
+
+    Raises:
+        UsageError: another process is at work in the folder.
+    """
+    if not (out / "run.json").exists():
+        return None
+    with lock_folder(out), storage_errors(f"the folder {out.parent}"):
+        with contextlib.suppress(UsageError):  # a run that cannot be read is moved, too
+            run = runs.read(out)
+            if run.recipe == recipe and not run.complete:
+                return None
+        names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
+        return out.rename(next(name for name in names if not name.exists()))
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("command", ["optimize digits --out", "resume"])
 def test_an_interrupt_is_told(command: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> NoReturn:
+    def interrupted(*_: object, **__: object) -> NoReturn:
         if begun:
             (tmp_path / "run.json").touch()
         raise KeyboardInterrupt
@@ -123,7 +123,17 @@ def test_what_options_are_called_in_a_recipe_is_known() -> None:
                 inner = inner[part]
         unknown += [] if fields else [option]
     assert set(unknown) == {
-        *("--recipe", "--out", "--only", "--changed-since", "--jobs", "--no-cache", "--time-limit", "--store"),
+        *(
+            "--recipe",
+            "--out",
+            "--replace",
+            "--only",
+            "--changed-since",
+            "--jobs",
+            "--no-cache",
+            "--time-limit",
+            "--store",
+        ),
         *("--executor", "--ray-address", "--quiet", "--json", "--help-all"),
     }
 
