@@ -135,8 +135,6 @@ def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
         errors = [f"{entry.name}: {entry.reason}" for entry in record.entries if entry.status in ("failed", "breached")]
         slower = fleet_tables.list_slower(record)
         doubtful = [f"{entry.name}: {entry.reason}" for entry in record.having("lacking")]
-        doubtful += [
-            f"{entry.name} became slower: {fleet_tables.describe_change(entry.since_last)}" for entry in slower
-        ]
+        doubtful += [f"{item.name} became slower: {fleet_tables.describe_change(item.since_last)}" for item in slower]
         announce(record.name, errors, doubtful, fleet.render_markdown(record))
     return code

@@ -33,9 +33,7 @@ def run_pass(
     model_file.check(out / effect.file)
     after = model_file.signature(out / effect.file)
     for side in ("inputs", "outputs") if artifact.signature is not None else ():
-        expected, names = (
-            [spec.name for spec in getattr(signature, side)] for signature in (artifact.signature, after)
-        )
+        expected, names = ([spec.name for spec in getattr(ends, side)] for ends in (artifact.signature, after))
         if names != expected:
             raise InvalidGraph(f"the pass {pass_.name!r} changed the {side} from {expected} to {names}")
     sparsity = _check_sparsity(pass_, artifact, out / effect.file) if artifact.kind == "onnx" else ""

@@ -284,9 +284,7 @@ def make(values: dict[str, Any]) -> Fleet:
         fleet = Fleet.model_validate(_plain(values))
     except ValidationError as error:
         raise _explain_error(error) from error
-    layers = {"recipe": fleet.recipe} | {
-        f"targets.{name}.recipe": target.recipe for name, target in fleet.targets.items()
-    }
+    layers = {"recipe": fleet.recipe} | {f"targets.{name}.recipe": part.recipe for name, part in fleet.targets.items()}
     layers |= {f"models.{name}.recipe": model.recipe for name, model in fleet.models.items()}
     layers |= {f"overrides.{name}": layer for name, layer in fleet.overrides.items()}
     for place, layer in layers.items():

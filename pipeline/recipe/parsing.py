@@ -126,9 +126,7 @@ def _check_engines(recipe: Recipe) -> None:
         if value == default:
             continue
         if isinstance(value, BaseModel):
-            path.append(
-                next(name for name in type(value).model_fields if getattr(value, name) != getattr(default, name))
-            )
+            path.append(next(key for key in type(value).model_fields if getattr(value, key) != getattr(default, key)))
         able = [other for other in map(engine_class, ENGINES) if field in other.reads]
         best = next((other for other in able if other.built_elsewhere), able[0])
         raise UsageError(

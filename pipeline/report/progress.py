@@ -168,9 +168,7 @@ def _tree() -> Iterator[Listener]:
         with lock:
             root = Tree(f"[bold]enginesmith[/]  {board.overall()}" if board.planned else "[bold]enginesmith")
             groups: dict[str, Tree] = {}
-            skipped = {
-                line.step.id for line in board.lines.values() if line.outcome and line.outcome.status == "skipped"
-            }
+            skipped = {row.step.id for row in board.lines.values() if row.outcome and row.outcome.status == "skipped"}
             ended = [line.step.id for line in board.lines.values() if line.outcome and line.step.id not in skipped]
             hidden = set(ended[:-_ENDED_SHOWN])
             if hidden:

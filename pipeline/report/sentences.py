@@ -213,9 +213,7 @@ def describe_noise(run: Run) -> Iterator[str]:
 def _describe_disturbed(run: Run) -> Iterator[str]:
     """Name speed-ups that tell nothing, or else count medians that are of disturbed calls."""
     rows = [(record, row) for record in run.records for row in record.latency]
-    noisy = [
-        f"{mark_name(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy
-    ]
+    noisy = [f"{mark_name(entry)} at batch {row.batch}" for entry, row in rows if row.speedup and row.speedup.too_noisy]
     shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
     if noisy:
         yield f"the speed-up is {TOO_NOISY} of {name_some(noisy, _MOST_NAMED)}"

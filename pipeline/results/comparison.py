@@ -99,9 +99,7 @@ def why_no_yardstick(before: Run, after: Run) -> str:
         *_changed(_lasting(before), _lasting(after)),
         *_changed(_machine(before, _PROCESSOR, _GPU_STATE), _machine(after, _PROCESSOR, _GPU_STATE)),
     ]
-    sides = (
-        "none" if value is None else str(value) for change in changed[:1] for value in (change.before, change.after)
-    )
+    sides = ("none" if value is None else str(value) for item in changed[:1] for value in (item.before, item.after))
     return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
 
 

@@ -267,9 +267,7 @@ def judge_budgets(
             reason = "" if value is not None else why_unknown(record, budget.field, batch)
             passed = budget.allows(value, limit)
             if budget.field == "min_sqnr_db":
-                known = (
-                    fidelity.passed if fidelity.sqnr_db is None else fidelity.sqnr_db >= limit for fidelity in judged
-                )
+                known = (check.passed if check.sqnr_db is None else check.sqnr_db >= limit for check in judged)
                 passed = bool(judged) and all(known)
             verdict = Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason)
             verdicts.append(verdict)

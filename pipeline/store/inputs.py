@@ -235,9 +235,7 @@ class InputDependencies:
                 return None
             if any(_subfolders(Path(from_portable_path(name))) != names for name, names in wanted.subfolders.items()):
                 return None
-            files = {
-                name: describe_file(Path(from_portable_path(name)), record.states.get(name)) for name in wanted.files
-            }
+            files = {key: describe_file(Path(from_portable_path(key)), record.states.get(key)) for key in wanted.files}
         except (OSError, LookupError, ValueError):
             return None
         packages = software.versions(wanted.packages)

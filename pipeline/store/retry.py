@@ -138,11 +138,7 @@ def explain_refusal(error: BaseException, place: str) -> StoreError:
     if protocol == "file" and isinstance(error, OSError):
         return explain_errno(error, place)
     names = {kind.__name__ for kind in type(error).__mro__}
-    if (
-        isinstance(error, PermissionError)
-        or _status(error) in (401, 403)
-        or any("Credential" in name for name in names)
-    ):
+    if isinstance(error, PermissionError) or _status(error) in (401, 403) or any("Credential" in key for key in names):
         return StoreError(
             f"{place} refuses access: {_brief(error)}",
             f"check the rights, and the credentials in the environment: {credential_variables(protocol)}",

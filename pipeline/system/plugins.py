@@ -51,9 +51,7 @@ def load(group: str, name: str) -> Any:
     Raises:
         MissingCapability: there is none of that name, several distributions offer it, or importing it fails.
     """
-    points = {
-        (_describe(point), point.value): point for point in importlib.metadata.entry_points(group=group, name=name)
-    }
+    points = {(_describe(item), item.value): item for item in importlib.metadata.entry_points(group=group, name=name)}
     if not points:
         raise MissingCapability(f"no installed distribution offers {name!r} in {group}", "install the one that does")
     if len(points) > 1:

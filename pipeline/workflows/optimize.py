@@ -161,9 +161,7 @@ class OptimizeJob:
             return self._active[name].request.out / "logs" / f"{own}.log"
 
         runner = Runner(executor, log_of, settings.time_limit_seconds, settings.listener)
-        given = together.combine(
-            {name: self._handed_over(active, together, runner) for name, active in self._active.items()}
-        )
+        given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
         most = max((len(run.request.recipe.batch) for run in runs), default=1)
         steps = in_time(together.steps, settings.time_limit_seconds, most)
 

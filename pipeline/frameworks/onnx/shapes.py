@@ -242,9 +242,7 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
         model = onnx.inliner.inline_local_functions(model)
     _fix_sizes(path, model.graph, sizes)
     initialisers = [tensor for graph in _graphs(model.graph) for tensor in graph.initializer]
-    values = {
-        tensor.name: Value(model_file.dtype_name(tensor.data_type), tuple(tensor.dims)) for tensor in initialisers
-    }
+    values = {item.name: Value(model_file.dtype_name(item.data_type), tuple(item.dims)) for item in initialisers}
     constants = {*values, *(node.output[0] for node in model_file.nodes(model) if node.op_type == "Constant")}
     nodes: dict[str, onnx.NodeProto] = {}
     for index, node in enumerate(model_file.nodes(model)):

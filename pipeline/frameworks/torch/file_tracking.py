@@ -160,6 +160,4 @@ def find_user_line(error: BaseException | None = None) -> str:
 def select_user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Return the frames that are in no library, in no part of Python, and not in this package's pipeline."""
     others = (f"{_OWN}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
-    return [
-        frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(others)
-    ]
+    return [call for call in frames if "site-packages" not in call.filename and not call.filename.startswith(others)]

@@ -89,9 +89,7 @@ class LatencyBenchmark:
         self._settings, self._progress, self._dense, self._logs = settings, progress, dense, log_folder
         self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
         self._samples: dict[str, NDArray[Any]] = {}
-        self._sessions = [
-            MeasuredSession(candidate, log_folder / f"latency-{candidate.id}.log") for candidate in candidates
-        ]
+        self._sessions = [MeasuredSession(case, log_folder / f"latency-{case.id}.log") for case in candidates]
 
     def __enter__(self) -> Self:
         return self

@@ -344,9 +344,7 @@ class Checkpoints:
         for name, value in trainer.student.named_parameters():
             if f"{name}:step" in stored:  # cloned into memory of torch's own, as its alignment decides the last bits
                 moments = {kind: stored[f"{name}:{kind}"].clone() for kind in _MOMENTS}
-                state[value] = {
-                    kind: mean if kind == "step" else mean.to(value.device) for kind, mean in moments.items()
-                }
+                state[value] = {key: mean if key == "step" else mean.to(value.device) for key, mean in moments.items()}
         trainer.step = progress.step
 
     def keep_best(self, module: nn.Module, step: int) -> None:

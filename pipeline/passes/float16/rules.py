@@ -81,9 +81,7 @@ def find_dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
             if reader.op_type == DEQUANTISE:
                 yield reader
             elif index == 0:
-                waiting += [
-                    output for output in reader.outputs if output.dtype == value.dtype and output not in waiting
-                ]
+                waiting += [made for made in reader.outputs if made.dtype == value.dtype and made not in waiting]
 
 
 # The numbers of float16: up to 65504, and none that is smaller than 6.1e-5 with all its bits.
@@ -265,9 +263,7 @@ def has_body(node: "ir.Node") -> bool:
     """Tell whether it is a branch or a loop."""
     import onnx_ir as ir
 
-    return any(
-        attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
-    )
+    return any(entry.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for entry in node.attributes.values())
 
 
 def is_product(node: "ir.Node") -> bool:

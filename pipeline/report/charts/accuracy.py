@@ -43,9 +43,7 @@ def fidelity(cast: Cast) -> Chart:
     """Draw SQNR along the stages of each variant, with the threshold."""
     title = "Signal to quantization noise against the reference (SQNR, dB) after each stage, at the worst shape"
     by_id = {record.id: worst for record in cast.records if (worst := _find_worst(record.fidelity))}
-    known = {
-        name: each for name, each in by_id.items() if any(fidelity.sqnr_db is not None for fidelity in each.values())
-    }
+    known = {name: each for name, each in by_id.items() if any(stage.sqnr_db is not None for stage in each.values())}
     if known:
         return Chart("fidelity", title, _draw_fidelity(cast, known), _summarize_fidelity(cast, known))
     why = "No output has an SQNR" if by_id else "No stage was held against the reference"

@@ -33,9 +33,7 @@ _PARTS = {"weights": "", "activations": "/", "not divided": "."}
 
 def memory(cast: Cast) -> Chart:
     """Draw weights and activations stacked, beside the peak that was seen."""
-    rows = {
-        record.id: record.memory for record in cast.records if record.memory and record.memory.peak_bytes is not None
-    }
+    rows = {entry.id: entry.memory for entry in cast.records if entry.memory and entry.memory.peak_bytes is not None}
     where = " and ".join(dict.fromkeys(row.device for row in rows.values())) or "the device"
     title = f"Peak memory (MiB) on {where}, by part"
     if not rows:

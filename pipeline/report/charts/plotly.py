@@ -270,9 +270,7 @@ def intervals(
     style: Style, at: Sequence[float], values: Sequence[Interval | None], direction: str = "y"
 ) -> list[Figure]:
     """Draw error bars by themselves, as a median of undisturbed calls may lie elsewhere than the one of all calls."""
-    known = [
-        (place, ratio) for place, ratio in zip(at, values, strict=True) if ratio is not None and not ratio.too_noisy
-    ]
+    known = [(place, gain) for place, gain in zip(at, values, strict=True) if gain is not None and not gain.too_noisy]
     trace = {
         "type": "scatter",
         "mode": "markers",

@@ -147,9 +147,7 @@ def long_tables(sections: Iterable[Section]) -> dict[str, Any]:
     """Collect the cells of long tables: ``texts``, and by table's name its ``rows`` of places in it."""
     places: dict[str, int] = {}
     long = (table for section in sections for table in tables_in(section.blocks) if table.long)
-    rows = {
-        table.name: [[places.setdefault(cell, len(places)) for cell in row] for row in table.rows] for table in long
-    }
+    rows = {grid.name: [[places.setdefault(cell, len(places)) for cell in row] for row in grid.rows] for grid in long}
     return {"texts": list(places), "rows": rows}
 
 

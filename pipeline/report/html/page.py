@@ -175,9 +175,7 @@ def choose_variant(run: Run) -> VariantRecord:
     records = {record.id: record for record in run.records}
     if run.winner in records:
         return records[run.winner]
-    timed = [
-        (row.p50_ms, variant.id) for variant in run.variants if (row := variant.row(run.deciding_batch)) and row.p50_ms
-    ]
+    timed = [(row.p50_ms, entry.id) for entry in run.variants if (row := entry.row(run.deciding_batch)) and row.p50_ms]
     return records[min(timed)[1]] if timed else run.baseline
 
 
@@ -218,9 +216,7 @@ def _range(counts: Iterator[int | None]) -> str:
 
 def _quiet(run: Run) -> str:
     warnings = [text for text in map(str, run.environment.get("warnings", ())) if not text.startswith(NOT_KNOWN)]
-    shares = [
-        row.disturbed_share for record in run.records for row in record.latency if row.disturbed_share is not None
-    ]
+    shares = [row.disturbed_share for entry in run.records for row in entry.latency if row.disturbed_share is not None]
     said = f"at most {max(shares):.1%} of a variant's calls were disturbed by others" if shares else ""
     if warnings:
         more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""

@@ -264,9 +264,7 @@ def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
-    sizes = ", ".join(
-        str(batch) for batch in sorted({profile.batch for record in run.records for profile in record.profile})
-    )
+    sizes = ", ".join(str(batch) for batch in sorted({table.batch for entry in run.records for table in entry.profile}))
     said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
     side_by_side = run_tables.tabulate_profile(run)
     notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))

@@ -191,9 +191,7 @@ def _describe_engine(chosen: Chosen, engine: Engine, file: str) -> EngineRecord:
 
 
 def _summary(record: VariantRecord) -> Summary:
-    sqnr = [
-        fidelity.sqnr_db for fidelity in record.fidelity if fidelity.stage == "engine" and fidelity.sqnr_db is not None
-    ]
+    sqnr = [check.sqnr_db for check in record.fidelity if check.stage == "engine" and check.sqnr_db is not None]
     reasons = {name: record.reasons[name] for name in ("latency", "memory", "quality") if name in record.reasons}
     return Summary(
         latency=tuple(
