@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -347,20 +348,34 @@ def test_a_missed_budget_fails_the_job_after_the_uploads(done: Runner) -> None:
     )
 
 
-def test_another_model_in_the_same_folder_is_refused_and_a_run_that_met_its_budgets_passes(
-    done: Runner, tmp_path: Path
+def test_another_model_in_the_same_folder_is_refused_and_a_run_that_meets_its_budgets_passes(
+    done: Runner, tmp_path: Path, commenter: "Commenter"
 ) -> None:
     shutil.copytree(done.home, tmp_path / "home", ignore=shutil.ignore_patterns("temp"))
     made = Runner(tmp_path / "home", {"model": f"{NETS}:wide"}, done.environment)
     assert made.job() == {"Settings": 0, "Install": 0, "Optimize": 2}
     assert "another recipe" in made.log
-    (tmp_path / "home" / "again").mkdir()
-    resumed = Runner(
-        tmp_path / "home" / "again",
-        {"run": "../enginesmith-run-model", "gate": "--max-size 1GiB --variant onnxruntime-fp32"},
-        done.environment,
-    )
+    base, again = (tmp_path / "home" / name for name in ("base", "again"))
+    again.mkdir()
+    shutil.copytree(done.home / "enginesmith-run-model", base)
+    document = json.loads((base / "run.json").read_text())
+    document["model"]["source"] = f"{done.inputs['model']}::error::\n::error::forged"
+    (base / "run.json").write_text(json.dumps(document))
+    gate = "--max-size 1GiB --variant onnxruntime-fp32 --no-measure"
+    resumed = Runner(again, {"run": "../enginesmith-run-model", "gate": gate, "baseline": "../base"}, done.environment)
     assert set(resumed.job().values()) == {0}, resumed.log
+    assert not [line for line in resumed.commands if not line.startswith("::warning title=gate::")]
+    report = (tmp_path / "home" / "enginesmith-run-model" / "report.md").read_text()
+    assert "\\`touch pwned\\` &lt;b>@\u200bme\\|.py:mlp" in report, "the name of the model, escaped"
+    assert report.index("## Gate: passed") < report.index("## Result")
+    suite = ElementTree.parse(tmp_path / "home" / "enginesmith-run-model" / "junit.xml").find("testsuite[@name='gate']")
+    assert suite is not None
+    assert (suite.get("tests"), suite.get("failures")) == ("3", "0")
+    commenter.add(report_md=report)
+    commenter.run()
+    ((_, _, text),) = commenter.written
+    assert "&lt;b>" in text
+    assert not re.search("<(?!!-- enginesmith report -->)", text)
 
 
 HOSTILE = """
@@ -591,24 +606,33 @@ def test_documents_of_other_systems_are_valid() -> None:
         jsonschema.validate(document, json.loads((schemas / f"{name}.json").read_text()))
 
 
-def test_the_gitlab_example_judges_after_a_missed_budget(tmp_path: Path) -> None:
-    (text,) = GITLAB
-    measure = yaml.safe_load(text)["measure"]
-    (tmp_path / "enginesmith").write_text('#!/bin/sh\necho "$@"\n[ "$1" != resume ] || exit 3\n')
-    (tmp_path / "curl").write_text("#!/bin/sh\nexit 22\n")
-    for name in ("enginesmith", "curl"):
-        (tmp_path / name).chmod(0o755)
-    said = {}
-    for branch in ("main", ""):
-        environment = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "CI_DEFAULT_BRANCH": "main",
-            "CI_COMMIT_BRANCH": branch,
-        }
-        script = "\n".join(measure["script"])
-        answer = subprocess.run([*BASH, script], env=environment, capture_output=True, text=True, check=True)
-        said[branch] = answer.stdout.splitlines()[-1]
-    assert said == {
-        "main": "gate run --max-latency 5ms --baseline baseline --update-baseline",
-        "": "gate run --max-latency 5ms",
+@pytest.mark.parametrize(
+    ("branch", "status", "code", "last"),
+    [
+        ("main", 201, 0, "curl -fsS -H JOB-TOKEN: t --upload-file baseline.tar.gz https://x/baseline"),
+        ("", 200, 0, "gate run --max-latency 5ms --baseline baseline --tolerance 5%"),
+        ("", 404, 0, "gate run --max-latency 5ms"),
+        ("", 500, 1, "the baseline was not fetched: HTTP 500"),
+    ],
+)
+def test_the_gitlab_example_judges_after_a_missed_budget_by_the_baseline_that_there_is(
+    tmp_path: Path, branch: str, status: int, code: int, last: str
+) -> None:
+    measure = yaml.safe_load(GITLAB[0])["measure"]
+    programs = {
+        "enginesmith": 'echo "$@"; mkdir -p baseline; [ "$1" != resume ] || exit 3',
+        "curl": f'case "$*" in *-o*) tar -czf baseline.tar.gz -T /dev/null; echo {status};; *) echo curl "$@"; esac',
     }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "CI_DEFAULT_BRANCH": "main",
+        "CI_COMMIT_BRANCH": branch,
+        "CI_JOB_TOKEN": "t",
+        "BASELINE": "https://x/baseline",
+    }
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+    script = "\n".join(measure["script"])
+    answer = subprocess.run([*BASH, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stdout.splitlines()[-1]) == (code, last), answer.stderr
