@@ -160,7 +160,7 @@ def open_dataset(
     if own is None and options.labels and split == "test":
         raise DataError(
             f"{found.name} has no labels {labels!r}; it holds {', '.join(map(repr, found.arrays))}",
-            "name one of them with --labels, or leave it away",
+            "name one of them with --labels, or omit it",
         )
     feeds = check_arrays(found.name, arrays, inputs)
     held = None if own is None else check_labels(found.name, labels, own, len(next(iter(feeds.values()))))
@@ -195,7 +195,9 @@ def _draw_like(
     spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, rng: np.random.Generator
 ) -> Array:
     if not spec.shape or not example.size:
-        raise DataError(f"no rows can be made up for the input {spec}: it has no batch axis or an empty example", _OWN)
+        raise DataError(
+            f"no random rows can be made for the input {spec}: it has no batch axis or an empty example", _OWN
+        )
     shape = (count, *spec.model_copy(update={"shape": spec.shape[1:]}).resolve(sizes))
     if spec.dtype == "bool" or "int" in spec.dtype:
         return rng.choice(example.ravel(), shape)

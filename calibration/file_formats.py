@@ -129,7 +129,7 @@ def check_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
         DataError: no input varies, so the rows are one sample many times.
     """
     if len(next(iter(feeds.values()))) == 1:
-        return (f"{source} has one row: ranges from one sample are not to be relied on",)
+        return (f"{source} has one row: ranges from one sample are not reliable",)
     same = [name for name, array in feeds.items() if _is_same(array)]
     if len(same) == len(feeds):
         raise DataError(f"{source}: calibration samples of {_join(feeds)} are all the same", _REAL)

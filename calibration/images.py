@@ -155,7 +155,7 @@ def _read_configuration(folder: Path) -> _Configuration | None:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"]))
                 raise DataError(
-                    f"{path}: {where}: {first['msg']}", "mend it, or give resize, crop, mean and std"
+                    f"{path}: {where}: {first['msg']}", "fix it, or give resize, crop, mean and std"
                 ) from error
     return None
 
@@ -328,7 +328,7 @@ def _open_image(path: Path) -> Iterator[Any]:
         with Image.open(path) as image:
             yield image
     except (*_DAMAGED, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read the image {path}: {error}", "mend it, or take it out of the folder") from error
+        raise DataError(f"cannot read the image {path}: {error}", "fix it, or take it out of the folder") from error
 
 
 def _number_classes(classes: tuple[str, ...]) -> list[tuple[str, int]]:

@@ -84,14 +84,14 @@ def _list_names(path: Path, what: str) -> set[str] | None:
         text = path.read_text()
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"cannot read the {what}'s file {path}: {error}", "mend it, and try again") from error
+        raise DataError(f"cannot read the {what}'s file {path}: {error}", "fix it, and try again") from error
     found = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
     made = "__getattr__" in found or any(one.get_name() == "globals" for one in symbols)
     return None if made or _ALL_OF_ANOTHER.search(text) else found
 
 
 @contextmanager
-def blame_user_code(what: str, remedy: str = "mend it, and try again") -> Iterator[None]:
+def blame_user_code(what: str, remedy: str = "fix it, and try again") -> Iterator[None]:
     """Turn errors of the user's code into a DataError that says so; our own errors pass.
 
     Raises:

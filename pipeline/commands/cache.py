@@ -64,7 +64,7 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
     if store is None and not local and default_address().url:
         raise UsageError(
             f"$ENGINESMITH_STORE is {default_address().text}, which others use, too",
-            "name what is meant: --local for what this machine keeps of it, --store URL for the store itself",
+            "say which one: --local for what this machine keeps of it, --store URL for the store itself",
         )
     removed = _opened(store, local).prune(
         max_bytes=parse_bytes(max_size) if max_size else None,

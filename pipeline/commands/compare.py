@@ -9,7 +9,7 @@ from enginesmith.pipeline.commands import context, parameters
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=parameters.PATH)
-@click.option("--any-device", is_flag=True, help="Also runs that were measured on different devices.")
+@click.option("--any-device", is_flag=True, help="Compare also runs that were measured on different devices.")
 @click.option("-o", "--output", type=parameters.PATH, help="Also write it as Markdown into this file.")
 @parameters.as_json_option
 def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:

@@ -48,7 +48,7 @@ def open_settings(options: dict[str, Any], quiet: bool, folder: Path | None = No
             yield settings
         except KeyboardInterrupt:
             begun = folder and any((folder / name).exists() for name in ("run.json", "fleet.json"))
-            hint = f"; `{settings.resume_command(folder)}` goes on from here" if folder and begun else ""
+            hint = f"; `{settings.resume_command(folder)}` continues from here" if folder and begun else ""
             raise KeyboardInterrupt(hint) from None
 
 

@@ -13,7 +13,11 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 @click.argument("models", nargs=-1, required=True)
 @click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
 @click.option(
-    "--keep-speed", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Share that is enough."
+    "--keep-speed",
+    type=click.FloatRange(0, 1),
+    default=0.95,
+    show_default=True,
+    help="Share of the full speed that is enough.",
 )
 @click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
 @parameters.what_to_load

@@ -47,7 +47,7 @@ def optimize(
 
     if Path(model).suffix.lower() in _FLEET_SUFFIXES:
         if recipe_file is not None:
-            raise click.UsageError(f"{model} is a fleet file, which has its own recipe: leave --recipe away")
+            raise click.UsageError(f"{model} is a fleet file, which has its own recipe: omit --recipe")
         if replace:
             raise click.UsageError("--replace is for single models: give the fleet another --out")
         return _optimize_fleet(Path(model), out, only, changed_since, {**options, "as_json": as_json, "quiet": quiet})

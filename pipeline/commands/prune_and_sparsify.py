@@ -18,7 +18,7 @@ from enginesmith.pipeline.commands import context, parameters
     help="What is removed: 30% of the channels, macs=-50%, params=-50%, latency=-40%.",
 )
 @click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
-@click.option("--measure-time", metavar="TIME", help="Of a trial for latency=…; 6s at most.")
+@click.option("--measure-time", metavar="TIME", help="Longest time for one trial of latency=…, at most 6s.")
 @click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
 @click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
 @parameters.how_to_prune

@@ -146,7 +146,7 @@ class LocalExecutor(Executor):
         except StepKilled as killed:
             if self._stopped:
                 raise
-            request.on_note(f"{killed}; it is done once more")
+            request.on_note(f"{killed}; it is run again")
             return Result(cache.make(work), cached=False)
 
     def _work(self, request: StepRequest, out: Path, partial: Path | None) -> Done:

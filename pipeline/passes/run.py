@@ -55,7 +55,7 @@ def _check_sparsity(pass_: Pass, before: Artifact, path: Path) -> str:
     if outcome.lost:
         raise InvalidGraph(
             f"the pass {pass_.name!r} took weights out of their 2:4 pattern: {outcome}",
-            "leave that pass away, or make the graph sparse after it",
+            "omit that pass, or make the graph sparse after it",
         )
     if sparsify.of(model_file.skeleton(path)) != sparsify.TWO_OF_FOUR:
         raise InvalidGraph(f"the pass {pass_.name!r} lost the mark of a 2:4 graph", "this is a fault of the pass")

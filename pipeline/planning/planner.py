@@ -137,7 +137,7 @@ def _check_source(resolved: ResolvedRecipe) -> None:
     if needs_module and not source.is_torch:
         raise UsageError(
             f"the engine {needs_module[0]!r} runs a PyTorch module, and {source.text} is an ONNX file",
-            "leave that engine away, or give the model as file.py:factory",
+            "omit that engine, or give the model as file.py:factory",
         )
 
 

@@ -210,7 +210,7 @@ def choose_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[ResolvedReci
     able = [index for index, source in enumerate(sources) if source.form != "engine"]
     if not able:
         raise UsageError(
-            f"{models[0]} is a built engine, and an engine is held against the model that it was built from",
+            f"{models[0]} is a built engine, and an engine is compared with the model that it was built from",
             f"give that model too: enginesmith benchmark MODEL {models[0]}",
         )
     first = next((index for index in able if sources[index].is_torch), able[0])

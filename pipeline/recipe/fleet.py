@@ -74,7 +74,7 @@ def validate_name(where: str, name: str, *, is_model: bool = False) -> None:
     remedy = f"write {near!r}, say: letters, digits and . _ + - are taken, {_LONGEST} of them"
     raise UsageError(
         f"{where}: {name!r} can be no name: folders are called by it, and an entry is model@target",
-        f"{remedy}; what the model is stands in `model: {name}` then" if is_model else remedy,
+        f"{remedy}; the model itself is given as `model: {name}` then" if is_model else remedy,
     )
 
 
@@ -87,7 +87,7 @@ def validate_unique(where: str, names: Sequence[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is None:
         return
-    remedy = "leave one of them away"
+    remedy = "omit one of them"
     if where == "models":
         remedy += ", or give the same model two names, each with its own recipe: "
         remedy += f"`{{one: {{model: {twice}}}, other: {{model: {twice}}}}}`"
@@ -167,7 +167,7 @@ class Target(_Part):
     @classmethod
     def _some_of_each(cls, value: dict[str, float]) -> dict[str, float]:
         if none := next((name for name, amount in value.items() if not amount > 0), None):
-            raise ValueError(f"of {none} more than 0 is needed, or it is left away")
+            raise ValueError(f"of {none} more than 0 is needed, or it is omitted")
         return value
 
 
@@ -216,7 +216,7 @@ class Fleet(_Part):
             if other != pair:
                 raise UsageError(
                     f"{other} and {pair} would both have the folder {pair.folder}",
-                    "give one of the models or targets another name; `model:` says what it is then",
+                    "give one of the models or targets another name; `model:` names the model then",
                 )
         skipped = select_pairs(every, self.skip, "skip")
         for name in self.overrides:
@@ -324,11 +324,11 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _validate_device(where: str, target: Target) -> None:
     if target.device and "device" in target.recipe:
-        raise UsageError(f"{where} says twice what its device is", "say it once")
+        raise UsageError(f"{where} names its device twice", "name it once")
     if target.accelerator and target.device and not target.device.startswith("cuda"):
         raise UsageError(
             f"{where} has the accelerator {target.accelerator}, and its device is {target.device}",
-            "leave the device away: an accelerator implies cuda",
+            "omit the device: an accelerator implies cuda",
         )
     if target.device:
         _validate_values(where, {"device": target.device})

@@ -131,7 +131,7 @@ def _check_engines(recipe: Recipe) -> None:
         best = next((other for other in able if other.built_elsewhere), able[0])
         raise UsageError(
             f"{option_for(tuple(path))} has no effect on {', '.join(recipe.engines)}",
-            f"add --engine {best.name}, or leave it away",
+            f"add --engine {best.name}, or omit it",
         )
 
 
@@ -144,7 +144,7 @@ def _check_passes(recipe: Recipe) -> None:
     if recipe.passes and not any(engine_class(name).consumes == "onnx" for name in recipe.engines):
         raise UsageError(
             f"--pass has no effect on {', '.join(recipe.engines)}",
-            f"add --engine {DEFAULT_ENGINES[0]}, or leave it away",
+            f"add --engine {DEFAULT_ENGINES[0]}, or omit it",
         )
 
 
@@ -181,9 +181,9 @@ def _check_smaller(recipe: Recipe) -> None:
     ):
         given = [name for name in type(part).model_fields if getattr(part, name) != getattr(type(part)(), name)]
         if given and empty:
-            raise UsageError(f"{what}.{given[0]} has no effect here", f"add {missing}, or leave it away")
+            raise UsageError(f"{what}.{given[0]} has no effect here", f"add {missing}, or omit it")
     if recipe.recover and not recipe.prune:
-        raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=-50%")
+        raise UsageError("--recover retrains what was pruned, and nothing is", "add --prune macs=-50%")
     if recipe.recover and user_code.is_reference(recipe.recovery.method):
         user_code.check_reference(recipe.recovery.method, "loss")
     by_taylor = recipe.prune and recipe.pruning.importance == "taylor"

@@ -89,8 +89,8 @@ def _list_pair(pair: Pair) -> Iterator[Part]:
 
 
 def _list_summary(pair: Pair) -> Iterator[str]:
-    yield f"reference: {pair.before.path}, begun {pair.before.created}"
-    yield f"other: {pair.after.path}, begun {pair.after.created}"
+    yield f"reference: {pair.before.path}, started {pair.before.created}"
+    yield f"other: {pair.after.path}, started {pair.after.created}"
     first, second = (side.winner or "none" for side in (pair.before, pair.after))
     yield f"winner of both: {first}" if first == second else f"winner: {first} of the reference, {second} of the other"
     differences = list(list_certain(pair.variants))

@@ -34,7 +34,7 @@ from enginesmith.pipeline.results.run import Run
 # ``fleet.html``: a fleet as one file that needs no network, with links to the pages of its runs.
 
 _TONES: dict[str, Tone] = dict.fromkeys(("failed", "budgets broken", "slower"), "bad")
-_TONES |= {"lacking": "caution", "winners": "good"}
+_TONES |= {"not available": "caution", "winners": "good"}
 _TONES_OF_NONE: dict[str, Tone] = {"winners": "bad"}
 """Tones of counts at the top, and of those that are 0."""
 
@@ -45,7 +45,7 @@ def render(record: FleetRecord) -> str:
     good = not record.having("lacking") and record.complete
     left = len(record.having("pending"))
     text = f"This fleet is not complete: {left} of {len(record.entries)} entries have not ended."
-    goes_on = Words(f"{text} Go on with: enginesmith resume {record.name}", "caution")
+    goes_on = Words(f"{text} Continue with: enginesmith resume {record.name}", "caution")
     draws = (_render_winners, _render_changes, _render_failures, _render_targets, _render_reproduction)
     return lay_out(
         "fleet.html.j2",
@@ -81,7 +81,7 @@ def _render_changes(record: FleetRecord) -> Section:
 def _render_failures(record: FleetRecord) -> Section:
     none = Words("Nothing failed, and no budget is broken.", "good")
     blocks = show_rows(fleet_tables.tabulate_failures(record)) or (none,)
-    return Section("failures", "What failed", "Why is there no winner, or one variant less?", blocks)
+    return Section("failures", "What failed", "Why is there no winner, or why is a variant missing?", blocks)
 
 
 def _render_targets(record: FleetRecord) -> Section:
@@ -97,7 +97,7 @@ def _render_reproduction(record: FleetRecord) -> Section:
     content["targets"] = record.fleet.model_dump(mode="json")["targets"]
     words = ["enginesmith", "optimize", record.file, *(word for name in record.only for word in ("--only", name))]
     blocks: tuple[Block, ...] = (
-        Code("command", "From the folder where it was begun", shlex.join(words)),
+        Code("command", "From the folder where it was started", shlex.join(words)),
         Code("file", record.file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True)),
     )
     if record.options:

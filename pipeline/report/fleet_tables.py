@@ -25,7 +25,7 @@ _STATUSES: dict[EntryStatus, tuple[str, str, Tone]] = {
     "done": ("done", "", "good"),
     "breached": ("over budget", "over budget", "bad"),
     "failed": ("failed", "failed", "bad"),
-    "lacking": ("lacking", "lacking what the target asks for", "caution"),
+    "lacking": ("not available", "on targets that are not available", "caution"),
     "pending": ("not ended", "not ended", "caution"),
 }
 """Status → its word in tables, its words in the sentence that counts those that are not done, and its tone."""
@@ -90,7 +90,7 @@ def describe_status(entry: EntryRecord) -> str:
     """Say how an entry ended, in a few words."""
     failed = entry.variants.get("failed", 0)
     some = f", {failed} of {sum(entry.variants.values())} variants failed" if failed and entry.status == "done" else ""
-    return f"{_STATUSES[entry.status][0]}{', taken over' if entry.taken_from else ''}{some}"
+    return f"{_STATUSES[entry.status][0]}{', reused' if entry.taken_from else ''}{some}"
 
 
 def describe_change(change: EntryChange | None) -> str:
@@ -163,7 +163,7 @@ def describe_last(record: FleetRecord) -> Iterator[str]:
     if record.last is None:
         yield "there is no earlier fleet of this file beside this one"
         return
-    yield f"held against {record.last.path}, begun {record.last.created}"
+    yield f"compared with {record.last.path}, started {record.last.created}"
     if record.last.without:
         yield f"no longer there: {name_some(record.last.without, _MOST_NAMED)}"
     notes: dict[str, list[str]] = {}
@@ -205,7 +205,7 @@ def tabulate_failures(record: FleetRecord) -> Table:
     for index, (row, _) in enumerate(failures):
         if row["log"] != "–":
             links[index, len(row) - 1] = row["log"]
-    caption = "What came to nothing, variants included."
+    caption = "What failed, including single variants."
     return make_table("failures", caption, (row for row, _ in failures), links=links)
 
 
@@ -286,13 +286,13 @@ def list_facts(record: FleetRecord) -> dict[str, str]:
         "entries": str(len(record.entries)),
         "winners": str(sum(entry.winner is not None for entry in record.entries)),
         "failed": str(len(record.having("failed"))),
-        "lacking": str(len(record.having("lacking"))),
+        "not available": str(len(record.having("lacking"))),
         "budgets broken": str(len(record.having("breached"))),
     }
     if record.last is not None:
         facts |= {"slower": str(len(list_slower(record))), "faster": str(len(list_faster(record)))}
     if taken := sum(entry.taken_from is not None for entry in record.entries):
-        facts["taken over"] = str(taken)
+        facts["entries reused"] = str(taken)
     facts["steps"] = f"{steps:,}, of which {reused:,} shared or from the store"
     facts["time"] = format_seconds(record.seconds)
     return facts

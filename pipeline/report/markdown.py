@@ -68,7 +68,7 @@ def limit_length(text: str, page: str) -> str:
 
 def render(run: Run, gate: str = "") -> str:
     """Render a run as Markdown, with a section on its gate at the top."""
-    progress = [f"{said}; `enginesmith resume` goes on"] if (said := sentences.describe_progress(run)) else []
+    progress = [f"{said}; `enginesmith resume` continues"] if (said := sentences.describe_progress(run)) else []
     cautions = [*progress, *sentences.list_warnings(run), *sentences.list_measurement_notes(run)]
     reasons = sentences.group_by_reason(run)
     failed = [_label(", ".join(map(tables.mark_name, records)), reason) for records, reason in reasons]
@@ -81,7 +81,7 @@ def render(run: Run, gate: str = "") -> str:
         render_list(_label(name, text) for name, text in sentences.list_remarks(run)),
         *_render_budgets(run),
         *_render_section("Cautions", [f"{plain(shorten(text))}." for text in cautions]),
-        *_render_section("What failed, or is left", failed),
+        *_render_section("What failed, or is still to be done", failed),
         _render_fidelity(run),
         _render_machine(run),
         _list_contents(run),
@@ -156,7 +156,7 @@ def _list_contents(run: Run) -> str:
         "memory by part": any(record.memory for record in run.variants),
         "fidelity by stage": any(record.fidelity for record in run.variants),
         "what is computed in which precision": any(record.coverage or record.assignment for record in run.variants),
-        "what was pruned, and how it was trained back": any(record.pruning for record in run.variants),
+        "what was pruned, and how it was retrained": any(record.pruning for record in run.variants),
         "throughput by callers": any(row.concurrency for record in run.variants for row in record.latency),
         "limits of the machine": any(record.limits for record in run.variants),
         "time by operator": any(record.profile for record in run.variants),

@@ -66,7 +66,7 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
         state = "oom" if row.oom else "failed" if row.failure else ""
         faster = speedup(record, row.batch)
         if record is run.baseline:
-            faster = Number("baseline", row.speedup.median if row.speedup else None)
+            faster = Number("reference", row.speedup.median if row.speedup else None)
         numbers = (number_cell(row.batch), faster, time_cell(row.p50_ms), time_cell(row.p99_ms))
         rest = once if index == 0 else {**dict.fromkeys(once, ""), "status": state}
         yield {"variant": "" if index else name, **dict(zip(heads, numbers, strict=True)), **rest}
@@ -201,7 +201,7 @@ def tabulate_engines(run: Run) -> Table:
         for record in run.variants
         if (build := record.build)
     )
-    caption = "What engines say of themselves, and how long building them took"
+    caption = "Figures that engines report, and how long it took to build them"
     return make_table("engines", caption, rows, sortable=True).without_empty_columns()
 
 
@@ -225,7 +225,7 @@ def tabulate_lenses(run: Run) -> Table:
     rows = (
         {
             "variant": mark_name(record),
-            "seen through": name.replace("_", " "),
+            "counted by": name.replace("_", " "),
             "bytes": size_cell(lens.bytes),
             "source": lens.source,
             "note": lens.note,
@@ -234,7 +234,7 @@ def tabulate_lenses(run: Run) -> Table:
         if record.memory
         for name, lens in record.memory.lenses.items()
     )
-    return make_table("lenses", "Memory by every way that it was looked at", rows)
+    return make_table("lenses", "Memory, counted in every way that there is", rows)
 
 
 def tabulate_limits(run: Run) -> Table:
@@ -245,12 +245,14 @@ def tabulate_limits(run: Run) -> Table:
             **_times(row, "measured", "floor"),
             "measured/floor": Number(_ratio(row.measured_over_floor, ".3g"), row.measured_over_floor),
             "bound by": row.bound_by,
-            "in words": row.summary,
+            "summary": row.summary,
         }
         for record in run.records
         for row in record.limits
     )
-    return make_table("distances", "Measured time beside the least that the device could take", rows, sortable=True)
+    return make_table(
+        "distances", "Measured time beside the floor: the least time that the device needs", rows, sortable=True
+    )
 
 
 def _ratio(ratio: float | None, form: str) -> str:
@@ -260,7 +262,7 @@ def _ratio(ratio: float | None, form: str) -> str:
 def tabulate_profile(run: Run) -> Table:
     """List time by module, the baseline's beside those of all variants."""
     profiles = [entry for record in run.records for entry in record.profile]
-    caption = "The modules that take most"
+    caption = "The slowest modules"
     return Table(
         "modules-side-by-side",
         caption,
@@ -277,8 +279,8 @@ def tabulate_modules(run: Run) -> Table:
             "module": row.module,
             "variant": mark_name(record),
             "ms": ms(row.ms.get(entry.variant)),
-            "baseline ms": ms(row.ms.get(run.baseline.id)),
-            "over the baseline": _ratio(row.ratio.get(entry.variant), ".2f"),
+            f"{run.baseline.id} ms": ms(row.ms.get(run.baseline.id)),
+            f"over {run.baseline.id}": _ratio(row.ratio.get(entry.variant), ".2f"),
             "why": row.why.get(entry.variant, ""),
         }
         for record in winner_first(run)
@@ -286,7 +288,7 @@ def tabulate_modules(run: Run) -> Table:
         if entry.total_ms is not None and entry.batch in baselines
         for row in profile.join_profiles([baselines[entry.batch], entry])
     )
-    return _cut("modules", "Modules beside the baseline's", rows, run)
+    return _cut("modules", f"Modules beside those of {run.baseline.id}", rows, run)
 
 
 def tabulate_operators(run: Run) -> Table:
@@ -407,7 +409,7 @@ def tabulate_quality(run: Run) -> Table:
             "variant": mark_name(record),
             "metric": quality.metric,
             "value": f"{quality.value:.4f}",
-            "baseline": f"{quality.baseline:.4f}",
+            run.baseline.id: f"{quality.baseline:.4f}",
             "drop [95 %]": format_drop(quality),
             "samples": str(quality.samples),
         }
@@ -466,7 +468,7 @@ def _find_fall(record: VariantRecord) -> dict[str, str]:
     fall, stage, before, after = max(falls, default=(0.0, "", 0.0, 0.0))
     large = fall >= _NOTHING_DB
     return {
-        "largest fall at": stage if large else "none to speak of",
+        "largest fall at": stage if large else f"none of {_NOTHING_DB:g} dB or more",
         "SQNR dB": f"{before:.1f} → {after:.1f}" if large else "–",
         "lowest SQNR dB": f"{min(lowest.values()):.1f}",
     }
@@ -486,7 +488,7 @@ def list_pruned(run: Run) -> Iterator[VariantRecord]:
 
 def tabulate_pruning(run: Run) -> Table:
     """List each time that a model was pruned."""
-    caption = "What pruning took away, and what training brought back"
+    caption = "What pruning removed, and what retraining recovered"
     return make_table("pruned", caption, (row for record in list_pruned(run) for row in _pruning_rows(record)))
 
 
@@ -500,8 +502,8 @@ def _pruning_rows(record: VariantRecord) -> Iterator[dict[str, str]]:
             "channels": f"{facts.channels_before} → {facts.channels_after}",
             "MACs left": _left(facts.macs_before, facts.macs_after),
             "parameters left": _left(facts.parameters_before, facts.parameters_after),
-            "trained back": f"{back.method}, {back.steps} steps: {back.reason}" if back else "no",
-            "on held-back samples": change,
+            "retrained": f"{back.method}, {back.steps} steps: {back.reason}" if back else "no",
+            "on held-out samples": change,
         }
 
 
@@ -533,7 +535,7 @@ def tabulate_recovery(run: Run) -> Table:
         for turn, recovery in enumerate(record.recovery, 1)
         for point in thin_curve(recovery.curve)
     )
-    return make_table("recovery-by-step", "How training pruned models back went", rows)
+    return make_table("recovery-by-step", "How the retraining of pruned models went", rows)
 
 
 def thin_curve(curve: Sequence[Point]) -> Sequence[Point]:
@@ -550,7 +552,7 @@ def tabulate_budgets(run: Run) -> Table:
             "budget": verdicts.format_title(verdict.budget),
             "limit": verdicts.format_limit(verdict),
             "actual": verdicts.format_value(verdict.budget, verdict.actual),
-            "held": "yes" if verdict.passed else "no",
+            "met": "yes" if verdict.passed else "no",
         }
         for verdict in run.verdicts
     )

@@ -19,7 +19,7 @@ LONG_TAIL = 20.0
 _SHOWN_DROP = 5e-5
 """Drop that four decimals show."""
 _MARGIN = 1.2
-SYNTHETIC = "* calibrated on made-up data: speed holds, accuracy does not"
+SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
 
 def list_footnotes(run: Run) -> list[str]:
@@ -41,7 +41,7 @@ def _explain_p99(run: Run) -> Iterator[str]:
         if limit := re.search(r"time limit of ([\d.]+) s", row.stopped_because or ""):
             seconds = _MARGIN * float(limit[1]) * least / (row.n or 1)
             remedy = f"--measure-time {5 * math.ceil(seconds / 5)}s"
-        yield f"no p99 (–): it takes {least} calls, and there were as few as {row.n}; {remedy} measures enough"
+        yield f"no p99 (–): it needs {least} calls, and there were as few as {row.n}; {remedy} should be enough"
 
 
 def summarize(run: Run) -> str:
@@ -198,7 +198,7 @@ def describe_out_of_memory(run: Run) -> Iterator[str]:
         fits = max((row.batch for row in record.latency if not row.failure), default=None)
         asked = f"asked for {format_bytes(full.oom.asked_bytes)}" if full.oom.asked_bytes else "out of memory"
         free = f", {format_bytes(full.oom.free_bytes)} free" if full.oom.free_bytes is not None else ""
-        back = {True: "; its memory is back", False: "; its memory was not seen to be back", None: ""}
+        back = {True: "; its memory was released", False: "; it is not known whether its memory was released", None: ""}
         largest = f"the largest batch that fits is {fits}" if fits else "no batch fits"
         yield f"{mark_name(record)}: {largest}; batch {full.batch} {asked}{free}{back[full.oom.given_back]}"
 
@@ -218,7 +218,7 @@ def _describe_disturbed(run: Run) -> Iterator[str]:
     if noisy:
         yield f"the speed-up is {TOO_NOISY} of {name_some(noisy, _MOST_NAMED)}"
     elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):
-        waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core that others had"
+        waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core"
         yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}"
 
 
@@ -232,8 +232,9 @@ def _describe_tails(run: Run) -> Iterator[str]:
     ]
     if tails:
         _, longest, median = max(tails)
-        others = f" ({len(tails) - 1} more are like it)" if len(tails) > 1 else ""
-        yield f"p99 of {longest} beside a p50 of {median} ms{others}, as calls waited while other work had the cores"
+        others = f" ({len(tails) - 1} more like it)" if len(tails) > 1 else ""
+        said = f"p99 of {longest} beside a p50 of {median} ms{others}"
+        yield f"{said}, because calls waited while other programs used the cores"
 
 
 def list_measurement_notes(run: Run) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def why_no_yardstick(before: Run, after: Run) -> str:
     """
     same = is_same_model(before, after)
     if not same:
-        return "other models" if same is False else "whether the model is the same was not recorded"
+        return "other models" if same is False else "it was not recorded whether the model is the same"
     if before.baseline.engine != after.baseline.engine:
         return f"{before.baseline.engine} and {after.baseline.engine}"
     changed = [
@@ -261,12 +261,12 @@ def _judge_ratio(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, no
     disturbed = max(row.disturbed_share or 0.0 for row in (*rows, *yardsticks))
     if few:
         which, row = few
-        unjudged = f"not judged: an interval that holds for another start takes {LEAST_LAUNCHES} launches, and the "
+        unjudged = f"not judged: a reliable interval needs {LEAST_LAUNCHES} launches, and the "
         unjudged += f"{which} run has {row.launches or 'none on record'}; give it more --measure-time"
     elif ratio.too_noisy:
         unjudged = f"not judged: {TOO_NOISY}; {NOISE_REMEDY}"
     elif disturbed > MOSTLY_DISTURBED:
-        unjudged = f"not judged: {disturbed:.0%} of the calls of one side waited for a core that others had"
+        unjudged = f"not judged: {disturbed:.0%} of the calls of one side waited for a core that other programs used"
     return Change(
         median=ratio.median,
         low=ratio.low,
@@ -279,7 +279,7 @@ def _judge_ratio(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, no
 
 def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: LatencyRow, second: LatencyRow) -> str:
     """Explain why milliseconds are compared, and not speed-ups; empty where speed-ups can be."""
-    drift = "what else happened on the machine at either time is in them"
+    drift = "other work on the machine at either time is part of them"
     if names[0] == before.baseline.id or names[1] == after.baseline.id:
         return f"milliseconds of the baseline itself: {drift}"
     for which, row in (("first", first), ("second", second)):
@@ -363,7 +363,7 @@ def _compare_memory(earlier: VariantRecord, later: VariantRecord) -> MetricDelta
     (first, before), (second, after) = ((row.batch, row.peak_bytes or 0) for row in rows)
     delta = MetricDelta(name="peak_bytes", before=before, after=after)
     if first != second:
-        return delta.model_copy(update={"note": f"at batch {first} and at batch {second}: they do not compare"})
+        return delta.model_copy(update={"note": f"at batch {first} and at batch {second}: they cannot be compared"})
     spread = max(MEMORY_SPREAD * before, MEMORY_GRAIN_BYTES)
     return delta.model_copy(update={"significant": abs(after - before) > spread})
 
@@ -380,7 +380,7 @@ def _compare_drops(before: Run, after: Run, earlier: VariantRecord, later: Varia
     sides = ((old, before.model.data), (other, after.model.data))
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         said = (f"{quality.metric} on {quality.samples} samples of {data or 'unknown'} data" for quality, data in sides)
-        return delta.model_copy(update={"note": f"{' and '.join(said)} do not compare"})
+        return delta.model_copy(update={"note": f"{' and '.join(said)} cannot be compared"})
     if old == other:
         return delta.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})
     ends = [end for end in (old.drop_low, old.drop_high, other.drop_low, other.drop_high) if end is not None]
@@ -401,7 +401,7 @@ def _compare_fidelity(before: Run, after: Run, earlier: VariantRecord, later: Va
         values.append(min((sqnr for sqnr in last if sqnr is not None), default=None))
     note = ""
     if None in values:
-        note = "its outputs were not held against the baseline's in both runs"
+        note = "its outputs were not compared with eager's in both runs"
     elif (before.model.data, before.model.shapes) != (after.model.data, after.model.shapes):
         note = "on other samples"
     return MetricDelta(name="sqnr_db", before=values[0], after=values[1], note=note)
@@ -485,8 +485,8 @@ def compare(runs: Sequence[tuple[Path, Run]], *, any_device: bool = False) -> Co
         if apart and _is_measured(before) and _is_measured(after):
             where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
             raise UsageError(
-                f"{reference} and {path} were measured on different devices ({where}): their times do not compare",
-                "compare runs of one machine, or give --any-device to see them side by side all the same",
+                f"{reference} and {path} were measured on different devices ({where}): their times cannot be compared",
+                "compare runs of one machine, or give --any-device to compare them anyway",
             )
     return Comparison(pairs=tuple(_pair(reference, before, path, after) for path, after in others))
 

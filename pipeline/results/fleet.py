@@ -235,7 +235,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
     if to_go_on and asked:
         raise UsageError(
             f"{path} asks for what this version does not know: {', '.join(asked)}",
-            "go on with the enginesmith that wrote it, or run optimize again",
+            "use the version of enginesmith that wrote it, or run optimize again",
         )
     return record
 
@@ -439,7 +439,7 @@ def compare_entry(
     if now is None:
         return change.model_copy(update={"note": "there is no run now"})
     if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
-        return change.model_copy(update={"note": "taken over: nothing has changed"})
+        return change.model_copy(update={"note": "reused: nothing has changed"})
     if not any_device and (apart := comparison.compare_devices(then, now)):
         where = "; ".join(f"{figure.name} was {figure.before}, and is {figure.after}" for figure in apart)
         return change.model_copy(update={"note": f"other machine: {where}"})

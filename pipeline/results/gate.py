@@ -217,7 +217,7 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
     apart = comparison.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
-        said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
+        said = f"latency was measured on different machines ({where}); --any-machine compares it anyway"
         return _make_latency_check("unjudged", said)
     if remeasure.same(before, after):
         said = "the engine is the baseline's, byte for byte: its latency is the same"
@@ -292,7 +292,7 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
         if failure := explain_failure(records):
             yield failure.replace("every requested engine failed", f"{engine} failed", 1)
     if after.record.synthetic_calibration:
-        yield "calibrated on made-up data: its accuracy says nothing of real data"
+        yield "calibrated on random data: its accuracy says nothing about real data"
     if before is None:
         return
     if before.record.id != after.record.id:

@@ -336,7 +336,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
     if to_go_on and asked:
         raise UsageError(
             f"{path} asks for what this version does not know: {', '.join(asked[:_MOST_NAMED])}",
-            "go on with the enginesmith that wrote it, or run optimize again",
+            "use the version of enginesmith that wrote it, or run optimize again",
         )
     more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
     caution = f"{NOT_KNOWN} and leaves out: {', '.join(unknown[:_MOST_NAMED])}"

@@ -241,13 +241,13 @@ def _explain_bounds(record: VariantRecord, dense: VariantRecord | None, batch: i
         yield "measure with --limits to see what bounds it"
         return
     if mine.bound_by == "launch":
-        yield "its time is that of starting operators, of which pruning leaves as many"
+        yield "most of its time is spent on starting operators, and pruning does not reduce their number"
     elif mine.bound_by == "memory":
-        yield "its time is that of moving data, not of multiplying"
+        yield "most of its time is spent on moving data, not on multiplying"
     if mine.floor_ms < _GAIN * theirs.floor_ms:
         yield (
-            f"its floor fell from {theirs.floor_ms:.3g} to {mine.floor_ms:.3g} ms, and its time did not follow: narrow "
-            "layers fill the machine's vectors and tiles less well; try a larger multiple of channels"
+            f"its floor fell from {theirs.floor_ms:.3g} to {mine.floor_ms:.3g} ms, and its measured time did not: "
+            "narrow layers use the machine's vectors and tiles less well; try a larger --multiple-of"
         )
 
 
@@ -328,18 +328,13 @@ def select_winner(
     if requested and not any(record.status == "measured" for record in requested):
         within = ranked = []
     if within:
-        alone = "; no engine does better" if within[0].id == BASELINES["torch"] else ""
-        why = f"{_BEST[objective]} among those within the budgets{alone}"
+        alone = "; no engine is better" if within[0].id == BASELINES["torch"] else ""
+        why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         return Selection(within[0].id, why, pareto, judged(within[0]))
     if ranked:
         best = judged(ranked[0])
-        missed = ", ".join(
-            f"{verdict.budget} {'unknown' if verdict.actual is None else f'{verdict.actual:g}'} "
-            f"{'<' if verdict.budget.startswith('min_') else '>'} {verdict.limit:g}"
-            for verdict in best
-            if not verdict.passed
-        )
-        return Selection(None, f"no variant holds every budget; the best, {ranked[0].id}, has {missed}", pareto, best)
+        missed = "; ".join(format_verdict(verdict) for verdict in best if not verdict.passed)
+        return Selection(None, f"no variant meets every budget; of the best, {ranked[0].id}, {missed}", pareto, best)
     waiting = [record for record in records if record.status == "built" and record.reason]
     if waiting:
         left = f"{len(waiting)} variants are built and not measured: {waiting[0].reason}"

@@ -68,7 +68,7 @@ def _url(text: str) -> str:
     if re.match(r"[^@]*:[^@]*@", rest) or "?" in rest:
         raise UsageError(
             f"the URL of the {protocol}:// store holds a password or a signature, which others would see",
-            f"leave it away; credentials are read from the environment: {credential_variables(protocol)}",
+            f"omit it; credentials are read from the environment: {credential_variables(protocol)}",
         )
     if "::" in text or not rest.strip("/"):
         raise UsageError(f"{text} is no valid address of a store", "name one as s3://bucket/folder")

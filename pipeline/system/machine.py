@@ -217,7 +217,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
     if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
         events.append(f"the processor's clock fell from {before.frequency_mhz:.0f} to {after.frequency_mhz:.0f} MHz")
     if before.gpus and not after.gpus:
-        events.append(f"the GPU no longer tells its state: {after.reasons.get('gpus', 'no reason is known')}")
+        events.append(f"the GPU no longer reports its state: {after.reasons.get('gpus', 'no reason is known')}")
     looks = list(during)
     for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
         seen = [look[index] for look in looks if index < len(look)]
@@ -240,11 +240,11 @@ def gpu_states() -> tuple[GpuState, ...]:
 def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[GpuState]) -> list[str]:
     events = []
     if before.driver and not after.driver:
-        events.append(f"no longer tells its state: {after.reasons.get('driver', 'no reason is known')}")
+        events.append(f"no longer reports its state: {after.reasons.get('driver', 'no reason is known')}")
     for what, field in (("its power limit", "held_back_by_power_seconds"), ("heat", "held_back_by_heat_seconds")):
         seconds = _grown(getattr(before, field), getattr(after, field))
         if seconds > _HELD_BACK_SECONDS:
-            events.append(f"was held back by {what} for {seconds:.1f} s meanwhile")
+            events.append(f"was slowed down by {what} for {seconds:.1f} s meanwhile")
     looks = (before, *during, after)
     events += dict.fromkeys(text for look in looks for text in _describe_limits(look))
     working = [look for look in during if nvidia.IDLE not in (look.clock_limits or ())]
@@ -258,7 +258,7 @@ def _describe_limits(gpu: GpuState) -> Iterator[str]:
     """Describe limits that nobody asked for, and processes that are not of this program's group."""
     limits = [limit for limit in gpu.clock_limits or () if limit not in (nvidia.IDLE, nvidia.CHOSEN)]
     if limits:
-        yield f"has its clocks held down by: {', '.join(limits)}"
+        yield f"has its clocks limited by: {', '.join(limits)}"
     if others := [str(process.pid) for process in gpu.processes or () if not _is_ours(process.pid)]:
         yield f"is used by others too (process {', '.join(others)})"
 

@@ -64,7 +64,7 @@ def load(group: str, name: str) -> Any:
         raise MissingCapability(
             f"the plug-in {name!r} of {plugin.distribution} {plugin.version} cannot be loaded from {value}: "
             f"{type(error).__name__}: {error}",
-            f"mend or reinstall {plugin.distribution}, or leave {name!r} away",
+            f"fix or reinstall {plugin.distribution}, or leave {name!r} away",
         ) from error
 
 

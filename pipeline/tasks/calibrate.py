@@ -32,7 +32,7 @@ from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 Split = Literal["train", "calibration", "test"]
 _SYNTHETIC = "synthetic"
 """Name in the reference of samples that were made up."""
-_MADE_UP = "the samples are made up: ranges are good for measuring speed, and not for accuracy"
+_MADE_UP = "the samples are random: the ranges are good for measuring speed, and not accuracy"
 _ENOUGH_HELD_OUT = 8
 """Samples that fidelity is judged on without a note."""
 _REPORTS = 10
@@ -106,7 +106,7 @@ class Feeder(BaseModel):
         rest = np.setdiff1d(np.arange(len(given)), self._sample(given, signature)[0].rows)
         if not len(rest):
             note = f"calibration takes all {len(given)} samples of {given.name}, so that fidelity is judged on the same"
-            return replace(given, notes=(*given.notes, f"{note}: give more, or other data with --eval")), files
+            return replace(given, notes=(*given.notes, f"{note}: give more samples, or other data with --eval")), files
         held_out = given.take(rest, f"{given.name} (without what calibration takes)")
         if len(rest) >= _ENOUGH_HELD_OUT:
             return held_out, files

@@ -91,7 +91,7 @@ class Recover(ResumableTask):
         return Effect(
             file=saved.RECORD,
             summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} (dense {record.teacher:.4f}) on "
-            f"{record.held_back} samples held back; {record.steps} steps: {record.reason}",
+            f"{record.held_back} samples held out; {record.steps} steps: {record.reason}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,
@@ -244,7 +244,7 @@ def _list_notes(record: Recovery, work: "Work", device: Device) -> Iterator[str]
             "from: more time for recovery gives more"
         )
     if record.best_step == 0:
-        yield "recovery made it no better: the weights are those that it began with"
+        yield "recovery made it no better: the weights are those from before"
     if plan.micro_batch < plan.batch // plan.processes:
         again = ", computing activations again" if plan.checkpointed else ""
         yield f"batches of {plan.batch} in parts of {plan.micro_batch} to fit the memory{again}"

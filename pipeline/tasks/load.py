@@ -106,7 +106,7 @@ class LoadOnnx(_FromSource):
             raise SignatureError(
                 f"--input says {', '.join(map(str, self.inputs))}, and the file has "
                 f"{', '.join(map(str, signature.inputs))}",
-                "leave --input away: an ONNX file names its own inputs",
+                "omit --input: an ONNX file names its own inputs",
             )
         external = model_file.external_files(path)
         for source, target in ((path.name, "model.onnx"), *((name, name) for name in external)):

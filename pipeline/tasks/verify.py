@@ -83,7 +83,7 @@ class Sample(Task):
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
         if any(share == 1.0 for share in odd.values()):
             raise SourceError(
-                f"the model answers NaN or Inf only in {', '.join(odd)}, which nothing can be held against",
+                f"the model answers NaN or Inf only in {', '.join(odd)}, so nothing can be compared with it",
                 "look at its weights, and at the data it was run on",
             )
         strange = (f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())

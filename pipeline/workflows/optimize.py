@@ -202,7 +202,7 @@ class OptimizeJob:
         loaded = runner.run([load])[load.id].artifact
         loaded_outcomes = load_handoff(out, active.plan, loaded) if loaded else {}
         if not loaded_outcomes:
-            active.directory.caution("the model is not the one that this run was begun with: everything is made anew")
+            active.directory.caution("the model is not the one that this run was started with: all steps run again")
         return loaded_outcomes
 
     def _result(self, request: RunRequest) -> RunResult:
@@ -234,7 +234,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
             return errors[0]
     lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
     if lacking and not errors:
-        return MissingCapability(lacking[0], f"do it where that is: `{again}` goes on there")
+        return MissingCapability(lacking[0], f"do it where that is: `{again}` continues there")
     alike: dict[str | None, list[str]] = {}
     for record in run.variants:
         alike.setdefault(record.reason, []).append(record.id)

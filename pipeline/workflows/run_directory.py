@@ -241,7 +241,7 @@ def lock_folder(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"another run is at work in {out}", "wait for it, or choose another --out") from error
+            raise UsageError(f"another run is working in {out}", "wait for it, or choose another --out") from error
         yield
 
 

@@ -77,7 +77,7 @@ def run(entry: Entry, ms: float = 0.5, **changes: Any) -> Run:
 def breached(entry: Entry) -> Run:
     """One whose best variant breaks its budget."""
     verdict = Verdict(budget="max_latency_ms", limit=0.1, actual=0.5, passed=False)
-    return run(entry, winner=None, winner_reason="no variant holds every budget", verdicts=(verdict,))
+    return run(entry, winner=None, winner_reason="no variant meets every budget", verdicts=(verdict,))
 
 
 def partly(entry: Entry) -> Run:

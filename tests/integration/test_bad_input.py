@@ -426,7 +426,7 @@ def test_a_run_at_work_keeps_others_out(cli, folder: Path) -> None:
     with (folder / "out" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         answer = cli(*completed("optimize net.py:build"))
-    check(answer, 2, "another run is at work in out|wait|--out", folder)
+    check(answer, 2, "another run is working in out|wait|--out", folder)
 
 
 def test_a_folder_that_holds_another_run_is_left_alone(cli, folder: Path) -> None:

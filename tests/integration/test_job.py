@@ -200,7 +200,7 @@ def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signa
         _, said = process.communicate(timeout=120)
     assert process.returncode == code
     assert "Traceback" not in said
-    assert ("interrupted; `enginesmith resume run` goes on from here" in said) == (code == 130)
+    assert ("interrupted; `enginesmith resume run` continues from here" in said) == (code == 130)
     assert load_run(tmp_path / "run").complete is False
     _until(lambda: not any(child.is_running() for child in children))
     marker.unlink()

@@ -202,7 +202,7 @@ def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor
     with ThreadPoolExecutor(2) as pool:  # each on a node of its own, and one of those has no space left
         both = [pool.submit(order, f"room-{i}", ray_tasks.WriteWithRoom(number=i), either) for i in (1, 2)]
         assert [written(one.result()) for one in both] == ["1\n", "2\n"]
-    moved = [name for name in ("room-1", "room-2") if "is full; it is done on another node" in str(order.notes[name])]
+    moved = [name for name in ("room-1", "room-2") if "is full; it is run on another node" in str(order.notes[name])]
     assert len(moved) == 1
     assert len(executor._full) == 1
 
@@ -338,7 +338,7 @@ def test_a_node_is_lost_one_joins(cluster: Any, order: Teller, tmp_path: Path, m
         marker.unlink()
         cluster.add('{"fake_h100": 2, "either": 1}', ENGINESMITH_CACHE=str(tmp_path / "cache"))
         assert written(doing.result()) == "5\n"
-    assert " was lost; it is done once more" in str(order.notes["lost"])
+    assert " was lost; it is run again" in str(order.notes["lost"])
     assert any("has joined the cluster" in line for line in order.lines), order.lines
 
 

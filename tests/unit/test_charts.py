@@ -410,7 +410,7 @@ def test_summaries_say_what_is_seen() -> None:
         in found["throughput-by-batch"].summary
     )
     assert found["recovery"].summary.startswith("macs=-50% went from top1 0.5000 to 0.9760 in 20 steps")
-    assert found["memory"].summary.endswith("3 of 4 hold the budget of 50 MiB.")
+    assert found["memory"].summary.endswith("3 of 4 meet the budget of 50 MiB.")
 
 
 def test_noise_is_said_and_not_drawn_as_an_interval() -> None:

@@ -107,7 +107,7 @@ def test_an_interrupt_is_told(command: str, begun: bool, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(optimize, command.partition(" ")[0], interrupted)
     result = CliRunner().invoke(cli.main, [*command.split(), str(tmp_path)])
-    hint = f"; `enginesmith resume {tmp_path}` goes on from here" if begun else ""
+    hint = f"; `enginesmith resume {tmp_path}` continues from here" if begun else ""
     assert (result.exit_code, result.stderr.strip()) == (130, f"interrupted{hint}")
 
 

@@ -203,7 +203,7 @@ def test_numbers_beside_latency_are_judged_by_their_own_spread() -> None:
     drop = found["drop"]
     assert (drop.significant, round(drop.low or 0, 4)) == (True, round(0.09 - math.hypot(0.02, 0.01), 4))
     assert found["build_seconds"].significant is None
-    assert found["sqnr_db"].note == "its outputs were not held against the baseline's in both runs"
+    assert found["sqnr_db"].note == "its outputs were not compared with eager's in both runs"
     more = variant(memory=MemoryRow(device="cpu", batch=1, peak_bytes=110 << 20))
     assert pair(FIRST, run(more)).variants[1].numbers[0].significant is True
     small = variant(memory=MemoryRow(device="cpu", batch=1, peak_bytes=1 << 20))

@@ -103,7 +103,7 @@ class TestForCalibration:
 
     def test_one_row_is_noted(self):
         data = validate_for_calibration(Dataset("x", {"x": IMAGE[:1]}))
-        assert data.notes == ("x has one row: ranges from one sample are not to be relied on",)
+        assert data.notes == ("x has one row: ranges from one sample are not reliable",)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

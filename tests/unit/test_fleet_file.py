@@ -121,7 +121,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(models={"digits": {"targets": ["cpus"]}}), "models.digits.targets names 'cpus'.*did you mean cpu"),
         (changed(targets={"gpu": {"device": "cpu"}}), "targets.gpu has the accelerator H100, and its device is cpu"),
         (changed(targets={"cpu": {"device": "tpu"}}), "targets.cpu: there is no device 'tpu'"),
-        (changed(targets={"cpu": {"device": "cpu", "recipe": {"device": "cpu"}}}), "says twice what its device is"),
+        (changed(targets={"cpu": {"device": "cpu", "recipe": {"device": "cpu"}}}), "names its device twice"),
         (changed(targets={"cpu": {"resources": {"edge": 0}}}), "resources: of edge more than 0 is needed"),
         (changed(models={"Digits": {"model": "digits"}}), "digits@cpu and Digits@cpu would both have the folder"),
         (changed(models={"a/b": {}, "a:b": {}}), "a/b@cpu and a:b@cpu would both have the folder a-b@cpu"),

@@ -145,7 +145,7 @@ def test_the_second_fleet_is_held_against_the_first(jobs: Jobs) -> None:
     jobs.kinds = {"digits@cpu": lambda entry: jobs.made.run(entry, ms=0.6)}
     code, text = fleet("--out", "runs/b")
     assert code == 0
-    assert "held against ../a" in text
+    assert "compared with ../a" in text
     found = records.read(Path("runs/b"))
     assert found.last is not None
     assert [one.since_last.note if one.since_last else None for one in found.entries] == ["", "", "", ""]
@@ -159,7 +159,7 @@ def test_what_has_not_changed_is_taken_over(jobs: Jobs) -> None:
     code, text = fleet("--out", "runs/b", "--changed-since", "runs/a")
     assert code == 0
     assert jobs.asked[1:] == [["lenet@cpu", "lenet@edge"]]
-    assert "done, taken over" in text
+    assert "done, reused" in text
     found = records.read(Path("runs/b"))
     assert [one.taken_from for one in found.entries] == ["../a/runs/digits@cpu", "../a/runs/digits@edge", None, None]
     assert [one.done_because for one in found.entries] == ["", "", "its model changed", "its model changed"]
@@ -189,7 +189,7 @@ def test_an_interrupted_fleet_goes_on_where_it_was_begun(jobs: Jobs, monkeypatch
     jobs.interrupted_after = 1
     code, text = fleet("--out", "runs/a", "--batch", "4")
     assert code == 130
-    assert "`enginesmith resume runs/a` goes on from here" in text
+    assert "`enginesmith resume runs/a` continues from here" in text
     found = records.read(Path("runs/a"))
     assert [one.status for one in found.entries] == ["done", "pending", "pending", "pending"]
     assert "not complete: 3 of 4" in Path("runs/a/fleet.html").read_text()

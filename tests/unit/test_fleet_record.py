@@ -294,5 +294,5 @@ def test_a_run_that_stands_is_linked(before: Earlier, asked: Entry, tmp_path: Pa
     assert again.resolve() == (before.folder / records.RUNS / asked.name).resolve()
     assert str(before.folder.name) in str(again.readlink()), "a link leads to the run itself, not to another link"
     assert records.compare_entry(before, asked.name, link, before.run(before.record.entries[0])).note.startswith(
-        "taken over"
+        "reused"
     )

@@ -96,7 +96,7 @@ def test_certain_changes_are_told_from_others(some: FleetRecord) -> None:
 
 def test_what_cannot_be_compared_is_said(some: FleetRecord) -> None:
     said = "\n".join(fleet_tables.describe_last(some))
-    assert "held against ../before" in said
+    assert "compared with ../before" in said
     assert "no longer there: gone@cpu" in said
     assert "digits@edge: other machine: processor was Some CPU, and is Another CPU" in said
     assert "mobilenet_v2@h100: not in the last fleet" in said
@@ -106,8 +106,8 @@ def test_what_cannot_be_compared_is_said(some: FleetRecord) -> None:
 
 def test_failures_have_reasons_and_logs(some: FleetRecord) -> None:
     rows = {row[:2]: row for row in fleet_tables.tabulate_failures(some).rows}
-    assert rows["lenet@h100", "all"][2:4] == ("over budget", "no variant holds every budget")
-    assert rows["lenet@edge", "all"][2:5] == ("lacking", "no node has the accelerator L4", "start one")
+    assert rows["lenet@h100", "all"][2:4] == ("over budget", "no variant meets every budget")
+    assert rows["lenet@edge", "all"][2:5] == ("not available", "no node has the accelerator L4", "start one")
     assert rows["mobilenet_v2@cpu", "onnxruntime-fp32"][-1] == "runs/mobilenet_v2@cpu/logs/export.log"
 
 
@@ -155,7 +155,7 @@ def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
     rows, links = matrix.rows, matrix.links
     assert matrix.columns == ("model", "cpu", "h100", "edge")
     assert rows[0] == ("digits", "onnxruntime-int8 3.33×", "onnxruntime-int8 5.00×", "onnxruntime-int8 4.00×")
-    assert (rows[1][2:], rows[2][3]) == (("over budget", "lacking"), "–")
+    assert (rows[1][2:], rows[2][3]) == (("over budget", "not available"), "–")
     assert links[0, 1] == "runs/digits@cpu/report.html"
     assert (1, 3) not in links
 
@@ -214,7 +214,7 @@ def test_markdown_has_it_in_short(some: FleetRecord) -> None:
     text = fleet_markdown.render_markdown(some)
     assert text.startswith("# nightly\n\n6 of 8 entries have a winner")
     assert "| [digits@cpu](runs/digits%40cpu/report.html) | done | onnxruntime-int8 |" in text
-    assert "| lenet@edge | lacking |" in text
+    assert "| lenet@edge | not available |" in text
     assert "slower, by speed-up over eager" in text
     assert "## What failed, and why" in text
 
@@ -236,7 +236,12 @@ def test_all_rows_of_a_large_fleet_stand_in_the_page_with_links(some: FleetRecor
 def test_the_terminal_says_the_same(some: FleetRecord, capsys: pytest.CaptureFixture[str]) -> None:
     assert terminal.show_fleet(some, Path("runs/nightly"), as_json=False) == 3
     text = capsys.readouterr().out
-    for words in (fleet_tables.summarize(some), "slower: 2", "held against ../before", "lenet@edge: lacking: no node"):
+    for words in (
+        fleet_tables.summarize(some),
+        "slower: 2",
+        "compared with ../before",
+        "lenet@edge: not available: no node",
+    ):
         assert words in text
     assert "log: runs/nightly/runs/mobilenet_v2@cpu/logs/export.log" in text
     assert "report: runs/nightly/fleet.html" in text

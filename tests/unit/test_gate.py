@@ -141,10 +141,10 @@ def test_too_few_launches_are_not_judged(tmp_path: Path, after: float, code: int
 
 
 def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", record(), winner=None, winner_reason="no variant holds every budget")
+    run = write(tmp_path / "run", record(), winner=None, winner_reason="no variant meets every budget")
     found = gate.gate(run, demands())
     assert (found.exit_code, found.breaches[0].name) == (3, "winner")
-    assert "no variant holds every budget" in found.breaches[0].text
+    assert "no variant meets every budget" in found.breaches[0].text
 
 
 def test_a_run_whose_engines_all_failed_is_no_use_whatever_eager_does(tmp_path: Path) -> None:
@@ -541,7 +541,7 @@ def test_two_fleets_are_compared(make_fleet: Make) -> None:
     make_fleet("after", {"digits@cpu": 0.6})
     code, text = said("compare", "before", "after", "-o", "compare.md")
     assert code == 0
-    assert "since the last fleet: held against ../before" in text
+    assert "since the last fleet: compared with ../before" in text
     assert "slower +20 %" in text
     assert "| digits@cpu | onnxruntime-int8 | p50 at batch 1, ms | 0.5 | 0.6 |" in Path("compare.md").read_text()
     document = json.loads(said("compare", "before", "after", "--json")[1])

@@ -57,7 +57,7 @@ def test_says_what_it_knows_and_why_not(here: Environment) -> None:
         ({"governor": "powersave"}, "governor"),
         ({"stolen_seconds": 5.0}, "given 5% of its cores' time to others"),
         ({"memory_limit_bytes": 1 << 30, "memory_limit_left_bytes": 64 << 20}, "only 64 MiB is left"),
-        ({"gpus": (GPU.model_copy(update={"clock_limits": ("idle", "power limit")}),)}, "held down by: power limit"),
+        ({"gpus": (GPU.model_copy(update={"clock_limits": ("idle", "power limit")}),)}, "limited by: power limit"),
         ({"gpus": (GPU, GPU.model_copy(update={"utilisation_percent": 90}))}, "cuda:1 is busy"),
         (
             {"gpus": (GPU.model_copy(update={"processes": (GpuProcess(pid=FOREIGN, used_bytes=None),)}),)},
@@ -161,7 +161,7 @@ def test_what_gpus_did_while_they_worked(here: Environment) -> None:
     rest = here.model_copy(update={**QUIET, "gpus": (GPU, GPU)})
     fast, slow = busy(clock_limits=(), sm_clock_mhz=1980), busy(clock_limits=("power limit",), sm_clock_mhz=1500)
     assert interference(rest, rest, [(GPU, fast), (GPU, slow), (GPU, slow)]) == (
-        "cuda:1 has its clocks held down by: power limit",
+        "cuda:1 has its clocks limited by: power limit",
         "cuda:1 had clocks between 1500 and 1980 MHz while it worked",
     )
 

@@ -348,8 +348,8 @@ def _rewrite(**changes: Any) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (_spoil("model.onnx", b"other"), "its sha256 is another"),
-        (_spoil("infer.py", b"print()"), "its sha256 is another"),
+        (_spoil("model.onnx", b"other"), "its sha256 differs"),
+        (_spoil("infer.py", b"print()"), "its sha256 differs"),
         (_spoil("extra.so", b"code"), "was not packaged"),
         (lambda folder: (folder / "test_vector.npz").unlink(), "is missing"),
         (_spoil("manifest.json", b'{"schema": "enginesmith.bundle/1", '), "damaged"),

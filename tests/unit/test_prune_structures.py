@@ -370,7 +370,7 @@ def test_named_layers_stay_whole() -> None:
     assert done.surgery.history
     model = flattened()
     done = prune(model, protect=("0",))
-    assert done.whole["0"] == "it is to stay whole, as was asked for"
+    assert done.whole["0"] == "it is protected, as requested"
     assert model[0].out_channels == 8
     with pytest.raises(UsageError, match="no layer of the model is called 'fist'"):
         prune(flattened(), protect=("fist",))

@@ -148,7 +148,7 @@ def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabelled: Path, tmp_
     effect, record = done(task(unlabelled, patience=2, epochs=20), same, tmp_path / "out")
     assert (record.ending, record.best_step) == ("patience", 0)
     assert record.steps < record.plan.steps
-    assert any("those that it began with" in note for note in effect.notes)
+    assert any("those from before" in note for note in effect.notes)
     kept, before = (load_file(folder / "state.safetensors") for folder in (tmp_path / "out", pair[TEACHER].folder))
     assert all(np.array_equal(kept[name], before[name]) for name in before)
 

@@ -43,7 +43,7 @@ def run(**changes: Any) -> Run:
 
 def test_the_table_has_the_numbers() -> None:
     rows = run_tables.tabulate_variants(run()).rows
-    assert rows[0] == ("eager", "1", "baseline", "2", "–", "3 MiB", "–", "+0.0050", "measured")
+    assert rows[0] == ("eager", "1", "reference", "2", "–", "3 MiB", "–", "+0.0050", "measured")
     assert (rows[1][0], rows[1][2]) == ("★ onnxruntime-fp32", "4.00× [3.90, 4.10]")
 
 
@@ -118,12 +118,12 @@ def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixt
     with progress.show_progress() as listener:
         listener(Event("started", step))
         listener(Event("progress", step, "half of it"))
-        listener(Event("note", step, "a node was lost; it is done once more"))
-    lost = "load: a node was lost; it is done once more"
+        listener(Event("note", step, "a node was lost; it is run again"))
+    lost = "load: a node was lost; it is run again"
     assert capsys.readouterr().err.splitlines() == ["load: started", lost]
     with progress.show_progress(quiet=True) as listener:
         listener(Event("started", step))
-        listener(Event("note", step, "a node was lost; it is done once more"))
+        listener(Event("note", step, "a node was lost; it is run again"))
     assert capsys.readouterr().err.splitlines() == [lost]
 
 
@@ -284,7 +284,7 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
 
     some = run(baseline=with_p99(1.0, 398.0))
     (note,) = sentences.describe_noise(some)
-    start = "p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (1 more are like it), as calls waited"
+    start = "p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (1 more like it), because calls waited"
     assert note.startswith(start)
     assert note in sentences.list_measurement_notes(some)
     assert "beside a p50 of 1 ms" in markdown.render(some)

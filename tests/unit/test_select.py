@@ -182,7 +182,7 @@ def test_one_whose_interval_includes_1_is_rejected_with_the_numbers() -> None:
     [
         (limit(1.0, "launch"), limit(1.0, "launch"), "starting operators"),
         (limit(1.0, "memory"), limit(1.02, "memory"), "moving data"),
-        (limit(0.5, "arithmetic"), limit(1.0, "arithmetic"), "larger multiple of channels"),
+        (limit(0.5, "arithmetic"), limit(1.0, "arithmetic"), "larger --multiple-of"),
     ],
 )
 def test_the_reason_is_what_bounds_it(mine: LimitRow, dense: LimitRow, said: str) -> None:

@@ -302,7 +302,7 @@ def test_types_that_a_target_lacks(kind: int, name: str, least: str, below: str,
     assert f"uses {name}, which needs {least} or later, and the target is {below}" in refusal(given, below).message
     both = refusal(given, least, below)
     assert f"the engine is to run on {below} too" in both.message
-    assert both.remedy.startswith(f"leave {below} away")
+    assert both.remedy.startswith(f"omit {below}")
 
 
 def test_a_type_that_quantisation_makes_counts_too() -> None:

@@ -200,7 +200,7 @@ class OnnxRuntime(Engine):
         availability = type(self).available(device)
         if not availability.ok or not self.tf32 or device.kind == "cuda":
             return availability
-        return unavailable("TF32 can be had on CUDA devices only", "use --device cuda")
+        return unavailable("TF32 is available on CUDA devices only", "use --device cuda")
 
     @property
     def arithmetic(self) -> str:

@@ -145,7 +145,7 @@ def open_session(
     wanted = providers[0][0]
     if session.get_providers()[0] != wanted:
         remedy = f"install the CUDA build alone: pip uninstall onnxruntime; {install_command('onnxruntime-gpu')}"
-        told = f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word"
+        told = f"ONNX Runtime did not start its {wanted} and would silently run on the CPU"
         raise MissingCapability(told, remedy)
     return session
 

@@ -170,7 +170,7 @@ def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool) -> A
     replaced = bool(stored) and not cache.queryKeys()  # what it cannot read becomes an empty cache, with a warning
     if replaced or not config.set_timing_cache(cache, ignore_mismatch=False):
         told = f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}"
-        raise UsageError(told, "give another one with --timing-cache, or remove it to have it made anew")
+        raise UsageError(told, "give another one with --timing-cache, or remove it: it is made again then")
     return cache
 
 
@@ -314,7 +314,7 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
     for flag, wanted in chosen.items():
         (config.set_flag if wanted else config.clear_flag)(flag)
         if config.get_flag(flag) != wanted:
-            raise MissingCapability(f"{settings.flavour} does not take the builder flag {flag.name}", "leave it away")
+            raise MissingCapability(f"{settings.flavour} does not take the builder flag {flag.name}", "omit it")
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
     if options.aux_streams is not None:

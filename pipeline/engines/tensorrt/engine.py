@@ -344,7 +344,7 @@ class TensorRT(WorkspaceEngine):
         if not known.targets:
             if self.target and (here is None or self.target != here.target):
                 told = f"{self.name} builds for the device that is here, and the target is {self.target}"
-                raise UsageError(told, "leave --target away, or use tensorrt_rtx, which builds ahead of time")
+                raise UsageError(told, "omit --target, or use tensorrt_rtx, which builds ahead of time")
             return ()
         choices = ", ".join((*known.targets, PORTABLE))
         if self.target is None:

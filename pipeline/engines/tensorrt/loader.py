@@ -326,7 +326,7 @@ def _stream_weights(engine: Any, options: RunOptions) -> bool:
         raise UsageError(told, "build it with --weight-streaming")
     if budget < whole and options.cuda_graphs:
         told = "weights that are streamed while the engine runs cannot be part of a CUDA graph"
-        raise UsageError(told, f"leave CUDA graphs away, or give a budget of {whole} bytes, which is all of them")
+        raise UsageError(told, f"do not use CUDA graphs, or give a budget of {whole} bytes, which is all of them")
     engine.weight_streaming_budget_v2 = min(budget, whole)  # it logs a failure, and keeps what it had
     if engine.weight_streaming_budget_v2 != min(budget, whole):
         raise UsageError(f"TensorRT does not take the weight streaming budget {budget}", "give a larger one")

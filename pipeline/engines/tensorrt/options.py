@@ -88,7 +88,7 @@ def validate_options(
     for name, flag in names.items():
         if name in refused:
             elsewhere = name in NEEDS_DEVICE and name not in known.refused
-            remedy = f"leave {flag} away" + (", or build on a machine with a GPU" if elsewhere else "")
+            remedy = f"omit {flag}" + (", or build on a machine with a GPU" if elsewhere else "")
             raise MissingCapability(f"{flavour} cannot do {flag} here: {refused[name]}", remedy)
     return tuple(
         f"{flag} has no effect in {flavour}: {known.no_effect[name]}"

@@ -19,7 +19,7 @@ _LEAST_TARGET: Mapping[str, int] = {"float8e4m3fn": 89, "float8e5m2": 89, "bfloa
 """Element type → the first compute capability that has it (the vendor's support matrix)."""
 _WHY_TYPES = {
     "float64": "TensorRT has no float64 arithmetic, and builds such a graph without a word",
-    "uint8": "TensorRT reads uint8 quantization as int8, and answers wrongly without a word",
+    "uint8": "TensorRT reads uint8 quantization as int8, and silently gives wrong answers",
     "string": "TensorRT has no strings",
     "complex64": "TensorRT has no complex numbers",
     "complex128": "TensorRT has no complex numbers",
@@ -86,7 +86,7 @@ def validate_graph(model: "onnx.ModelProto", targets: tuple[str, ...], known: Ca
                 f"the engine is to run on {listed} too" if len(lacking) < len(targets) else f"the target is {listed}"
             )
             told = f"the graph uses {name}, which needs sm{least} or later, and {where}"
-            raise UnsupportedGraph(told, f"leave {listed} away, or use another precision")
+            raise UnsupportedGraph(told, f"omit {listed}, or use another precision")
 
 
 def _used_types(model: "onnx.ModelProto") -> set[str]:

@@ -112,11 +112,11 @@ class Eager(Engine):
         asked = [name for name, value in (("TF32", self.tf32), ("replays of CUDA graphs", self.cuda_graphs)) if value]
         if device.kind == "cpu" and asked:
             reason = f"{' and '.join(asked)} can be had on CUDA devices only"
-            return unavailable(reason, "use --device cuda, or leave that away")
+            return unavailable(reason, "use --device cuda, or omit that")
         here = nvidia.cuda_device(device.index) if device.kind == "cuda" else None
         if self.tf32 and here and here.compute_capability < _TF32_SINCE:
             reason = f"TF32 needs compute capability 8.0, and {device} is {here.target} ({here.name})"
-            return unavailable(reason, "leave tf32 away: products are in float32 here anyway")
+            return unavailable(reason, "omit tf32: products are in float32 here anyway")
         return availability
 
     @property

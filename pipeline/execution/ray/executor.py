@@ -187,15 +187,15 @@ class RayExecutor(Executor):
                             f"it was lost {_ATTEMPTS} times: {'; '.join(losses)}",
                             "see `ray status`, and whether the nodes have the memory for it",
                         ) from loss
-                    note(f"{loss}; it is done once more")
+                    note(f"{loss}; it is run again")
                     continue
             if why := self._pool.accept(answer.node_id, answer.fingerprint, answer.refusal, request.step.place):
-                note(f"{why}; it is done on another node")
+                note(f"{why}; it is run on another node")
                 continue
             if answer.full and answer.node_id not in self._full:
                 self._full.add(answer.node_id)
                 if self._has_space(request.step):
-                    note(f"the disk of {answer.node} is full; it is done on another node")
+                    note(f"the disk of {answer.node} is full; it is run on another node")
                     continue
             if isinstance(answer.error, MissingEntry) and not shared:  # a node lacks what this machine has in its cache
                 shared = True
@@ -231,7 +231,7 @@ class RayExecutor(Executor):
         if waits:
             why = why or "those that are left are of another kind than what was built for"
             why = f"all nodes that it could run on were lost, and none came back within {grace}: {why}"
-        remedy = "`enginesmith resume` goes on once there is one"
+        remedy = "`enginesmith resume` continues once there is one"
         if self._pool.refused:
             both = "install the same versions everywhere, and name a store that all machines reach with --store"
             remedy = f"{both}; {remedy}"

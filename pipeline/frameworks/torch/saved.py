@@ -227,7 +227,7 @@ def _build_around(state: Path, record: _Record) -> nn.Module:
     if set(own) != {*names, *record.tied}:
         raise SourceError(
             f"{record.model} no longer builds the module whose weights were stored",
-            "run optimize again, so that it is loaded anew",
+            "run optimize again, so that it is loaded again",
         )
     for name in names:
         with safe_open(state, framework="pt") as stored:  # opened for each, as what was read stays mapped until closed
@@ -258,7 +258,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         raise SignatureError(
             f"--input says {', '.join(map(str, options.inputs))}, and the model was saved with "
             f"{', '.join(map(str, record.signature.inputs))}",
-            "leave --input away: a saved model names its own inputs",
+            "omit --input: a saved model names its own inputs",
         )
     allowed = record.options.allow_pickle and options.allow_pickle
     inner = record.options.model_copy(update={"allow_pickle": allowed})

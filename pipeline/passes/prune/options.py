@@ -83,7 +83,7 @@ class PruneTarget(BaseModel):
         if not (math.isfinite(value) and 0 < value < 1):
             why = f"it is the share of the {what} that is removed, above 0 % and below 100 %"
             if value == 0:
-                why = f"none of the {what} would be removed; leave --prune away for the dense model"
+                why = f"none of the {what} would be removed; omit --prune for the dense model"
             elif value == 1:
                 why = f"{why}, and 100 % would leave none"
             raise UsageError(f"--prune {text}: {why}", _FORMS)

@@ -136,7 +136,7 @@ def _scale_by_numbers(model: nn.Module, removals: Sequence[Removal]) -> Iterator
                 vars(module)["forward"] = own
 
 
-ASKED_FOR = "it is to stay whole, as was asked for"
+ASKED_FOR = "it is protected, as requested"
 
 
 def protect_groups(groups: Iterable[Group], modules: Sequence[str], patterns: Sequence[str]) -> dict[str, str]:

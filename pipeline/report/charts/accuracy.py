@@ -46,7 +46,7 @@ def fidelity(cast: Cast) -> Chart:
     known = {name: each for name, each in by_id.items() if any(stage.sqnr_db is not None for stage in each.values())}
     if known:
         return Chart("fidelity", title, _draw_fidelity(cast, known), _summarize_fidelity(cast, known))
-    why = "No output has an SQNR" if by_id else "No stage was held against the reference"
+    why = "No output has an SQNR" if by_id else "No stage was compared with the reference"
     reason = why_none(cast.run, "fidelity", "outputs are whole numbers" if by_id else "nothing has run yet")
     return Chart("fidelity", title, empty=f"{why}: {reason}.")
 
@@ -226,7 +226,7 @@ def _describe_group(group: Assignment) -> str:
     return f"{group.group} ({group.operator}): SQNR {group.sqnr_db:.1f} dB, computed in {group.precision}{why}"
 
 
-# How training pruned models back went.
+# How the retraining of pruned models went.
 
 
 def recovery(cast: Cast) -> Chart:
@@ -238,9 +238,9 @@ def recovery(cast: Cast) -> Chart:
         if recovery.curve
     ]
     metric = " and ".join(dict.fromkeys(recovery.metric for _, _, recovery in turns)) or "metric"
-    title = f"Training pruned models back: {metric} on held-back samples, and training loss, by step"
+    title = f"Retraining of pruned models: {metric} on held-out samples, and training loss, by step"
     if not turns:
-        why = "Pruned models were not trained back: --recover distil does it."
+        why = "Pruned models were not retrained: --recover distil does it."
         none = "No model was pruned in this run."
         return Chart("recovery", title, empty=why if any(variant.prune for variant in cast.run.variants) else none)
     _, name, last = turns[-1]
@@ -266,7 +266,7 @@ def _draw_recovery(cast: Cast, turns: Sequence[tuple[VariantRecord, str, Recover
     metrics = [point.metric for _, _, recovery in turns for point in recovery.curve]
     teachers = dict.fromkeys(recovery.teacher for _, _, recovery in turns)
     shapes = [limit("y", value, f"dense {value:.4f}", metrics) for value in teachers]
-    upper = axis(f"{metric}, held back", log=False, zero=False) | {"domain": [0.55, 1]}
+    upper = axis(f"{metric}, held out", log=False, zero=False) | {"domain": [0.55, 1]}
     losses = [point.loss for _, _, recovery in turns for point in recovery.curve]
     lower = axis("training loss", losses, zero=False) | {"domain": [0, 0.45]}
     x_axis = axis("training step", log=False) | {"anchor": "y2"}

@@ -91,7 +91,7 @@ def _summarize_memory(cast: Cast, rows: Mapping[str, MemoryRow]) -> str:
     budget = cast.run.recipe.budgets.max_memory_bytes
     if budget is not None:
         holding = sum((record.peak_bytes or 0) <= budget for record in records)
-        text += f"; {holding} of {len(records)} hold the budget of {format_bytes(budget)}"
+        text += f"; {holding} of {len(records)} meet the budget of {format_bytes(budget)}"
     return f"{text}{cast.unnamed(rows, 'in the table only')}."
 
 

@@ -89,7 +89,7 @@ _BOUNDS = {"arithmetic": "circle-open", "memory": "square-open", "launch": "diam
 def limits(cast: Cast) -> Chart:
     """Draw measured time beside its floor."""
     at = cast.run.deciding_batch
-    title = f"Measured time of an inference (ms) at batch {at}, and the least that the device could take"
+    title = f"Measured time of an inference (ms) at batch {at}, and the least time that the device needs"
     rows = {
         record.id: row
         for record in cast.records
@@ -98,7 +98,7 @@ def limits(cast: Cast) -> Chart:
     }
     if not rows:
         why = why_none(cast.run, "limits", "no floor is known at this batch size")
-        return Chart("limits", title, empty=f"Nothing was held against the device's limits: {why}.")
+        return Chart("limits", title, empty=f"Nothing was compared with the device's limits: {why}.")
     shown = cast.named(rows)
     traces = [
         trace for place, profile in enumerate(shown) for trace in _draw_distance(cast, profile, rows[profile.id], place)
@@ -143,7 +143,7 @@ def _summarize_limits(cast: Cast, rows: Mapping[str, LimitRow]) -> str:
     if not known:
         return f"Floors of {len(rows)} variants are known, and none was measured{unnamed}."
     nearest = min(known, key=lambda record: rows[record.id].measured_over_floor or 0.0)
-    text = f"{short_name(nearest)} is nearest to what the device can do: {_describe_limit(rows[nearest.id])}"
+    text = f"{short_name(nearest)} is nearest to the device's limit: {_describe_limit(rows[nearest.id])}"
     baseline = cast.run.baseline
     base = rows.get(baseline.id)
     if base and nearest.id != baseline.id and base.measured_over_floor is not None:

@@ -96,22 +96,27 @@ def _render_variants(run: Run, drawings: Drawings) -> Sequence[Block]:
 
 
 SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]], ...] = (
-    ("variants-and-front", "Variants", "Which variant is it to be?", _render_variants),
+    ("variants-and-front", "Variants", "Which variant is the best choice?", _render_variants),
     ("glance", "At a glance", "What a reviewer asks first", lambda run, _: (Facts(answer_questions(run)),)),
-    ("out", "Failed, rejected or left", "Why can this variant not be used?", sections.render_rejected),
+    ("out", "Failed, rejected or not measured", "Why can this variant not be used?", sections.render_rejected),
     ("latency", "Latency", "How are single calls distributed, and what is the tail?", sections.render_latency),
     ("memory", "Memory", "Where does peak memory go?", sections.render_memory),
     ("sweep", "Batch sizes and callers", "What does a larger batch give?", sections.render_batch_sweep),
     ("fidelity", "Fidelity along the stages", "Where was accuracy lost?", sections.render_fidelity),
     ("sensitivity", "Sensitivity", "Which layers suffer most in low precision?", sections.render_sensitivity),
     ("precision", "Precision", "What was quantized, what was not, and why?", sections.render_precision),
-    ("smaller", "Pruning and recovery", "What was taken away, did it come back?", sections.render_compression),
+    (
+        "smaller",
+        "Pruning and recovery",
+        "What was removed, and was the accuracy recovered?",
+        sections.render_compression,
+    ),
     ("limits", "Distance to the hardware's limit", "How far is it from these limits?", sections.render_limits),
     ("profile", "Where the time goes", "Which modules and operators take the time?", sections.render_profile),
-    ("provenance", "Provenance", "What was done, by what, with which result?", sections.render_provenance),
-    ("environment", "Environment", "On what machine, and was it quiet?", sections.render_environment),
+    ("provenance", "Provenance", "Which steps ran, with which tools and results?", sections.render_provenance),
+    ("environment", "Environment", "Which machine, and did other programs disturb it?", sections.render_environment),
     ("method", "How things were measured", "Which clock, how many rounds, which memory?", sections.render_method),
-    ("reproduce", "Do it again", "What do I install, and what do I run?", sections.render_reproduction),
+    ("reproduce", "Run it again", "What do I install, and what do I run?", sections.render_reproduction),
 )
 """Sections in the order of the page: id, heading, the question that people come with, the function that fills it."""
 
@@ -125,7 +130,7 @@ def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
     tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
     left = ", ".join([step.id for step in run.steps if step.status == "pending"][:3]) or "–"
     progress = f"{sentences.describe_progress(run).capitalize()}; next: {left}."
-    goes_on = Words(f"{progress} Go on with: enginesmith resume {run.name}", "caution")
+    goes_on = Words(f"{progress} Continue with: enginesmith resume {run.name}", "caution")
     return lay_out(
         "page.html.j2",
         [Section(name, title, question, tuple(fill(run, drawings))) for name, title, question, fill in SECTIONS],
@@ -157,13 +162,13 @@ def answer_questions(run: Run) -> tuple[Fact, ...]:
     """Answer a reviewer's questions in a line each, naming the section that has the rest."""
     versions = ", ".join(f"{name} {number}" for name, number in provenance.list_versions(run.environment).items())
     return (
-        Fact("Did the budget hold at p99?", _p99(run), "latency"),
+        Fact("Is the latency budget met at p99?", _p99(run), "latency"),
         Fact("Which clock, how many rounds?", _clock(run), "method"),
         Fact("Was the machine quiet?", _quiet(run), "environment"),
         Fact("Where does memory go?", _memory(run), "memory"),
         Fact("Where was accuracy lost?", _lost(run), "fidelity"),
         Fact("Which layers stayed in floating point, and why?", _kept(run), "precision"),
-        Fact("Which variants failed, were rejected or left?", _out(run), "out"),
+        Fact("Which variants failed, were rejected or not measured?", _out(run), "out"),
         Fact("Calibrated and evaluated on what?", _data(run), "precision"),
         Fact("How far from the hardware's limit?", _limit(run), "limits"),
         Fact("What do I install to run this again?", f"{versions or 'No versions are known'}.", "reproduce"),
@@ -223,7 +228,7 @@ def _quiet(run: Run) -> str:
         return f"No: {'; '.join(filter(None, (warnings[0] + more, said)))}."
     if shares and max(shares) > _DISTURBED:
         return f"Not all the time: {said}; they are left out of medians and speed-ups."
-    return f"Yes, nothing is known to the contrary{'; ' if said else ''}{said}."
+    return f"Yes, no disturbance was found{'; ' if said else ''}{said}."
 
 
 def _memory(run: Run) -> str:
@@ -241,9 +246,9 @@ def _lost(run: Run) -> str:
     rows = tabulate_losses(run).rows
     mine = next((row for row in rows if row[0] == mark_name(choose_variant(run))), next(iter(rows), None))
     if mine is None:
-        return "No outputs were held against the baseline's."
+        return "No outputs were compared with those of the original model."
     name, stage, fall, worst, metric = mine
-    where = f"most at {stage}, SQNR {fall} dB" if fall != "–" else f"nowhere to speak of: SQNR is at least {worst} dB"
+    where = f"most at {stage}, SQNR {fall} dB" if fall != "–" else f"nowhere by much: SQNR is at least {worst} dB"
     return f"{name}: {where}{f'; {metric}' if metric != '–' else ''}."
 
 
@@ -286,7 +291,7 @@ def _data(run: Run) -> str:
     parts = []
     if any(record.assignment or record.synthetic_calibration for record in run.variants):
         made_up = any(record.synthetic_calibration for record in run.variants)
-        parts.append(f"ranges from {'made-up data' if made_up else describe_calibration(run)}")
+        parts.append(f"ranges from {'random data' if made_up else describe_calibration(run)}")
     quality = next((record.quality for record in (choose_variant(run), *run.variants) if record.quality), None)
     if quality:
         parts.append(f"{quality.metric} on {quality.samples} samples of {run.recipe.data or run.model.data}")

@@ -47,7 +47,10 @@ def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     why = next((record.reasons["quality"] for record in run.records if record.reasons.get("quality")), "")
     return (
         *show_rows(run_tables.tabulate_losses(run)),
-        *(show_rows(run_tables.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
+        *(
+            show_rows(run_tables.tabulate_quality(run))
+            or (Words(f"No metric was computed{f': {why}' if why else ''}."),)
+        ),
         drawings["fidelity"],
         *fold("Every comparison", run_tables.tabulate_fidelity(run)),
     )
@@ -140,8 +143,8 @@ def render_rejected(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         {"variants": ", ".join(map(mark_name, records)), "what": what, "why": why}
         for records, what, why in (*rejected, *others)
     )
-    none = Words("None: every variant was built, held against the baseline and measured.")
-    caption = "Variants that failed, were rejected or are left, with the reason"
+    none = Words("None: every variant was built, compared with the original model and measured.")
+    caption = "Variants that failed, were rejected or not measured, with the reason"
     return show_rows(make_table("reasons", caption, rows)) or (none,)
 
 
@@ -171,7 +174,7 @@ def _about(run: Run) -> Iterator[Fact]:
         yield Fact("Outputs", "; ".join(map(str, model.signature.outputs)))
     if model.shapes:
         yield Fact("Shapes (min:opt:max)", ", ".join(f"{name} {range_}" for name, range_ in model.shapes.items()))
-    yield Fact("Begun", run.created)
+    yield Fact("Started", run.created)
     yield Fact("Took", format_seconds(run.seconds))
 
 
@@ -182,7 +185,7 @@ def render_environment(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     known = [Fact(name, text) for name, text in machine.rows if name in _TELLING or name.startswith("GPU")]
     versions = provenance.list_versions(run.environment).items()
     packages = make_table("packages", "Packages", ({"package": name, "version": version} for name, version in versions))
-    quiet = Words("Nothing was seen that spoils measurements.", "good")
+    quiet = Words("Nothing was found that disturbs measurements.", "good")
     unknown = Words("Nothing is known of the machine.", "caution")
     return (
         *(list_points(warnings, "caution") or (quiet if machine.rows else unknown,)),
@@ -205,7 +208,7 @@ def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         *((Words(said), Code("install", "Install", install)) if install else (unknown,)),
         *([Words(build)] if builds else []),
         Code("command", "Run", provenance.write_commands(run)),
-        *([Words(f"Begun in the folder {run.environment['folder']}.")] if run.environment.get("folder") else []),
+        *([Words(f"Started in the folder {run.environment['folder']}.")] if run.environment.get("folder") else []),
         *fold("recipe.yaml: everything that was asked for", Code("recipe", "recipe.yaml", commented(run.recipe))),
     )
 
@@ -265,16 +268,19 @@ def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
     sizes = ", ".join(str(batch) for batch in sorted({table.batch for entry in run.records for table in entry.profile}))
-    said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
+    said = f"At batch {sizes}. Profilers slow the model down: use this for shares of the time, not for its length."
     side_by_side = run_tables.tabulate_profile(run)
     notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
         *([Words(said)] if sizes else []),
         drawings["profile"],
         *fold(side_by_side.caption, side_by_side),
-        *fold("Every module, and why it takes more or less than in the baseline", run_tables.tabulate_modules(run)),
+        *fold(
+            "Every module, and why it takes more or less time than in the original model",
+            run_tables.tabulate_modules(run),
+        ),
         *fold("Every operator, by the module whose work it does", run_tables.tabulate_operators(run)),
-        *fold("What the profilers say of themselves", *notes),
+        *fold("Notes of the profilers", *notes),
     )
 
 
@@ -283,7 +289,7 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 _LATENCY = (
     "Latency: the host's monotonic clock around enqueueing and synchronising, the same for eager and every engine. "
     "Inputs are in place before, outputs are fetched after. On CUDA, events on the stream stand beside it.",
-    "All variants take turns in shuffled rounds, each in a process of its own, and the processes are started anew "
+    "All variants take turns in shuffled rounds, each in a process of its own, and the processes are restarted "
     "several times (launches). Speed-up is the median over rounds of the paired ratio; its 95 % interval is over "
     "launches.",
 )

@@ -124,7 +124,7 @@ def _check_digests(chosen: Chosen) -> None:
     if not main.is_file():
         raise ModelError(f"{main} is missing", again)
     if not has_files(main.parent, kept.sha256):
-        raise ModelError(f"{main.parent} is not what the run made: its sha256 is another than run.json says", again)
+        raise ModelError(f"{main.parent} is not what the run made: its sha256 differs from the one in run.json", again)
     vector = chosen.record.test_vector
     assert vector is not None
     path = chosen.folder / vector.path
@@ -132,7 +132,7 @@ def _check_digests(chosen: Chosen) -> None:
         raise ModelError(f"{path} is missing, or not what the run made", again)
 
 
-_SYNTHETIC = "ranges were taken from made-up data: its accuracy says nothing of real data"
+_SYNTHETIC = "ranges were taken from random data: its accuracy says nothing about real data"
 _CHANNELS = (1, 3, 4)
 
 
@@ -210,7 +210,7 @@ def _summary(record: VariantRecord) -> Summary:
         metric=record.quality.metric if record.quality else None,
         value=record.quality.value if record.quality else None,
         drop=record.quality.drop if record.quality else None,
-        reasons=reasons | ({} if sqnr else {"sqnr_db": "the built engine was not held against the reference"}),
+        reasons=reasons | ({} if sqnr else {"sqnr_db": "the built engine was not compared with the reference"}),
     )
 
 

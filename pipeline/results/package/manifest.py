@@ -168,7 +168,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     for names, what in (
         (outside, "lies outside of the bundle"),
         (missing, "is missing"),
-        (changed, "is not the file that was packaged: its sha256 is another"),
+        (changed, "is not the file that was packaged: its sha256 differs"),
         (extra, "was not packaged"),
     ):
         if names:
