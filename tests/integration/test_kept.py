@@ -89,7 +89,7 @@ def test_another_model_is_built_anew(first: Path, tmp_path: Path) -> None:
     finally:
         (first / "net.py").write_text(text)
     assert {"export", "reference", BUILD} <= set(steps)
-    assert any("not the one that this run was begun with" in text for text in run.environment["warnings"])
+    assert any("not the one that this run was started with" in text for text in run.environment["warnings"])
 
 
 @pytest.mark.thorough

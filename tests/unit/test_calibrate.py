@@ -119,7 +119,7 @@ def test_without_data_made_up_samples_are_like_the_reference_and_said_to_be(tmp_
     assert found.provenance.synthetic
     assert (found.provenance.rows, found.tensors["image"].count) == (tuple(range(50)), 50 * 64)
     assert found.tensors["image"].minimum < -2
-    assert "made up" in effect.notes[-1]
+    assert "random" in effect.notes[-1]
 
 
 def test_made_up_samples_are_the_same_however_many_there_are(tmp_path: Path) -> None:
