@@ -524,7 +524,10 @@ def test_the_report_becomes_a_comment_on_the_pull_request_of_the_tested_commit(c
 
 def test_a_later_report_replaces_ours_and_nobody_elses_comment(commenter: Commenter) -> None:
     others = [{"id": 1, "user": {"login": "stranger"}, "body": MARK}, {"id": 2, "user": BOT, "body": f"see {MARK}"}]
-    commenter.answers["repos/o/r/issues/7/comments"] = [*others, {"id": 3, "user": BOT, "body": f"{MARK}\nold"}]
+    commenter.answers["repos/o/r/issues/7/comments"] = [
+        *others,
+        *({"id": number, "user": BOT, "body": f"{MARK}\nold"} for number in (3, 4)),
+    ]
     commenter.answers["repos/o/r/issues/comments/3"] = {}
     commenter.add(report_md="new")
     commenter.run()
@@ -548,10 +551,11 @@ def test_a_report_is_data_whatever_is_in_it(commenter: Commenter) -> None:
     assert commenter.answers.keys() > {"repos/o/r/actions/artifacts/1/zip"}
 
 
-@pytest.mark.parametrize("missing", ["repos/o/r/pulls", "repos/o/r/issues/7/comments", "gh", "report"])
+@pytest.mark.parametrize("missing", ["repos/o/r/pulls", "repos/o/r/issues/7/comments", "gh", "report", "commit"])
 def test_what_goes_wrong_with_a_comment_is_a_warning(commenter: Commenter, missing: str, tmp_path: Path) -> None:
     commenter.add(report_md="x") if missing != "report" else None
     commenter.answers.pop(missing, None)
+    commenter.variables["SHA"] = "newer" if missing == "commit" else "abc"
     if missing == "gh":
         (commenter.home / "bin" / "gh").unlink()
     assert "::warning title=comment::" in commenter.run()
