@@ -25,7 +25,32 @@ from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 
 __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synthetic", "validate_for_calibration"]
 
+Labels = Array | Mapping[str, Array]
+"""One array, or several by name; the first axis of each is the sample."""
 _OWN = "give data of your own"
+
+
+def count_rows(labels: Labels) -> int:
+    """Count the samples that have labels."""
+    return len(next(iter(labels.values()))) if isinstance(labels, Mapping) else len(labels)
+
+
+def take_labels(labels: Labels, rows: slice | Array) -> Labels:
+    """Take the labels of these rows."""
+    return {key: array[rows] for key, array in labels.items()} if isinstance(labels, Mapping) else labels[rows]
+
+
+def describe_arrays(arrays: Feeds) -> str:
+    """Describe arrays for people: ``'score' float32[64], 'category' float32[64, 5]``."""
+    return ", ".join(f"{name!r} {array.dtype}{list(array.shape)}" for name, array in arrays.items())
+
+
+def describe_labels(labels: Labels) -> str:
+    """Describe labels likewise: ``int64[64] from 0 to 4``."""
+    if isinstance(labels, Mapping):
+        return describe_arrays(labels)
+    span = f" from {labels.min()} to {labels.max()}" if labels.size and labels.dtype.kind in "iu" else ""
+    return f"{labels.dtype}{list(labels.shape)}{span}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +62,8 @@ class Dataset:
 
     name: str
     arrays: Mapping[str, Rows]
-    labels: Array | None = None
+    labels: Labels | None = None
+    """Several arrays where several were named."""
     notes: tuple[str, ...] = ()
     """Notes for people: how rows were made of what was given, and what is odd about them."""
     synthetic: bool = False
@@ -58,7 +84,14 @@ class Dataset:
         For what is decoded row by row, the bytes of the files and the way they are decoded stand in.
         """
         named: list[tuple[str, Rows]] = [(f"input {name}", self.arrays[name]) for name in sorted(self.arrays)]
-        return digest([*named, *([] if self.labels is None else [("labels", self.labels)])])
+        labels = self.labels if isinstance(self.labels, Mapping) else {"": self.labels}
+        given = [(f"labels {key}".strip(), labels[key]) for key in sorted(labels)]
+        return digest([*named, *((name, array) for name, array in given if array is not None)])
+
+    @property
+    def one_label(self) -> Array | None:
+        """The labels, where they are one array."""
+        return None if isinstance(self.labels, Mapping) else self.labels
 
     @property
     def whole(self) -> "Dataset":
@@ -104,8 +137,8 @@ class Dataset:
             return replace(self, notes=(*self.notes, note), source=self.whole)
         rng = np.random.default_rng(seed)
         classes = np.zeros(len(self), np.int64)
-        if self.labels is not None and self.labels.ndim == 1 and self.labels.dtype.kind in "iu":
-            classes = np.unique(self.labels, return_inverse=True)[1]
+        if (labels := self.one_label) is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
+            classes = np.unique(labels, return_inverse=True)[1]
         rows = np.sort(_draw_stratified(classes, count, rng))
         return self.take(rows, f"{self.name} ({count} of {len(self)}, seed {seed})")
 
@@ -115,7 +148,7 @@ class Dataset:
             self,
             name=name,
             arrays={name: pick(array, rows) for name, array in self.arrays.items()},
-            labels=None if self.labels is None else self.labels[rows],
+            labels=None if self.labels is None else take_labels(self.labels, rows),
             drawn=rows if self.drawn is None else self.drawn[rows],
             source=self.whole,
         )
@@ -154,16 +187,20 @@ def open_dataset(
     """
     found = read(reference, Request(inputs, split, options))
     arrays = dict(found.arrays)
-    own, labels = found.labels, options.labels or LABELS
-    if own is None and not any(spec.name == labels for spec in inputs):
-        own = arrays.pop(labels, None)
-    if own is None and options.labels and split == "test":
-        raise DataError(
-            f"{found.name} has no labels {labels!r}; it holds {', '.join(map(repr, found.arrays))}",
-            "name one of them with --labels, or omit it",
-        )
+    own: dict[str, Rows] = {} if found.labels is None else {LABELS: found.labels}
+    if not own:
+        free = arrays.keys() - {spec.name for spec in inputs}
+        own = {key: arrays.pop(key) for key in options.label_keys or [LABELS] if key in free}
+        missing = [key for key in options.label_keys if key not in own]
+        if missing and split == "test":
+            raise DataError(
+                f"{found.name} has no labels {missing[0]!r}; it holds {', '.join(map(repr, found.arrays))}",
+                "name one of them with --labels, several as --labels A,B, or omit it",
+            )
     feeds = check_arrays(found.name, arrays, inputs)
-    held = None if own is None else check_labels(found.name, labels, own, len(next(iter(feeds.values()))))
+    rows = len(next(iter(feeds.values())))
+    checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
+    held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
     return Dataset(found.name, feeds, held, (*found.notes, *check_zeros(found.name, feeds)), folders=found.folders)
 
 

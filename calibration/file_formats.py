@@ -46,7 +46,7 @@ def check_arrays(source: str, arrays: Mapping[str, Rows], inputs: Sequence[Tenso
     return feeds
 
 
-def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec], labels: str | None) -> None:
+def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec], labels: Sequence[str]) -> None:
     """Check that arrays of a file are those of the inputs, and perhaps the labels; without inputs, nothing is.
 
     Raises:
@@ -54,7 +54,7 @@ def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec],
     """
     wanted = [spec.name for spec in inputs]
     if wanted:
-        _check_names(source, {*names} - ({labels or LABELS} - {*wanted}), wanted)
+        _check_names(source, {*names} - ({*(labels or [LABELS])} - {*wanted}), wanted)
 
 
 def _check_names(source: str, names: Iterable[str], wanted: Sequence[str]) -> None:
@@ -256,7 +256,7 @@ def _read_npz(reference: str, request: Request) -> RawData:
 def _check_npz(reference: str, request: Request) -> None:
     with open_arrays(reference) as path:
         headers = lazy_arrays.npz_headers(path)
-    check_names(path.name, headers, request.inputs, request.options.labels)
+    check_names(path.name, headers, request.inputs, request.options.label_keys)
 
 
 def _check_npy(reference: str, _: Request) -> None:
@@ -266,7 +266,7 @@ def _check_npy(reference: str, _: Request) -> None:
 
 def _check_safetensors(reference: str, request: Request) -> None:
     found = _read_safetensors(reference, request)
-    check_names(found.name, found.arrays, request.inputs, request.options.labels)
+    check_names(found.name, found.arrays, request.inputs, request.options.label_keys)
 
 
 def _check_embedded(reference: str, request: Request) -> None:

@@ -36,7 +36,7 @@ class DataOptions(BaseModel):
     labels: Annotated[str | None, Option(_DATA, everyday=True, metavar="KEY")] = Field(
         None,
         min_length=1,
-        description="key of the labels; by default labels, in texts label",
+        description="key of the labels, or A,B; else labels, in texts label",
     )
     max_length: Annotated[int | None, Option(_DATA)] = Field(
         None,
@@ -47,6 +47,11 @@ class DataOptions(BaseModel):
         None, description="texts: the side that short ones are padded on; by default the tokenizer's"
     )
     most_rows: int = Field(65_536, gt=0, description="functions: most rows that are taken from one")
+
+    @property
+    def label_keys(self) -> tuple[str, ...]:
+        """The keys of the labels; empty where none is named."""
+        return tuple(filter(None, map(str.strip, (self.labels or "").split(","))))
 
     @field_validator("resize", "crop", mode="before")
     @classmethod

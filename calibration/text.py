@@ -204,6 +204,8 @@ def check_texts(reference: str, request: Request) -> None:
         DataError: the line is not of the form, or there is no tokenizer.
     """
     path = Path(reference)
+    if len(request.options.label_keys) > 1:
+        raise DataError(f"{path.name} has one label in each line, and --labels names several keys", "name one of them")
     if next(read_lines(path, request.options), None) is None:
         raise DataError(f"{path.name} is empty", _FORM)
     find_tokenizer(path, request.options)

@@ -3,9 +3,11 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
 import re
 import symtable
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
@@ -17,11 +19,18 @@ from enginesmith.pipeline.errors import DataError, EnginesmithError
 
 _ALL_OF_ANOTHER = re.compile(r"^\s*from\s.*\simport\s*\*", re.MULTILINE)
 _REFERENCE = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
+_WITH_REST = re.compile(r"((?:.+?\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*):(.+)")
 
 
 def is_reference(text: str) -> bool:
     """Check whether the text names a function in a module or file."""
     return _REFERENCE.fullmatch(text) is not None
+
+
+def split_reference(text: str) -> tuple[str, str | None]:
+    """Split ``module:function:REST`` before REST; there is none in other texts."""
+    found = _WITH_REST.fullmatch(text)
+    return (found[1], found[2]) if found else (text, None)
 
 
 def find(text: str, what: str) -> Any:
@@ -88,6 +97,33 @@ def _list_names(path: Path, what: str) -> set[str] | None:
     found = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
     made = "__getattr__" in found or any(one.get_name() == "globals" for one in symbols)
     return None if made or _ALL_OF_ANOTHER.search(text) else found
+
+
+def check_arguments(function: Any, what: str, *names: str) -> None:
+    """Check that a function can be called with so many positional arguments.
+
+    Raises:
+        DataError: it takes fewer, or needs more.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function in C that does not tell
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        called = ", ".join(names)
+        raise DataError(
+            f"{what} takes {signature}, and is called with ({called}): {error}",
+            f"write it as `def function({called})`, with a default for each other argument",
+        ) from error
+
+
+def describe_error(error: Exception, function: Any) -> str:
+    """Describe what a function of the user's raised, and in which of its lines."""
+    file = function.__code__.co_filename if inspect.isfunction(function) else None
+    lines = [place.lineno for place in traceback.extract_tb(error.__traceback__) if place.filename == file]
+    return f"{type(error).__name__}: {error}" + (f" in line {lines[-1]} of {Path(file).name}" if file and lines else "")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class DeduplicatedSteps:
 def deduplicate_steps(plans: Mapping[str, Plan]) -> DeduplicatedSteps:
     """Make one step of those that do the same to the same in the same place, called after the first plan that has it.
 
-    A single plan keeps the names of its steps; among several they are ``PLAN/STEP``, and none is required by all.
+    A single plan keeps the names of its steps; among several they are ``PLAN/STEP``.
     """
     by_work: dict[str, Step] = {}
     takers: dict[str, list[tuple[str, StepRef]]] = defaultdict(list)

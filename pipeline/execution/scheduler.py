@@ -7,7 +7,7 @@ import heapq
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,9 +45,12 @@ class Runner:
         self,
         steps: Sequence[Step],
         given: Outcomes | None = None,
-        on_new: Callable[[Outcomes], object] = lambda outcomes: None,
+        on_new: Callable[[Outcomes], Mapping[str, str]] = lambda outcomes: {},
     ) -> dict[str, Outcome]:
-        """Run every step that can run, and return all outcomes; ``on_new`` takes each as soon as it is there.
+        """Run every step that can run, and return all outcomes.
+
+        ``on_new`` takes each outcome as soon as it is there, and returns the steps that are not worth doing any more,
+        with the reason: those that have not begun are skipped.
 
         Steps that ``given`` has an outcome for are not run. On Ctrl-C what runs is ended and KeyboardInterrupt goes on
         to the caller.
@@ -95,13 +98,15 @@ class Runner:
                     else:
                         del running[step.id]
                     assert outcome is not None
-                    self.listener(Event("finished", step, outcome=outcome))
-                    new: dict[str, Outcome] = {step.id: outcome}
-                    if step.required and not outcome.good:
-                        new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in waiting.give_up()}
-                    waiting.release(step.id)
-                    outcomes |= new
-                    on_new(new)
+                    new = [(step, outcome)]
+                    while new:
+                        for ended_step, its_outcome in new:
+                            self.listener(Event("finished", ended_step, outcome=its_outcome))
+                            waiting.release(ended_step.id)
+                        latest: dict[str, Outcome] = {ended_step.id: its_outcome for ended_step, its_outcome in new}
+                        outcomes |= latest
+                        skipped = waiting.remove(on_new(latest))
+                        new = [(each, Outcome(each.id, "skipped", reason=reason)) for each, reason in skipped]
             except BaseException:
                 self.executor.stop()
                 raise
@@ -218,7 +223,7 @@ class _WaitingSteps:
 
     def end_lookup(self, step: Step, *, known: bool) -> bool:
         """Have a step executed unless it is ``known``; returns whether it has ended."""
-        if step.id not in self._steps:  # all was given up meanwhile
+        if step.id not in self._steps:  # it was removed meanwhile
             return False
         if known:
             del self._steps[step.id]
@@ -248,9 +253,10 @@ class _WaitingSteps:
             if not self._missing[taker] and taker in self._steps:
                 heapq.heappush(self._ready, self._steps[taker])
 
-    def give_up(self) -> list[str]:
-        """Begin no step any more; returns those that had not begun."""
-        left = list(self._steps)
-        for steps in (self._steps, self._ready, self._unknown):
-            steps.clear()
-        return left
+    def remove(self, reasons: Mapping[str, str]) -> list[tuple[Step, str]]:
+        """Begin these steps no more; returns those that had not begun, with the reasons given for them."""
+        removed = [(self._steps.pop(name)[1], reason) for name, reason in reasons.items() if name in self._steps]
+        for heap in (self._ready, self._unknown) if removed else ():
+            heap[:] = [entry for entry in heap if entry[1].id in self._steps]
+            heapq.heapify(heap)
+        return removed

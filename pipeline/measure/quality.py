@@ -1,13 +1,18 @@
-"""Compute the task's own metric on labelled data, and its drop against eager on the same samples."""
+"""Compute the task's own metric on labeled data, and its drop against eager on the same samples.
 
+A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``top1:category``, ``metrics.py:f:value``.
+"""
+
+import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.calibration import user_code
+from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
@@ -16,6 +21,13 @@ from enginesmith.pipeline.tensors import Array, Feeds
 
 Metric = Callable[[dict[str, Array], Any], Any]
 """``(outputs by name, labels)`` → one number for all samples, or an array with one for each; more is better."""
+DEFAULT_METRIC = "top1"
+"""Where labels fit it, and no other metric was named."""
+_OWN_FUNCTION = "give a function of your own with --metric file.py:function (docs/data.md)"
+
+
+class MetricError(DataError):
+    """A metric that failed on these samples; on more of them it may not."""
 
 
 class Quality(BaseModel):
@@ -24,6 +36,10 @@ class Quality(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     metric: str
+    output: str | None = None
+    """The output that was judged; None where the metric was given all of them."""
+    other_outputs: tuple[str, ...] = ()
+    """The model's outputs that were not judged."""
     value: float
     baseline: float
     drop: float
@@ -33,43 +49,109 @@ class Quality(BaseModel):
     samples: int
     reasons: dict[str, str] = {}
 
+    @property
+    def title(self) -> str:
+        """The metric and, where the model has several outputs, the one that was judged."""
+        if self.output is None or not self.other_outputs:
+            return self.metric
+        return f"{self.metric.removesuffix(f':{self.output}')} of {self.output!r}"
 
-def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: int = 0) -> Quality:
+
+def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None, seed: int = 0) -> Quality:
     """Judge outputs and the baseline's outputs on the same labels; the first axis of each is the sample.
 
-    ``metric`` is ``top1``, ``top5``, ``mse`` (less is better), a plug-in's name, or ``module:function``.
+    ``metric`` is ``top1``, ``top5``, ``mse`` (less is better), a plug-in's name, or ``module:function``, each perhaps
+    with ``:OUTPUT`` after it.
 
     Raises:
-        DataError: the metric is not found, raises, or returns no finite numbers; or there are no samples.
+        DataError: the metric is not found, does not fit the outputs and labels, raises, or returns no finite numbers;
+            or there are no labels.
     """
-    if not len(labels):
+    if labels is None:
+        raise DataError(
+            f"the data has no labels, and the metric {metric} needs them",
+            "name the array that holds them with --labels KEY",
+        )
+    if not (rows := count_rows(labels)):
         raise DataError("there are no labeled samples to evaluate on", "give data with labels: --eval DATA")
-    function = find_metric(metric)
-    sign = -1.0 if function is mse else 1.0
-    ours, theirs = (_apply(metric, function, each, labels) for each in (outputs, baseline))
-    drops = sign * (theirs - ours)
+    function, chosen = find_metric(metric), choose_output(metric, outputs, labels)
+    ours, theirs = (
+        _apply(metric, function, each if chosen is None else {chosen: each[chosen]}, labels, rows)
+        for each in (outputs, baseline)
+    )
+    drops = sign_of(metric) * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
-    judged = Quality(metric=metric, value=value, baseline=reference, drop=drop, samples=len(labels))
+    others = () if chosen is None else tuple(name for name in outputs if name != chosen)
+    judged = Quality(
+        metric=metric, output=chosen, other_outputs=others, value=value, baseline=reference, drop=drop, samples=rows
+    )
     if ours.ndim == 0 or theirs.ndim == 0:
         return explain_missing(judged, f"{metric} returns one number for all samples")
     low, high = mean_interval(drops, seed)
     return judged.model_copy(update={"drop_low": low, "drop_high": high})
 
 
+def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
+    """Choose the output that a metric judges; None for a function of the user's that takes all of them.
+
+    It is the one that the metric names; else, for a metric of enginesmith's, the first if it fits the labels, or the
+    only one that does.
+
+    Raises:
+        DataError: there is no such output, it does not fit, or several do that are not the first.
+    """
+    name, output = parse_metric(metric)
+    if output is not None and output not in outputs:
+        near = difflib.get_close_matches(output, outputs, 1, 0) or list(outputs)
+        raise DataError(
+            f"the metric {metric} names the output {output!r}, and the model has {describe_arrays(outputs)}",
+            f"name one of these, such as --metric {name}:{near[0]}",
+        )
+    own = METRICS.get(name)
+    if own is None:
+        return output
+    fitting = [key for key, array in outputs.items() if own.fits(array, _labels_for(key, labels))]
+    first = output or next(iter(outputs))
+    if first in fitting or (len(fitting) == 1 and output is None):
+        return first if first in fitting else fitting[0]
+    raise DataError(
+        f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
+        f"{describe_labels(labels)}",
+        " or ".join(f"--metric {name}:{key}" for key in fitting) or _OWN_FUNCTION,
+    )
+
+
+def parse_metric(text: str) -> tuple[str, str | None]:
+    """Split a metric's text into its function and its output: ``top1``, ``top1:category``, ``metrics.py:f:value``."""
+    name, _, output = text.partition(":")
+    if name in METRICS or plugins.offered(plugins.METRICS, name):
+        return name, output or None
+    return user_code.split_reference(text)
+
+
+def sign_of(text: str) -> float:
+    """Return -1 for a metric of which less is better, else 1."""
+    own = METRICS.get(parse_metric(text)[0])
+    return own.sign if own else 1.0
+
+
 def find_metric(text: str) -> Metric:
     """Look up a metric by name; only a name that the table lacks is looked up elsewhere.
 
     Raises:
-        DataError: there is none, or the code that holds it cannot be imported.
+        DataError: there is none, the code that holds it cannot be imported, or it cannot be called as metrics are.
         MissingCapability: it is a plug-in that cannot be loaded.
     """
-    if text in METRICS:
-        return METRICS[text]
-    if ":" not in text:
-        check_metric(text)
-    metric: Metric = user_code.find(text, "metric") if ":" in text else plugins.load(plugins.METRICS, text)
+    name = parse_metric(text)[0]
+    if own := METRICS.get(name):
+        compute: Callable[..., Samples] = own.compute
+        return lambda outputs, labels: next(compute(array, _labels_for(key, labels)) for key, array in outputs.items())
+    if ":" not in name:
+        check_metric(name)
+    metric: Metric = user_code.find(name, "metric") if ":" in name else plugins.load(plugins.METRICS, name)
     if not callable(metric):
-        raise DataError(f"the metric {text} is no function", "give it as module:function or file.py:function")
+        raise DataError(f"the metric {name} is no function", "give it as module:function or file.py:function")
+    user_code.check_arguments(metric, f"the metric {name}", "outputs", "labels")
     return metric
 
 
@@ -79,69 +161,112 @@ def check_metric(text: str) -> None:
     Raises:
         DataError: there is none, or ``module:function`` names no module.
     """
-    if text in METRICS or plugins.offered(plugins.METRICS, text):
+    name = parse_metric(text)[0]
+    if name in METRICS or plugins.offered(plugins.METRICS, name):
         return
-    if ":" in text:
-        user_code.check_reference(text, "metric")
+    if ":" in name:
+        user_code.check_reference(name, "metric")
         return
     others = [f"{plugin.name} (of {plugin.distribution})" for plugin in plugins.installed(plugins.METRICS)]
     known = ", ".join((*METRICS, *others))
     raise DataError(f"there is no metric {text!r}", f"use {known}, module:function or file.py:function")
 
 
-def identify_metric(text: str | None) -> dict[str, str]:
-    """Compute what a plug-in's metric depends on, its distribution's version and code; empty for other metrics."""
-    named = text is not None and text not in METRICS and ":" not in text
-    return plugins.identify_code(find_metric(text)) if text is not None and named else {}
+def identify_metric(text: str | None) -> dict[str, dict[str, str]]:
+    """Identify what a plug-in's metric depends on, its distribution's version and code; empty for other metrics."""
+    name = parse_metric(text or "")[0]
+    code = plugins.identify_code(find_metric(name)) if name and name not in METRICS and ":" not in name else {}
+    return {"metric": code} if code else {}
 
 
-def _apply(name: str, function: Metric, outputs: Feeds, labels: Array) -> Samples:
+def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: int) -> Samples:
     """Apply a metric; returns values of shape () or (samples,)."""
+    given = f"it was given the outputs {describe_arrays(outputs)} and the labels {describe_labels(labels)}"
     try:
-        values = np.asarray(function(dict(outputs), labels), dtype=np.float64)
+        returned = function(dict(outputs), labels)
     except DataError:
         raise
     except Exception as error:
-        shapes = ", ".join(f"{key}: {value.dtype}{list(value.shape)}" for key, value in outputs.items())
-        raise DataError(
-            f"the metric {name} raised {type(error).__name__}: {error}",
-            f"it was given the outputs {{{shapes}}} and {len(labels)} labels",
-        ) from error
-    if values.ndim > 1 or (values.ndim == 1 and len(values) != len(labels)) or not np.isfinite(values).all():
-        raise DataError(
-            f"the metric {name} returned {values.dtype}{list(values.shape)} with values that cannot be used",
-            f"return one finite number, or {len(labels)} of them, one for each sample",
+        raise _explain_error(name, function, error, labels, given) from error
+    expected = f"return one finite number, or an array of {rows} of them, one for each sample; more has to be better"
+    try:
+        values = np.asarray(returned, dtype=np.float64) if returned is not None else np.empty((0, 0))
+    except (TypeError, ValueError):
+        values = np.empty((0, 0))
+    if values.ndim > 1 or (values.ndim == 1 and len(values) != rows):
+        what = (
+            f"an array of shape {list(values.shape)}" if values.size else f"{type(returned).__name__} {returned!r:.40}"
         )
+        raise DataError(f"the metric {name} returned {what}; {given}", expected)
+    if not np.isfinite(values).all():
+        which = f", first for sample {int(np.argmin(np.isfinite(values)))}" if values.ndim else ""
+        raise MetricError(f"the metric {name} returned NaN or infinity{which}; {given}", expected)
     return values
 
 
-def mse(outputs: dict[str, Array], labels: Array) -> Samples:
-    """Compute the mean squared difference of the first output to labels of the same shape, for each sample."""
-    first = next(iter(outputs.values()))
-    if first.shape != labels.shape:
-        raise DataError(
-            f"the output is {list(first.shape)} and the labels are {list(labels.shape)}", "mse compares alike"
-        )
-    apart = (first.astype(np.float64) - labels).reshape(len(labels), -1)
+def _explain_error(name: str, function: Metric, error: Exception, labels: Labels, given: str) -> DataError:
+    """Explain what a metric raised: a :class:`MetricError` unless it would raise that for any samples."""
+    always = isinstance(error, (AttributeError, NameError, ImportError))
+    if isinstance(error, KeyError) and isinstance(error.args[0], str):
+        arrays = labels.values() if isinstance(labels, Mapping) else [labels]
+        always = all(array.dtype.kind not in "OSU" for array in arrays)  # else it may be a label
+    return (DataError if always else MetricError)(
+        f"the metric {name} raised {user_code.describe_error(error, function)}; {given}",
+        "mend it: a metric takes a dict of arrays by output name, and the labels (docs/data.md)",
+    )
+
+
+# Metrics of enginesmith's own.
+
+
+class OwnMetric(NamedTuple):
+    """A metric of one output and one array of labels, a number for each sample."""
+
+    compute: Callable[[Array, Array], Samples]
+    accepts: Callable[[Array, Array], bool]
+    """Tells whether an output and labels are of the shapes and dtypes that it takes."""
+    needs: str
+    """Describes those for people."""
+    sign: float = 1.0
+    """-1 where less is better."""
+
+    def fits(self, output: Array, labels: Array | None) -> bool:
+        """Tell whether there are labels for an output, and it can be judged by them."""
+        return labels is not None and self.accepts(output, labels)
+
+
+def _labels_for(output: str, labels: Labels) -> Array | None:
+    """Return an output's labels: of several arrays the one of its name."""
+    return labels.get(output) if isinstance(labels, Mapping) else labels
+
+
+def _squared_errors(output: Array, labels: Array) -> Samples:
+    apart = (output.astype(np.float64) - labels.reshape(output.shape)).reshape(len(labels), -1)
     return np.asarray((apart**2).mean(axis=1))
 
 
-def _find_among_greatest(outputs: dict[str, Array], labels: Array, count: int) -> Samples:
-    """Give 1 where the label's logit is among so many greatest of the first output, shape (samples, classes)."""
-    logits = next(iter(outputs.values()))
-    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
-        raise DataError(
-            f"top{count} takes logits of shape [samples, classes] and one label each, and got {list(logits.shape)} and "
-            f"{list(labels.shape)}",
-            "give a metric of your own: --metric module:function",
-        )
+def _are_alike(output: Array, labels: Array) -> bool:
+    """Tell whether shapes are equal, axes of 1 aside."""
+    mine, theirs = ([size for size in array.shape[1:] if size != 1] for array in (output, labels))
+    return mine == theirs and labels.dtype.kind in "biuf"
+
+
+def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
+    """Give 1 where the label's logit is among so many greatest."""
     best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
-    return np.asarray((best == labels[:, None]).any(axis=1), np.float64)
+    return np.asarray((best == labels.reshape(-1, 1)).any(axis=1), np.float64)
 
 
-METRICS: Mapping[str, Metric] = {
-    "top1": partial(_find_among_greatest, count=1),
-    "top5": partial(_find_among_greatest, count=5),
-    "mse": mse,
+def _are_classes(logits: Array, labels: Array) -> bool:
+    if logits.ndim != 2 or labels.size != len(labels) or labels.dtype.kind not in "biuf":
+        return False
+    return bool((labels == np.round(labels)).all()) and bool(labels.min() >= 0 and labels.max() < logits.shape[1])
+
+
+_CLASSES = "an output of shape [samples, classes], and for each sample one class as a whole number, counted from 0"
+METRICS: Mapping[str, OwnMetric] = {
+    "top1": OwnMetric(partial(_find_among_greatest, count=1), _are_classes, _CLASSES),
+    "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES),
+    "mse": OwnMetric(_squared_errors, _are_alike, "an output and labels of the same shape", sign=-1.0),
 }
-"""Name → function. A metric is one function and one line here; or it is a plug-in's, or the user's."""
+"""Name → metric. A metric is one function and one line here; or it is a plug-in's, or the user's."""

@@ -97,8 +97,6 @@ class Step:
     """By role; without all of them the step cannot run."""
     optional_inputs: dict[str, StepRef] = field(default_factory=dict)
     """By role, steps that may fail: one failed variant does not keep the others from being compared."""
-    required: bool = False
-    """Ends the whole run once this has failed."""
     unavailable: str = ""
     """The reason why this machine cannot do it; another one may, so the step is left for that."""
     place: Place | None = None

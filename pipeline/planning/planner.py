@@ -266,14 +266,14 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Ste
         data=recipe.data,
         data_options=recipe.data_options,
         samples=recipe.eval_samples,
-        metric=recipe.metric,
+        metric=recipe.required_metric,
         batch=max(recipe.batch),
         largest_batch=most,
         seed=recipe.seed,
     )
     step = StepRef("quality", variant.name)
-    if variant.name == baseline:  # nothing is lacking for it: what it answers is also what searches aim at
-        return Step(step, task, {"model": variant.artifact})
+    if variant.name == baseline:  # after the reference, which tries the metric; what it answers is what searches aim at
+        return Step(step, task, {"model": variant.artifact, REFERENCE: REFERENCE})
     needs = {"model": variant.artifact, BASELINE: StepRef("quality", baseline)}
     return Step(step, task, needs, unavailable=variant.unavailable)
 
@@ -318,10 +318,11 @@ def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
         data=recipe.data,
         data_options=recipe.data_options,
         held_out=None if recipe.data or not recipe.calibration_data else feeder(recipe),
+        metric=recipe.required_metric,
         seed=recipe.seed,
     )
-    load = Step(LOAD, load_task(recipe, source), required=True)
-    return load, Step(REFERENCE, sample, {"model": LOAD}, required=True)
+    load = Step(LOAD, load_task(recipe, source))
+    return load, Step(REFERENCE, sample, {"model": LOAD})
 
 
 def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:

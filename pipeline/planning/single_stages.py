@@ -139,7 +139,7 @@ def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:
     if source.form != "engine":
         raise UsageError(f"{engine} is no engine", "give the engine file that is to be refitted")
     own = _own_engine(source)
-    old = Step(StepRef("engine"), load_task(recipe, source), required=True)
+    old = Step(StepRef("engine"), load_task(recipe, source))
     refit = Refit(engine=own, device=device_for(recipe, own))
     return load, old, Step(BUILD, refit, {"model": LOAD, "engine": old.id})
 
@@ -194,8 +194,7 @@ def _check_onnx(resolved: ResolvedRecipe) -> None:
 
 def _onnx_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
     _check_onnx(resolved)
-    load = Step(LOAD, load_task(resolved.recipe, resolved.source), required=True)
-    return load, replace(shapes_step(resolved.recipe), required=True)
+    return Step(LOAD, load_task(resolved.recipe, resolved.source)), shapes_step(resolved.recipe)
 
 
 def choose_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[ResolvedRecipe, tuple[Source, ...]]:

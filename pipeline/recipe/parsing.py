@@ -195,7 +195,7 @@ def _check_smaller(recipe: Recipe) -> None:
 
 
 def _check_metric(recipe: Recipe) -> None:
-    """Check that the metric exists and has labelled data."""
+    """Check that the metric exists and has labeled data."""
     metric = recipe.metric
     if metric:
         check_metric(metric)

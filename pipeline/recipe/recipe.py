@@ -9,6 +9,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import needs_cuda
 from enginesmith.pipeline.engines.options import EngineOptions
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.measure.quality import DEFAULT_METRIC
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
@@ -86,7 +87,8 @@ class Recipe(EngineOptions, ModelOptions):
         None, description="labeled data to measure accuracy on"
     )
     metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
-        None, description="accuracy metric: top1, top5, mse, a plug-in or module:function"
+        None,
+        description="top1, top5, mse or file.py:f for f(outputs, labels), more is better; :OUTPUT takes one output",
     )
     eval_samples: Annotated[int | None, Option(_DATA)] = Field(
         None, gt=0, description="how many samples of the labeled data are used; all by default"
@@ -172,6 +174,11 @@ class Recipe(EngineOptions, ModelOptions):
         """The evaluation data: what was named, else what comes with the zoo's model."""
         entry = MODELS.get(self.model.partition("(")[0])
         return self.eval_data or (entry.data if entry else None)
+
+    @property
+    def required_metric(self) -> str | None:
+        """The metric that has to be computed: what was named, else the default where a budget limits its drop."""
+        return self.metric or (DEFAULT_METRIC if self.budgets.max_drop is not None else None)
 
     @property
     def calibration_data(self) -> str | None:

@@ -407,7 +407,7 @@ def tabulate_quality(run: Run) -> Table:
     rows = (
         {
             "variant": mark_name(record),
-            "metric": quality.metric,
+            "metric": quality.title,
             "value": f"{quality.value:.4f}",
             run.baseline.id: f"{quality.baseline:.4f}",
             "drop [95 %]": format_drop(quality),
@@ -416,7 +416,10 @@ def tabulate_quality(run: Run) -> Table:
         for record in run.records
         if (quality := record.quality)
     )
+    others = next((record.quality.other_outputs for record in run.records if record.quality), ())
     caption = f"The metric on {run.recipe.data or 'labelled data'}; the drop is paired by sample"
+    if others:
+        caption += f"; not judged: the outputs {', '.join(map(repr, others))} (--metric NAME:OUTPUT)"
     return make_table("quality", caption, rows, sortable=True)
 
 

@@ -162,7 +162,7 @@ def format_drop(quality: Quality | None) -> Number:
 
 def describe_drop(quality: Quality) -> str:
     """Describe the loss of the metric: ``top1 drop +0.0040 [−0.0010, +0.0090] on 357 samples``."""
-    return f"{quality.metric} drop {format_drop(quality)} on {quality.samples} samples"
+    return f"{quality.title} drop {format_drop(quality)} on {quality.samples} samples"
 
 
 def mark_name(record: VariantRecord) -> str:

@@ -67,7 +67,7 @@ def make_record(
 ) -> VariantRecord:
     """Make a variant's record as far as it is known, of its latencies and the engine's file in the run directory."""
     own = artifact_of(outcomes, variant.artifact)
-    failure, kind, unfinished = _explain_end(variant, plan, outcomes, rows)
+    failure, kind, unfinished = explain_end(variant, plan, outcomes, rows)
     measured = any(row.p50_ms is not None for row in rows)
     there = own and not unfinished and not (variant.unavailable and own.kind != "engine")
     status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
@@ -191,8 +191,8 @@ def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
     )
 
 
-def _explain_end(
-    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
+def explain_end(
+    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...] = ()
 ) -> tuple[str, str, str]:
     """Explain why a variant cannot be used, with the class of the failure, and what was not reached; empty if it can.
 

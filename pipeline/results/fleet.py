@@ -17,6 +17,7 @@ from enginesmith.calibration.file_formats import is_embedded
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.errors import EnginesmithError, GateBreach, MissingCapability, UsageError, storage_errors
+from enginesmith.pipeline.measure.quality import parse_metric
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
@@ -559,7 +560,7 @@ def _list_files(recipe: Recipe) -> Iterator[str]:
     for data in (recipe.calibration, recipe.eval_data):
         if data and not is_embedded(data):
             yield data
-    for code in (recipe.metric, recipe.recovery.method):
+    for code in (parse_metric(recipe.metric or "")[0], recipe.recovery.method):
         if code and is_reference(code):
             yield code
     if recipe.data_options.tokenizer:

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from enginesmith.calibration.dataset import Dataset, open_dataset
+from enginesmith.calibration.dataset import Dataset, Labels, open_dataset
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Effect, Kind, file_digest, json_digest, relative_digests
@@ -22,7 +22,7 @@ from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, RecoverO
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 MODEL, TEACHER = "model", "teacher"
-_DEFAULT_METRIC = "top1"
 
 
 class Recover(ResumableTask):
@@ -56,8 +55,7 @@ class Recover(ResumableTask):
     def identity(self) -> dict[str, Any]:
         identity = super().identity
         identity["fields"]["options"].pop("checkpoint_seconds")
-        code = quality.identify_metric(self.metric)
-        return {**identity, **({"metric": code} if code else {})}
+        return {**identity, **quality.identify_metric(self.metric)}
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:
@@ -119,7 +117,11 @@ class Recover(ResumableTask):
                 from enginesmith.pipeline.passes.finetune.losses import user_loss
 
                 user_loss(self.options.method)
-        own_code = is_reference(self.data or "") or is_reference(self.options.method) or is_reference(self.metric or "")
+        own_code = (
+            is_reference(self.data or "")
+            or is_reference(self.options.method)
+            or is_reference(quality.parse_metric(self.metric or "")[0])
+        )
         files = sorted(path for path in tracker.files if path.suffix != ".py" or own_code)
         models = Models(load_artifact(inputs[MODEL]), load_artifact(inputs[MODEL]), load_artifact(inputs[TEACHER]))
         models.ready(place)
@@ -139,32 +141,25 @@ class Recover(ResumableTask):
                 "give some samples with --calibration DATA; distilling needs no labels",
             )
         data = open_dataset(self.data, signature.inputs, split="train", options=self.data_options)
-        if self.options.method == "supervised" and data.labels is None:
+        if self.options.method == "supervised" and data.one_label is None:
             raise DataError(
-                f"{data.name} has no labels, and supervised recovery needs them",
-                "add an array named labels, or recover by distil, which needs none",
+                f"{data.name} has {'several' if data.labels else 'no'} labels, and supervised recovery needs one array",
+                "name it with --labels KEY, or add an array named labels, or recover by distil, which needs none",
             )
         return data if self.samples is None else data.sample(self.samples, self.seed)
 
     def _metric(self, data: Dataset) -> "Metric":
         from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Metric
 
-        name = self.metric or _DEFAULT_METRIC
-        if data.labels is None:
-            if self.metric:
-                raise DataError(
-                    f"{data.name} has no labels, and the metric {self.metric} needs them",
-                    "add an array named labels, or name no metric: then agreement with the dense model is looked at",
-                )
-            return AGREEMENT
-        if self.metric is None and (data.labels.ndim != 1 or data.labels.dtype.kind not in "iu"):
+        name = self.metric or quality.DEFAULT_METRIC
+        labels = data.one_label
+        if self.metric is None and (labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu"):
             return AGREEMENT
 
-        def value(outputs: Feeds, theirs: Feeds, labels: Array | None) -> float:
-            assert labels is not None
+        def value(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
             return quality.evaluate(name, outputs, theirs, labels, self.seed).value
 
-        return Metric(name, value, -1.0 if name == "mse" else 1.0)
+        return Metric(name, value, quality.sign_of(name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,14 +5,14 @@ import datetime
 import functools
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.dataset import Dataset, take_labels
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import environment
@@ -48,7 +48,8 @@ GRAPH = "graph"
 """Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
 BASELINE = "baseline"
 _OUTPUTS = "outputs.npz"
-_DEFAULT_METRIC = "top1"
+_TRIED = 2
+"""Samples that a metric is tried on."""
 _TOGETHER_BYTES = 32 << 20
 
 
@@ -220,7 +221,7 @@ def logs_in_own_log() -> Iterator[Path]:
 
 
 class Quality(Task):
-    """Compute the metric of one variant on labelled data, and its drop against the baseline on the same samples."""
+    """Compute the metric of one variant on labeled data, and its drop against the baseline on the same samples."""
 
     title: ClassVar[str] = "quality"
     produces: ClassVar[Kind] = "record"
@@ -231,7 +232,7 @@ class Quality(Task):
     data_options: DataOptions
     samples: int | None
     metric: str | None
-    """None where nobody asked for one: then data without labels is no error."""
+    """None where nobody asked for one: then data without labels, or with labels for another metric, is no error."""
     batch: int
     """The largest batch that is measured: sessions take it."""
     largest_batch: int
@@ -240,8 +241,7 @@ class Quality(Task):
 
     @property
     def identity(self) -> dict[str, Any]:
-        code = quality.identify_metric(self.metric)
-        return {**super().identity, **({"metric": code} if code else {})}
+        return {**super().identity, **quality.identify_metric(self.metric)}
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -250,41 +250,46 @@ class Quality(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with self.engine.load(inputs["model"], self.device) as session:
             judged, outputs, reads = self.judge(session, inputs.get(BASELINE), progress)
-        if judged is None:
+        if isinstance(judged, str):
             write_records(out, [])
-            return Effect(file=RECORDS, summary="the data has no labels, so there is no quality", reads=reads)
+            return Effect(file=RECORDS, summary=judged, reads=reads)
         np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
         write_records(out, [judged])
-        summary = f"{judged.metric} {judged.value:.4f} on {judged.samples} samples"
+        summary = f"{judged.title} {judged.value:.4f} on {judged.samples} samples"
         return Effect(file=RECORDS, summary=summary, reads=reads)
 
     def judge(
         self, session: Session, baseline: Artifact | None, progress: Progress
-    ) -> tuple[quality.Quality | None, dict[str, Array], tuple[Path, ...]]:
+    ) -> tuple[quality.Quality | str, dict[str, Array], tuple[Path, ...]]:
         """Compute a session's metric against an artifact of this task, or against itself; its answers; the files read.
 
+        Where nobody asked for a metric and there is none, the reason is returned instead.
+
         Raises:
-            DataError: a metric was asked for, and the data has no labels.
+            DataError: a metric was asked for, and the data has no labels; or it fails.
         """
+        if baseline is not None and not (baseline.folder / _OUTPUTS).exists():
+            return baseline.history[-1].effect, {}, ()
         data, reads = open_data(self.data, session.signature.inputs, "test", self.data_options)
         if self.samples is not None:
             data = data.sample(self.samples, self.seed)
-        if data.labels is None:
-            if self.metric:
-                raise DataError(
-                    f"{data.name} has no labels, and the metric {self.metric} needs them",
-                    "name the array that holds them with --labels KEY",
-                )
-            return None, {}, reads
+        if data.labels is None and self.metric is None:
+            return "the data has no labels, so there is no quality", {}, reads
         outputs = self._answers(session, data, progress)
         theirs = outputs
         if baseline is not None:
             with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
                 theirs = dict(stored.items())
-        metric = self.metric or _DEFAULT_METRIC
         with track_files(allow_pickle=False) as tracker:
-            judged = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
-        return judged, outputs, reads if metric in quality.METRICS else (*reads, *sorted(tracker.files))
+            try:
+                judged = quality.evaluate(
+                    self.metric or quality.DEFAULT_METRIC, outputs, theirs, data.labels, self.seed
+                )
+            except DataError as error:
+                if self.metric:
+                    raise
+                return f"no metric was named, and {error.message}", {}, reads
+        return judged, outputs, (*reads, *_code_read(self.metric, tracker.files))
 
     def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
         """Compute outputs for every sample, in batches of one size; the last one wraps round and is cut."""
@@ -297,6 +302,36 @@ class Quality(Task):
             progress(f"{start} of {len(data)} samples")
             parts.append(session.run(data.batch(start, size)))
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
+
+
+def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
+    """List the files that a metric of the user's read."""
+    return sorted(files) if metric and quality.parse_metric(metric)[0] not in quality.METRICS else []
+
+
+def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[Path]]:
+    """Try a metric on two samples, before long work; returns a sentence about it, and the files that it read.
+
+    A metric that may work on more samples passes.
+
+    Raises:
+        DataError: the data has no labels, or the metric does not fit them and the outputs, or cannot work.
+    """
+    size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
+    rows = slice(min(_TRIED, size, len(data)))
+    outputs = {name: value[rows] for name, value in session.run(data.batch(0, size)).items()}
+    with track_files(allow_pickle=False) as tracker:
+        chosen = None if data.labels is None else quality.choose_output(metric, outputs, data.labels)
+        named = f"{quality.parse_metric(metric)[0]}:{chosen}" if chosen else metric
+        try:
+            judged = quality.evaluate(
+                named, outputs, outputs, None if data.labels is None else take_labels(data.labels, rows)
+            )
+            others = " and ".join(map(repr, judged.other_outputs))
+            said = f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)" if others else ""
+        except quality.MetricError as error:
+            said = f"on {rows.stop} samples, {error.message}; all samples decide"
+    return said, _code_read(metric, tracker.files)
 
 
 class DeviceRates(_Measurement):

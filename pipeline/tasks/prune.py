@@ -149,7 +149,7 @@ def _read_samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]"
     for index, feeds in enumerate(feeding):
         values = tuple(torch.from_numpy(feeds[spec.name]) for spec in loaded.signature.inputs)
         rows = [row % len(data) for row in range(index * size, (index + 1) * size)]
-        yield values, None if data.labels is None else torch.as_tensor(data.labels[rows])
+        yield values, None if data.one_label is None else torch.as_tensor(data.one_label[rows])
 
 
 def check_runs(loaded: "LoadedModel") -> None:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -17,12 +17,14 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.records import format_shares
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare_calls, thresholds_for
+from enginesmith.pipeline.measure.quality import identify_metric
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
+from enginesmith.pipeline.tasks.measure import try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange
 
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
@@ -42,6 +44,12 @@ class Sample(Task):
     held_out: Feeder | None = None
     """Calibration, whose other samples stand in where no data is named."""
     seed: int
+    metric: str | None = None
+    """Metric of the data that is tried on two rows; None where none is asked for."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity, **identify_metric(self.metric)}
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -67,7 +75,12 @@ class Sample(Task):
         planned = samples.plan_cases(signature, ranges, self.batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         odd: dict[str, float] = {}
+        tried: list[str] = []
         with self.engine.load(model, Device()) as session:
+            if self.metric and self.data and data:
+                progress(f"trying {self.metric} on a few samples")
+                sentence, code = try_metric(self.metric, session, data)
+                tried, read = list(filter(None, [sentence])), (*read, *code)
             for index, case in enumerate(cases):
                 feeds = samples.feeds_for(case, signature, given, data, self.seed)
                 samples.write_arrays(out, "feeds", index, feeds)
@@ -87,7 +100,7 @@ class Sample(Task):
                 "look at its weights, and at the data it was run on",
             )
         strange = (f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())
-        notes = (*(data.notes if data else ()), *strange)
+        notes = (*(data.notes if data else ()), *tried, *strange)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 

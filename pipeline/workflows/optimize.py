@@ -30,6 +30,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.workflows.run_directory import (
@@ -91,6 +92,18 @@ class _ActiveRun:
     shared: frozenset[str] = frozenset()
     """Steps that another run shares, and that are done for that one."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    over: str = ""
+    """The reason why no variant can win any more, if so."""
+
+    def add(self, new: Outcomes) -> None:
+        """Add outcomes, and find out whether a variant can still win: the model as it is alone is no result."""
+        self.outcomes |= new
+        if not self.over and not all(outcome.good for outcome in new.values()):
+            variants = self.plan.variants or (self.plan.baseline,)
+            failures = [explain_end(variant, self.plan, self.outcomes)[0] for variant in variants]
+            reason = failures[0].partition("\n")[0]
+            self.over = f"no variant can win any more: {reason}" if all(failures) else ""
+        self.directory.update(self.outcomes)
 
     @property
     def ended(self) -> bool:
@@ -171,13 +184,15 @@ class OptimizeJob:
                 active.directory.write()
                 reports.write(active.request.out)
 
-            def update(new: Outcomes) -> None:
+            def update(new: Outcomes) -> dict[str, str]:
                 for name, outcomes in together.by_plan(new).items():
                     active = self._active[name]
-                    active.outcomes |= outcomes
-                    active.directory.update(active.outcomes)
+                    active.add(outcomes)
                     if active.ended:
                         report(active)
+                over = {name: active.over for name, active in self._active.items() if active.over}
+                taken = together.takers.items() if over else ()
+                return {step: over[takers[0][0]] for step, takers in taken if all(name in over for name, _ in takers)}
 
             try:
                 update(given)
@@ -226,7 +241,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     for name in (LOAD, REFERENCE):
         if name in outcomes and (error := outcomes[name].error) is not None:
             return error
-    if not run.variants or any(variant.status in ("measured", "built") for variant in run.variants):
+    if any(record.status in ("measured", "built") for record in run.variants or (run.baseline,)):
         return None
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     for kind in (MissingCapability, UsageError):
@@ -236,7 +251,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` continues there")
     alike: dict[str | None, list[str]] = {}
-    for record in run.variants:
+    for record in run.variants or (run.baseline,):
         alike.setdefault(record.reason, []).append(record.id)
     reasons = "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in alike.items())
     return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the details")

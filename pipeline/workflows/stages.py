@@ -22,7 +22,7 @@ from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import single_stages as plans
-from enginesmith.pipeline.planning.plan import Step, StepRef, libraries_of
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef, libraries_of
 from enginesmith.pipeline.planning.planner import in_time
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
@@ -293,7 +293,7 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     steps = in_time(plan.steps, settings.time_limit_seconds, len(recipe.batch))
     steps.sort(key=lambda step: isinstance(step.task, (Memory, ProfileVariant)))  # where time ends, latency is known
     outcomes = try_steps(steps, settings, recipe)
-    needed = [step.id for step in plan.steps if step.required or step.id == plan.latency]
+    needed = (LOAD, REFERENCE, plan.latency or "")
     if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
         raise error
     header = Header(

@@ -149,6 +149,40 @@ def test_a_wrong_graph_never_wins(tmp_path: Path) -> None:
     assert "after export" in (tmp_path / "run/report.md").read_text()
 
 
+OWN_METRICS = """
+def misspelt(outputs, labels):
+    return outputs["scores"]
+def rare(outputs, labels):
+    raise ValueError("no class")
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "engines", "reason"),
+    [
+        ({"metric": "own.py:misspelt"}, "onnxruntime", "reference: the metric own.py:misspelt raised Key"),
+        ({"metric": "own.py:rare"}, "onnxruntime", "quality-eager: the metric own.py:rare raised ValueError: no class"),
+        ({"metric": "own.py:rare"}, "eager", "quality-eager: the metric own.py:rare raised ValueError"),
+        ({"model": "wrong_online"}, "onnxruntime", "export: the trace holds"),
+    ],
+)
+def test_nothing_is_measured_once_no_variant_can_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], engines: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.random.default_rng(0).random((6, 4), np.float32), labels=np.arange(6) % 3)
+    Path("own.py").write_text(OWN_METRICS)
+    given = {"measure": QUICK, "engines": [engines], "eval_data": "data.npz", **changes}
+    seen = Seen()
+    with pytest.raises(EnginesmithError) as raised:
+        optimize(recipe(given.pop("model", "mlp"), **given), tmp_path / "run", settings(tmp_path, listener=seen))
+    assert raised.value.exit_code == (2 if "metric" in changes else 1)
+    assert not {"latency", "memory-eager"} & set(seen.ran)
+    latency = next(step for step in load_run(tmp_path / "run").steps if step.id == "latency")
+    assert latency.status == "skipped"
+    assert latency.effect.startswith(f"no variant can win any more: {reason}")
+
+
 def test_a_crash_while_loading_is_told_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(EnginesmithError, match="SIGSEGV") as caught:
         optimize(recipe("segfault"), tmp_path / "run", settings(tmp_path))

@@ -228,6 +228,18 @@ class TestOpen:
         tracemalloc.stop()
         assert peak < size / 3  # an array of float32 made of float64 would be half of it
 
+    def test_several_arrays_of_labels(self, saved):
+        path = saved(image=rows(), kind=np.arange(5) % 2, box=np.ones((5, 4)))
+        data = open_dataset(path, IMAGE, options=DataOptions(labels="kind,box"))
+        assert {key: array.shape for key, array in data.sample(2, seed=0).labels.items()} == {
+            "kind": (2,),
+            "box": (2, 4),
+        }
+        assert data.one_label is None
+        assert data.digest == open_dataset(path, IMAGE, options=DataOptions(labels="box,kind")).digest
+        with pytest.raises(DataError, match=r"no labels 'boxes'; it holds 'image', 'kind', 'box'\n.*--labels A,B"):
+            open_dataset(path, IMAGE, split="test", options=DataOptions(labels="kind, boxes"))
+
     def test_labels_of_another_name(self, saved):
         data = open_dataset(saved(image=rows(), target=np.arange(5)), IMAGE, options=DataOptions(labels="target"))
         assert data.labels.tolist() == [0, 1, 2, 3, 4]

@@ -1,13 +1,14 @@
 """Comparison of outputs with the reference's."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
 from enginesmith.pipeline.measure.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
-from enginesmith.pipeline.measure.quality import evaluate, find_metric
+from enginesmith.pipeline.measure.quality import MetricError, evaluate, find_metric
 from enginesmith.pipeline.tensors import Array
 
 FP32 = thresholds_for("fp32")
@@ -177,6 +178,12 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def broken(outputs, labels):\n    return outputs['scores']\n"
         "def nan(outputs, labels):\n    return float('nan')\n"
         "def wrong_length(outputs, labels):\n    return [1.0, 2.0]\n"
+        "def nothing(outputs, labels): ...\n"
+        "def array(outputs, labels):\n    return outputs.argmax(1)\n"
+        "def three(outputs, labels, classes): ...\n"
+        "def once(outputs, labels):\n    raise ValueError('only one class')\n"
+        "def both(outputs, labels):\n    return sum((outputs[name] == labels[name]).mean() for name in labels)\n"
+        "def first(outputs, labels):\n    return float(list(outputs) == ['b'])\n"
     )
     return path
 
@@ -190,10 +197,69 @@ def test_metric_of_the_user(metrics: Path, place: str) -> None:
     assert evaluate(f"{place}:each", mixed(20), mixed(0), LABELS).drop_low is not None
 
 
-@pytest.mark.parametrize(("name", "message"), [("broken", "scores"), ("nan", "finite|used"), ("wrong_length", "200")])
-def test_metric_that_does_not_work(metrics: Path, name: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize(
+    ("name", "message", "always"),
+    [
+        ("broken", r"KeyError: 'scores' in line 6 of my_metrics.py; .*'logits' float64\[200, 10\].*int64\[200\]", True),
+        ("nan", "NaN or infinity.*\n.*one finite number", False),
+        ("wrong_length", r"array of shape \[2\].*\n.*200 of them", True),
+        ("nothing", "returned NoneType None", True),
+        ("array", "'dict' object has no attribute 'argmax' in line", True),
+        ("three", r"takes \(outputs, labels, classes\), and is called with \(outputs, labels\)", True),
+        ("once", "ValueError: only one class", False),
+    ],
+)
+def test_metric_that_does_not_work(metrics: Path, name: str, message: str, always: bool) -> None:
+    """Of two samples there may be none of a class; a misspelt name is one for any samples."""
+    with pytest.raises(DataError, match=message) as raised:
         evaluate(f"my_metrics:{name}", RIGHT, RIGHT, LABELS)
+    assert isinstance(raised.value, MetricError) is not always
+
+
+TWO = {"a": np.zeros(4), "b": np.eye(4, 5), "c": np.eye(4, 5)}
+KINDS = np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "labels", "chosen"),
+    [
+        ("top1", "ab", KINDS, "b"),
+        ("top1", "bc", KINDS, "b"),
+        ("top1:c", "bc", KINDS, "c"),
+        ("mse", "ba", np.ones((4, 1)), "a"),
+        ("top1", "bc", {"c": KINDS, "x": KINDS}, "c"),
+        ("my_metrics.py:first:b", "abc", KINDS, "b"),
+        ("my_metrics:both", "bc", {"b": TWO["b"], "c": TWO["c"]}, None),
+    ],
+)
+def test_the_output_that_a_metric_judges_is_named(
+    metrics: Path, metric: str, outputs: str, labels: Any, chosen: str | None
+) -> None:
+    given = {name: TWO[name] for name in outputs}
+    found = evaluate(metric, given, given, labels)
+    assert (found.output, found.other_outputs) == (chosen, tuple(outputs.replace(chosen, "")) if chosen else ())
+    assert found.value == (2.0 if chosen is None else pytest.approx(1.0))
+    if chosen:
+        assert found.title == f"{metric.removesuffix(f':{chosen}')} of {chosen!r}"
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "labels", "message"),
+    [
+        ("top1", "abc", KINDS, "needs an output of shape.*'a' is not that.*\n.*top1:b or --metric top1:c"),
+        ("top1:bb", "abc", KINDS, "names the output 'bb'.*'a' float64\\[4\\].*\n.*top1:b$"),
+        ("my_metrics:first:bb", "abc", KINDS, "names the output 'bb'.*\n.*my_metrics:first:b$"),
+        ("top1", "b", KINDS + 2, "counted from 0.*int64\\[4\\] from 2 to 5"),
+        ("top1", "b", np.array(list("abcd")), "counted from 0.*<U1"),
+        ("mse:b", "ab", np.ones(4), "needs.*'b' is not that.*\n.*--metric mse:a"),
+        ("top1", "b", {"x": KINDS, "y": KINDS}, "labels 'x' int64"),
+    ],
+)
+def test_an_output_that_does_not_fit_is_refused(
+    metrics: Path, metric: str, outputs: str, labels: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        evaluate(metric, {name: TWO[name] for name in outputs}, TWO, labels)
 
 
 @pytest.mark.parametrize("name", ["top7", "nowhere_at_all:f", "my_metrics:absent", "absent.py:f"])

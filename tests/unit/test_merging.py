@@ -63,7 +63,6 @@ def test_needs_lead_to_the_shared_steps() -> None:
 def test_histories_and_logs_name_steps_as_their_own_plan_does() -> None:
     together = deduplicate_steps({"first": planned(), "second": planned(seed=1)})
     assert together.shared_step("second", "export").name == "export"
-    assert not any(step.required for step in together.steps)
 
 
 def test_outcomes_come_back_under_each_plans_own_names(tmp_path: Any) -> None:

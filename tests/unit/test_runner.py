@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import StepError
 from enginesmith.pipeline.execution import scheduler
-from enginesmith.pipeline.execution.events import Event, Outcome
+from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
@@ -96,9 +96,9 @@ def desk() -> Desk:
     return Desk()
 
 
-def run(desk: Desk, *steps: Step, events: list[Event] | None = None) -> dict[str, Outcome]:
+def run(desk: Desk, *steps: Step, events: list[Event] | None = None, **options: Any) -> dict[str, Outcome]:
     told = events if events is not None else []
-    return Runner(desk, lambda step: Path(step.id), listener=told.append).run(steps)
+    return Runner(desk, lambda step: Path(step.id), listener=told.append).run(steps, **options)
 
 
 def test_more_steps_are_looked_up_at_a_time_than_done(desk: Desk) -> None:
@@ -127,14 +127,20 @@ def test_a_store_far_away_is_asked_for_many_steps_at_a_time(tmp_path: Path, monk
     assert LocalExecutor(Store(tmp_path / "store"), 4).max_lookups == 1
 
 
-def test_what_is_looked_up_when_all_is_given_up_is_skipped(desk: Desk) -> None:
+def test_what_is_looked_up_when_it_is_not_worth_doing_any_more_is_skipped(desk: Desk) -> None:
     events: list[Event] = []
     desk.slots = 2
     later = [Step(f"{word}{n}", Idle()) for n in range(20) for word in ("known", "new")]
-    outcomes = run(desk, Step("slow", Idle()), Step("bad", Idle(), required=True), *later, events=events)
-    assert (outcomes["bad"].status, outcomes["slow"].status) == ("failed", "done")
+    steps = [Step("slow", Idle()), Step("bad", Idle()), *later, Step("last", Idle(), {"x": "new19"})]
+
+    def give_up(new: Outcomes) -> dict[str, str]:
+        return dict.fromkeys([step.id for step in steps], "it is bad") if "bad" in new else {}
+
+    outcomes = run(desk, *steps, events=events, on_new=give_up)
+    assert outcomes["bad"].status == "failed"
+    assert outcomes["slow"].status == "done"
     assert {outcome.status for outcome in outcomes.values()} <= {"failed", "done", "skipped"}
-    assert outcomes.keys() == {"slow", "bad", *(step.id for step in later)}
+    assert outcomes.keys() == {step.id for step in steps}
     ended = [event.outcome for event in events if event.outcome]
     assert [outcomes[outcome.step] for outcome in ended] == ended
     assert {outcome.reason for outcome in outcomes.values() if outcome.status == "skipped"} == {"it is bad"}

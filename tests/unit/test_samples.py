@@ -1,5 +1,6 @@
 """Feeds that a model is run on, their sizes, and how many of them are judged."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
@@ -156,6 +157,37 @@ def graph(path: Path, operator: str, *constants: float) -> Artifact:
     made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
     onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
     return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "words"),
+    [
+        ("top1", [0, 1, 2, 0], ""),
+        ("top1", [0, 1, 3, 0], "top1 needs .* from 0 to 3"),
+        ("top1", None, "no labels, and the metric top1 needs them"),
+        ("own.py:all_classes", [0, 1, 2, 0], "on 2 samples, .* raised ValueError: no class 2 .*; all samples decide"),
+    ],
+)
+def test_the_metric_is_tried_on_two_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, labels: list[int] | None, words: str
+) -> None:
+    """All labels are looked at; that two samples are too few for a metric is no failure."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(
+        "def all_classes(outputs, labels):\n    if 2 not in labels: raise ValueError('no class 2')\n"
+    )
+    np.savez("data.npz", x=np.eye(4, 3, dtype=np.float32), **({} if labels is None else {"labels": labels}))
+    (reference := tmp_path / "reference").mkdir()
+    kinds = {"engine": OnnxRuntime(), "data": "data.npz", "data_options": DataOptions(), "metric": metric}
+    sample = Sample(ranges={}, batches=(1,), seed=0, **kinds)
+    model = graph(tmp_path / "float.onnx", "Identity")
+    if words and metric == "top1":
+        with pytest.raises(DataError, match=words):
+            sample.run({"model": model}, reference, lambda _: None)
+        return
+    effect = sample.run({"model": model}, reference, lambda _: None)
+    assert re.fullmatch(words, "".join(effect.notes))
+    assert (Path("own.py").absolute() in effect.reads) is metric.startswith("own")
 
 
 def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class SplitData:
         def tensor(values: Array) -> Tensor:
             return torch.from_numpy(np.array(values)).clone().to(self.device)
 
-        labels = None if self.data.labels is None else tensor(self.data.labels[rows])
+        labels = None if self.data.one_label is None else tensor(self.data.one_label[rows])
         if labels is not None:
             labels = labels.float() if labels.is_floating_point() else labels.long()
         return Batch({name: tensor(array[rows]) for name, array in self.data.arrays.items()}, labels)

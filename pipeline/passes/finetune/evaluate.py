@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from enginesmith.calibration.dataset import Labels, take_labels
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune import trainer
 from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
@@ -23,7 +24,7 @@ class Metric:
     """A number for ``(outputs, the teacher's outputs, labels)``; ``sign`` is −1 where less is better."""
 
     name: str
-    value: Callable[[Feeds, Feeds, Array | None], float]
+    value: Callable[[Feeds, Feeds, Labels | None], float]
     sign: float = 1.0
 
 
@@ -130,9 +131,9 @@ class Evaluator:
         return rows[np.linspace(0, len(rows) - 1, self.plan.judged).round().astype(np.int64)]
 
     @cached_property
-    def _labels(self) -> Array | None:
+    def _labels(self) -> Labels | None:
         labels = self.work.material.data.labels
-        return None if labels is None else labels[self._rows]
+        return None if labels is None else take_labels(labels, self._rows)
 
     @cached_property
     def _theirs(self) -> dict[str, Array]:
@@ -170,7 +171,7 @@ def shrink_evaluation(plan: TrainingPlan) -> TrainingPlan | None:
     return plan.model_copy(update={"judged_at_once": at_once}) if at_once >= plan.least_part else None
 
 
-def agreement(outputs: Feeds, theirs: Feeds, labels: Array | None) -> float:
+def agreement(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
     """Compute the agreement with the teacher: the share of equal classes, where the first output is
     more than one class, else one minus the mean squared error over the teacher's variance.
     """
