@@ -84,9 +84,7 @@ RECIPE = {
 
 def fleet() -> dict[str, Any]:
     """The fleet file."""
-    models = {
-        name: {"model": f"nets.py:{name}"} for name in ("plain", "separable", "residual", "perceptron", "encoder")
-    }
+    models = {key: {"model": f"nets.py:{key}"} for key in ("plain", "separable", "residual", "perceptron", "encoder")}
     targets = {name: {"resources": {f"fake_{name}": 1}} for name in TARGETS}
     return {"recipe": RECIPE, "models": {**models, "digits": {}}, "targets": targets}
 

@@ -172,10 +172,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=8)
     given = parser.parse_args()
-    found: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/harness.py", *sys.argv[1:]]),
-        "overhead": overhead(),
-    }
+    found = {"command": " ".join(["python benchmarks/harness.py", *sys.argv[1:]]), "overhead": overhead()}
     print(found["overhead"])
     with tempfile.TemporaryDirectory() as folder:
         for entry in given.models.split(";"):

@@ -14,20 +14,7 @@ _T = TypeVar("_T")
 Mutation = Callable[[onnx.ModelProto, np.random.Generator], str]
 """Changes a model in place and says what it did."""
 
-_OPERATORS = (
-    "Relu",
-    "Conv",
-    "MatMul",
-    "TopK",
-    "Loop",
-    "Reshape",
-    "Softmax",
-    "Resize",
-    "LSTM",
-    "NonZero",
-    "Split",
-    "If",
-)
+_KINDS = ("Relu", "Conv", "MatMul", "TopK", "Loop", "Reshape", "Softmax", "Resize", "LSTM", "NonZero", "Split", "If")
 _DTYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT64, TensorProto.STRING, 0, 99)
 _SIZES = (-1, 0, 1, 7, 1 << 20, 1 << 40)
 _OPSETS = (0, 1, 6, 13, 99, -5)
@@ -59,7 +46,7 @@ def _value(model: onnx.ModelProto, random: np.random.Generator) -> onnx.ValueInf
 def operator(model: onnx.ModelProto, random: np.random.Generator) -> str:
     """Another operator with the same inputs."""
     node = _node(model, random)
-    before, node.op_type = node.op_type, _pick(list(_OPERATORS), random)
+    before, node.op_type = node.op_type, _pick(list(_KINDS), random)
     return f"{before} {node.name!r} → {node.op_type}"
 
 

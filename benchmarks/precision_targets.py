@@ -11,7 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,10 @@ from judging import EAGER
 
 from nets import workbench
 
-_PEERS: Mapping[str, tuple[str, str]] = {
-    "resnet50": ("ort-static", "int8"),
-    "bert_base": ("ort-dynamic", "int8-dynamic"),
-}
+_PEERS = {"resnet50": ("ort-static", "int8"), "bert_base": ("ort-dynamic", "int8-dynamic")}
 """Model → what a plain script uses, and the precision of ours that is held against it."""
 _SAMPLES = 8
-COSTS = (
-    *(("bert_base", 64), ("resnet50", 128)),
-    *(("resnet20", 64), ("resnet20", 1024), ("minilm", 64), ("minilm", 1024)),
-)
+COSTS = (("bert_base", 64), ("resnet50", 128), ("resnet20", 64), ("resnet20", 1024), ("minilm", 64), ("minilm", 1024))
 """(model, samples): of those that benchmarks/nets/ trains, too, whether memory grows with the samples."""
 _TOKENS = 128
 _VOCABULARY = 30522

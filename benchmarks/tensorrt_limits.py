@@ -150,9 +150,7 @@ def _need(graph: Path, batch: int) -> int:
 
 def _budgets(needs: Mapping[int, int]) -> list[int]:
     """Between a batch and the next, at its need, and one byte below it."""
-    return [
-        budget for at in _AT for budget in ((needs[at] + needs[at + 1]) // 2, needs[at], needs[at] - 1) if budget > 0
-    ]
+    return [size for at in _AT for size in ((needs[at] + needs[at + 1]) // 2, needs[at], needs[at] - 1) if size > 0]
 
 
 def _fitted(graph: Path, budget: int, needs: Mapping[int, int]) -> dict[str, Any]:

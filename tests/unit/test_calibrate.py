@@ -18,12 +18,9 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tensors import Array, ShapeRange
+from graphs import quiet
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 10)).astype(np.float32)
-
-
-def quiet(text: str) -> None:
-    del text
 
 
 def network(folder: Path, *middle: onnx.NodeProto, batch: int | str = "batch") -> Artifact:

@@ -20,13 +20,10 @@ from enginesmith.pipeline.passes.export import attention, export
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import simplify_file
 from enginesmith.pipeline.tensors import Signature, TensorSpec
+from graphs import quiet
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 LIMIT = 1 << 27
-
-
-def quiet(text: str) -> None:
-    del text
 
 
 def tensor(name: str, shape: list[Any], kind: int = FLOAT) -> onnx.ValueInfoProto:

@@ -32,12 +32,9 @@ from enginesmith.pipeline.tasks.prune import (
     propose_share,
     read_facts,
 )
+from graphs import quiet
 
 NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
-
-
-def quiet(_: str) -> None:
-    return None
 
 
 def loaded(tmp_path: Path, model: str = "digits") -> Artifact:

@@ -22,13 +22,10 @@ from enginesmith.pipeline.passes.finetune.options import FILE, RecoverOptions, R
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.finetune import MODEL, TEACHER, Recover
 from enginesmith.pipeline.tasks.load import Load
+from graphs import quiet
 
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
 Pair = dict[str, Artifact]
-
-
-def quiet(text: str) -> None:
-    del text
 
 
 @pytest.fixture(scope="module")
