@@ -57,13 +57,10 @@ def test_says_what_it_knows_and_why_not(here: Environment) -> None:
         ({"governor": "powersave"}, "governor"),
         ({"stolen_seconds": 5.0}, "given 5% of its cores' time to others"),
         ({"memory_limit_bytes": 1 << 30, "memory_limit_left_bytes": 64 << 20}, "only 64 MiB is left"),
-        ({"gpus": (GPU.model_copy(update={"clock_limits": ("idle", "power limit")}),)}, "limited by: power limit"),
-        ({"gpus": (GPU, GPU.model_copy(update={"utilisation_percent": 90}))}, "cuda:1 is busy"),
-        (
-            {"gpus": (GPU.model_copy(update={"processes": (GpuProcess(pid=FOREIGN, used_bytes=None),)}),)},
-            f"(process {FOREIGN})",
-        ),
-        ({"gpus": (GPU.model_copy(update={"mig": True}),)}, "MIG"),
+        ({"gpus": (busy(clock_limits=("idle", "power limit")),)}, "limited by: power limit"),
+        ({"gpus": (GPU, busy(utilisation_percent=90))}, "cuda:1 is busy"),
+        ({"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=None),)),)}, f"(process {FOREIGN})"),
+        ({"gpus": (busy(mig=True),)}, "MIG"),
     ],
 )
 def test_warns_of_what_spoils_numbers(here: Environment, change: dict[str, Any], word: str) -> None:
@@ -143,11 +140,7 @@ def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
         ({"thermal_throttles": 3}, {"thermal_throttles": 10}, "heat slowed the processor down 7 times"),
         ({"frequency_mhz": 3000.0}, {"frequency_mhz": 2000.0}, "fell from 3000 to 2000 MHz"),
         ({"gpus": (busy(held_back_by_heat_seconds=1.0),)}, {"gpus": (busy(held_back_by_heat_seconds=4.0),)}, "for 3.0"),
-        (
-            {"gpus": (GPU,)},
-            {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},
-            "cuda:0 is used by others",
-        ),
+        ({"gpus": (GPU,)}, {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)}, "used by others"),
     ],
 )
 def test_what_happened_meanwhile(here: Environment, before: Any, after: Any, word: str) -> None:

@@ -114,24 +114,8 @@ def test_what_is_missing_is_explained(changes: dict[str, object]) -> None:
 
 def test_nothing_measured_says_so_everywhere() -> None:
     bare = {"id": "eager", "engine": "eager", "precision": "fp32", "status": "skipped", "reasons": {"latency": "load"}}
-    values = {
-        "schema": documents.SCHEMA,
-        "name": "r",
-        "created": "",
-        "seconds": 0.0,
-        "complete": False,
-        "recipe": {"model": "digits"},
-        "environment": {},
-        "model": {"source": "digits", "signature": None, "data": None},
-        "steps": [],
-        "winner": None,
-        "winner_reason": "nothing was measured",
-        "pareto": [],
-        "verdicts": [],
-        "baseline": bare,
-        "variants": [],
-    }
-    text = page.render(Run.model_validate(values))
+    missing = {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()}
+    text = page.render(runs.run(**missing, complete=False, limits=None, steps=(), baseline=bare))
     assert "No winner yet: nothing was measured." in text
     assert "No latency was measured: load." in text
     assert 'data-chart="' not in text

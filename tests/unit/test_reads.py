@@ -53,14 +53,6 @@ def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: InputDependen
     assert now(reads) is None
 
 
-def test_the_same_files_elsewhere_give_the_same_names_and_digests(reads: InputDependencies, tmp_path: Path) -> None:
-    for place in ("one", "two"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "net.py").write_text("code")
-    one, two = (reads.record([tmp_path / place / "net.py"], {}) for place in ("one", "two"))
-    assert one.identity == two.identity
-
-
 def test_files_of_one_name_are_told_apart_by_their_folders(reads: InputDependencies, tmp_path: Path) -> None:
     paths = [tmp_path / place / "w" for place in ("encoder", "decoder")]
     for path, content in zip(paths, "ab", strict=True):

@@ -349,13 +349,8 @@ def test_each_turn_of_pruning_has_its_row() -> None:
 
 def test_groups_and_curve() -> None:
     assert run_tables.tabulate_groups(PRUNING).rows == (("conv1", "channel", "16", "8"),)
-    assert run_tables.tabulate_recovery(pruned_run(pruned("a", recovery=(RECOVERY,)))).rows[0][1:] == (
-        "1",
-        "0",
-        "–",
-        "0.4700",
-        "0.001",
-    )
+    (row, *_) = run_tables.tabulate_recovery(pruned_run(pruned("a", recovery=(RECOVERY,)))).rows
+    assert row[1:] == ("1", "0", "–", "0.4700", "0.001")
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:

@@ -138,19 +138,6 @@ def test_an_outage_that_many_calls_see_is_told_once() -> None:
     assert said[-1] == f"{PLACE} is reachable again"
 
 
-def test_an_answer_that_there_is_no_such_file_is_one() -> None:
-    said: list[str] = []
-    retries = Retries(PLACE, said.append, first_seconds=0.001)
-    errors: list[Exception] = [FileNotFoundError("no such key"), ConnectionError("down")]
-
-    def work() -> None:
-        raise errors.pop()
-
-    with pytest.raises(FileNotFoundError):
-        retries(work)
-    assert said[1:] == [f"{PLACE} is reachable again"]
-
-
 def test_it_ends_at_some_time_and_then_asks_once_only() -> None:
     retries = Retries(PLACE, lambda text: None, total_seconds=0.05, first_seconds=0.01)
     work = failing(10**6)

@@ -11,7 +11,7 @@ import pytest
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.store.address import default_address, parse_address
-from enginesmith.pipeline.store.store import Store, default_root
+from enginesmith.pipeline.store.store import Store
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
 
@@ -136,14 +136,6 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="not a directory"):
         Store(tmp_path / "file" / "store")
-
-
-def test_the_environment_names_the_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "here"))
-    assert default_root() == tmp_path / "here"
-    monkeypatch.delenv("ENGINESMITH_STORE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_root() == tmp_path / "enginesmith"
 
 
 def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:

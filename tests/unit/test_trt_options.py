@@ -97,11 +97,8 @@ RANGES = {"batch": ShapeRange(min=1, opt=8, max=64), "seq": ShapeRange(min=16, o
 WHOLE = {"ids": ((1, 16), (8, 128), (64, 512)), "scale": ((3,), (3,), (3,))}
 
 
-def test_the_whole_range_is_the_only_profile_unless_more_are_named() -> None:
+def test_named_profiles_come_before_the_whole_range_and_keep_the_other_dimensions() -> None:
     assert engine.make_profiles(SIGNATURE, RANGES, ()) == (WHOLE,)
-
-
-def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
     first, second, last = engine.make_profiles(SIGNATURE, RANGES, ("batch=1:1:1", "batch=2:4:8,seq=64"))
     assert first["ids"] == ((1, 16), (1, 128), (1, 512))
     assert second["ids"] == ((2, 64), (4, 64), (8, 64))
@@ -291,17 +288,17 @@ def test_points_are_in_order_where_there_is_no_room_above(activation: int | None
     assert builder.space_workspaces(facts(activation), 4 * MIB, 1) == (4 * MIB,)
 
 
-@pytest.mark.parametrize("short", [0, 7 * KIB, 16 * KIB])
-def test_a_gate_is_found_with_one_build_where_the_estimate_holds(short: int) -> None:
-    build = Builder(23 * MIB + short)
-    assert builder.find_smallest_workspace(build, facts(), GATE) == 23 * MIB + 32 * KIB
+ESTIMATED = 23 * MIB + 32 * KIB
+
+
+@pytest.mark.parametrize(
+    ("need", "given", "least"),
+    [*((ESTIMATED - spare * KIB, facts(), ESTIMATED) for spare in (32, 25, 16)), (1, facts(5 * MIB, 9 * MIB), 1)],
+)
+def test_a_gate_is_found_with_one_build_where_the_estimate_holds(need: int, given: EngineFacts, least: int) -> None:
+    build = Builder(need)
+    assert builder.find_smallest_workspace(build, given, GATE) == least
     assert len(build.limits) == 1
-
-
-def test_a_gate_of_one_byte_is_found_with_one_build() -> None:
-    build = Builder(1)
-    assert builder.find_smallest_workspace(build, facts(5 * MIB, 9 * MIB), GATE) == 1
-    assert build.limits == [1]
 
 
 @pytest.mark.parametrize("need", [24 * MIB, 60 * MIB, 300 * MIB])
