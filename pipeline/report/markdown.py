@@ -84,7 +84,7 @@ def render(run: Run, gate: str = "") -> str:
         *_render_section("What failed, or is still to be done", failed),
         _render_fidelity(run),
         _render_machine(run),
-        _list_contents(run),
+        "Charts, every number and step, and how to run it again: report.html.",
     ]
     return limit_length("\n\n".join(part for part in parts if part), "report.html")
 
@@ -147,22 +147,6 @@ def _render_machine(run: Run) -> str:
     speedup = f"Speed-up is the median of paired rounds against {plain(run.baseline.id)}."
     stops = plain("; ".join(sentences.list_stops(run)))
     return f"Measured on {machine}; {threads}. {speedup}" + (f" Stopped: {stops}." if stops else "")
-
-
-def _list_contents(run: Run) -> str:
-    """List what report.html has besides."""
-    parts = {
-        "latency distributions": any(record.latency for record in run.variants),
-        "memory by part": any(record.memory for record in run.variants),
-        "fidelity by stage": any(record.fidelity for record in run.variants),
-        "what is computed in which precision": any(record.coverage or record.assignment for record in run.variants),
-        "what was pruned, and how it was retrained": any(record.pruning for record in run.variants),
-        "throughput by callers": any(row.concurrency for record in run.variants for row in record.latency),
-        "limits of the machine": any(record.limits for record in run.variants),
-        "time by operator": any(record.profile for record in run.variants),
-        "every step, and how to run it again": True,
-    }
-    return f"In report.html: {', '.join(name for name, there in parts.items() if there)}."
 
 
 def _render_section(title: str, lines: Sequence[str]) -> list[str]:

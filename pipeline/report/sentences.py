@@ -71,17 +71,13 @@ def summarize(run: Run) -> str:
 
 
 def _find_equally_fast(run: Run, winner: VariantRecord, batch: int) -> str:
-    """Find the fastest other variant that the winner is not measurably faster than; empty where there is none."""
+    """Find another variant that could win and that the winner is not measurably faster than; empty if there is none."""
     mine = winner.row(batch)
-    if run.recipe.objective != "latency" or mine is None or mine.speedup is None:
-        return ""
-    others = [
-        (row.p50_ms, record.id)
-        for record in run.variants
-        if record is not winner and not verdicts.why_ineligible(record) and (row := record.row(batch)) and row.speedup
-        if (mine.p50_ms or 0.0) < (row.p50_ms or 0.0) and divide(mine.speedup, row.speedup).low <= 1
-    ]
-    return min(others)[1] if others else ""
+    for record in run.variants if run.recipe.objective == "latency" and mine and mine.speedup else ():
+        theirs = None if record is winner or verdicts.why_ineligible(record) else record.row(batch)
+        if mine and mine.speedup and theirs and theirs.speedup and divide(mine.speedup, theirs.speedup).low <= 1:
+            return record.id
+    return ""
 
 
 def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
@@ -154,12 +150,6 @@ def describe_progress(run: Run) -> str:
     """Say how far a run came that was interrupted or has steps for another machine; empty if it is complete."""
     done = sum(step.status != "pending" for step in run.steps)
     return "" if run.complete else f"this run is not complete: {done} of {len(run.steps)} steps have ended"
-
-
-def list_missing_percentiles(run: Run) -> list[str]:
-    """Explain why some variants have no p99, each reason once."""
-    reasons = (row.reasons.get("p99_ms") for record in run.records for row in record.latency if row.p99_ms is None)
-    return list(dict.fromkeys(reason for reason in reasons if reason))
 
 
 def list_stops(run: Run) -> list[str]:

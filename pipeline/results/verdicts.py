@@ -8,7 +8,6 @@ win only if it is measurably faster than its dense sibling, for a loss that is a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import le
 
 from enginesmith.pipeline.engines import BASELINES
 from enginesmith.pipeline.errors import WrongEngine
@@ -362,27 +361,20 @@ def _score(record: VariantRecord, objective: Objective, batch: int) -> float | N
     return record.artifact.bytes if record.artifact else None
 
 
-_SAME_DROP = 1e-3
-"""Share of the baseline's metric by which drops have to differ to count as different."""
-
-
 def _pareto(records: Sequence[VariantRecord], batch: int) -> tuple[str, ...]:
     """List the records that no other one beats in latency, memory and drop at once.
 
-    A difference between drops that nobody sees keeps no record on the front.
+    Drops are rounded to a thousandth of the baseline's metric, so that none that nobody sees keeps a record there.
     """
-    points: dict[str, tuple[float, float, float]] = {}
-    scale = max((abs(record.quality.baseline) for record in records if record.quality), default=1.0)
+    points: dict[str, tuple[float, ...]] = {}
+    scale = max((abs(record.quality.baseline) for record in records if record.quality), default=0.0) or 1.0
     for record in records:
         if (row := record.row(batch)) and row.p50_ms is not None:
             memory = record.peak_bytes if record.peak_bytes is not None else float("inf")
             drop = record.quality.drop if record.quality and record.quality.drop is not None else 0.0
-            points[record.id] = (row.p50_ms, memory, drop / (_SAME_DROP * (scale or 1.0)))
+            points[record.id] = (row.p50_ms, memory, round(drop / scale, 3))
 
-    def beats(point: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
-        *mine, my_drop = point
-        *theirs, their_drop = other
-        better = mine != theirs or my_drop + 1 < their_drop
-        return better and all(map(le, mine, theirs)) and my_drop <= their_drop + 1
+    def beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+        return point != other and all(mine <= theirs for mine, theirs in zip(point, other, strict=True))
 
     return tuple(name for name, point in points.items() if not any(beats(other, point) for other in points.values()))

@@ -1,7 +1,6 @@
 """Read the processor from /sys and /proc: clocks, topology, what was lost to heat and to a host."""
 
 import contextlib
-import math
 import os
 import platform
 import re
@@ -99,10 +98,8 @@ _NODE_FOLDER = Path("/sys/devices/system/node")
 _CPUINFO, _STAT, _PROCESSES = Path("/proc/cpuinfo"), Path("/proc/stat"), Path("/proc")
 _TICKS_TOLD, _STOLEN = 8, 7
 """Columns of /proc/stat (proc(5)): those before the time of guests, which the user's holds already; the stolen one."""
-_PARENT, _GROUP, _TIMES, _STARTED = 1, 2, slice(11, 15), 19
-"""Columns of /proc/PID/stat after the name; times are ticks of the process and of children that have ended."""
-_LOAD_SECONDS = 60.0
-"""Time constant of the load average."""
+_STATE, _PARENT, _GROUP = 0, 1, 2
+"""Columns of /proc/PID/stat after the name."""
 _READINGS, _READING_SECONDS = 5, 0.02
 """Readings of the threads that run now, and the time between two of them."""
 
@@ -117,46 +114,27 @@ def model() -> str:
     return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
 
 
-def _own_processes() -> dict[str, list[str]]:
-    """Read the columns of /proc/PID/stat, by PID, of this program: the processes of its group and their descendants."""
-    rows = {}
-    for entry in _PROCESSES.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            rows[entry.parent.name] = entry.read_text().rpartition(")")[2].split()
-    own = {pid for pid, columns in rows.items() if columns[_GROUP] == str(os.getpgid(0))}
-    while children := {pid for pid, columns in rows.items() if columns[_PARENT] in own} - own:
-        own |= children
-    return {pid: rows[pid] for pid in own}
-
-
-def own_load() -> float:
-    """Estimate the part of the load average that is of this program.
-
-    Each process counts with its processor time a second, children that have ended included, as far as the average of a
-    minute has come to show it since the process started. Linux's proc(5) has the columns.
-    """
-    now, ticks = clock.clock_gettime(clock.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
-    load = 0.0
-    for columns in _own_processes().values():
-        age = max(now - int(columns[_STARTED]) / ticks, 1.0)
-        seconds = sum(map(int, columns[_TIMES])) / ticks
-        load += seconds / age * (1 - math.exp(-age / _LOAD_SECONDS))
-    return load
-
-
 def count_others() -> float:
     """Count the threads of other programs that run now or wait for a core, as the mean of some readings.
 
-    The load average has threads of this program that waited for a core, too, which their processor time does not show.
+    This program's are those of the processes of its group and of their descendants: Linux's proc(5) has the columns.
     """
     counts = []
     for _ in range(_READINGS):
-        threads = [file for pid in _own_processes() for file in (_PROCESSES / pid / "task").glob("*/stat")]
-        own = sum((text(file) or "").rpartition(")")[2].split()[:1] == ["R"] for file in threads)
-        running = (text(_PROCESSES / "loadavg") or "").split()[3:4] or ["0/0"]
-        counts.append(max(0, int(running[0].partition("/")[0]) - own))
+        rows = {stat.parent.name: _read_columns(stat) for stat in _PROCESSES.glob("[0-9]*/stat")}
+        own = {pid for pid, columns in rows.items() if columns[_GROUP] == str(os.getpgid(0))}
+        while children := {pid for pid, columns in rows.items() if columns[_PARENT] in own} - own:
+            own |= children
+        threads = (stat for pid in own for stat in (_PROCESSES / pid / "task").glob("*/stat"))
+        running = (text(_PROCESSES / "loadavg") or "0 0 0 0/0").split()[3].partition("/")[0]
+        counts.append(max(0, int(running) - sum(_read_columns(stat)[_STATE] == "R" for stat in threads)))
         clock.sleep(_READING_SECONDS)
     return sum(counts) / len(counts)
+
+
+def _read_columns(stat: Path) -> list[str]:
+    """Read the columns after the name; empty ones where the process has ended."""
+    return (text(stat) or "").rpartition(")")[2].split() or ["", "", ""]
 
 
 def is_virtual() -> bool | None:

@@ -1,5 +1,6 @@
 """Describe the machine of a measurement, and what about it spoils numbers. Takes some milliseconds."""
 
+import math
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -138,15 +139,8 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
     unset += ["memory_limit_left_bytes"] if limit_bytes is None else []
     reasons = {**dict.fromkeys(unset, _NO_LIMIT), "gpus": no_gpus}
     why = {name: reasons.get(name, _NOT_SHOWN) for name, value in machine if value is None}
-    own_load = cpu.own_load()
-    if _is_busy(machine, own_load):  # with others, or with threads of this program that waited for each other
-        own_load = max(own_load, machine.load_average - cpu.count_others())
-    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, own_load)), "reasons": why})
-
-
-def _is_busy(machine: Environment, own_load: float) -> bool:
-    """Tell whether others load more than half of the cores."""
-    return machine.load_average - own_load > machine.usable_cores / 2
+    others = cpu.count_others() if machine.load_average > machine.usable_cores / 2 else 0.0
+    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, others)), "reasons": why})
 
 
 def fingerprint(machine: Environment) -> str:
@@ -162,13 +156,13 @@ def fingerprint(machine: Environment) -> str:
     return json_digest({**facts, "gpus": gpus})
 
 
-def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
-    """List conditions of this machine that spoil measurements; ``own_load`` is this program's part of the load."""
+def warnings_of(machine: Environment, others: float = math.inf) -> list[str]:
+    """List conditions of this machine that spoil measurements; ``others`` counts other programs' running threads."""
     warnings = []
-    if _is_busy(machine, own_load):
+    if (load := min(others, machine.load_average)) > machine.usable_cores / 2:
         warnings.append(
-            f"{BUSY}: other programs have a load of {machine.load_average - own_load:.1f} on {machine.usable_cores} "
-            "cores; times are longer than on an idle machine, most of all those of eager, which uses several threads"
+            f"{BUSY}: other programs have a load of {load:.1f} on {machine.usable_cores} cores; "
+            "times are longer than on an idle machine, most of all those of eager, which uses several threads"
         )
     if machine.quota_cores is not None and machine.quota_cores < machine.usable_cores:
         warnings.append(

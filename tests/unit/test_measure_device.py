@@ -1,7 +1,6 @@
 """Facts of the machine."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -89,25 +88,20 @@ def test_fingerprint_holds_what_lasts(here: Environment) -> None:
 
 def test_own_load_does_not_make_the_machine_busy(here: Environment) -> None:
     loaded = here.model_copy(update={**QUIET, "gpus": (GPU,), "load_average": 5.0, "usable_cores": 8})
-    assert not warnings_of(loaded, own_load=1.5)
-    assert warnings_of(loaded, own_load=0.5)[0].startswith(
-        "the machine is busy: other programs have a load of 4.5 on 8 cores"
-    )
+    assert not warnings_of(loaded, others=3.5)
+    assert warnings_of(loaded, others=4.5)[0].startswith("the machine is busy: other programs have a load of 4.5 on 8")
 
 
-def test_own_load_is_of_the_processes_of_this_group_and_their_descendants(
+def test_others_are_no_processes_of_this_group_nor_their_descendants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks, started = os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME) - 6000
     for pid, group, parent in ((1, os.getpgid(0), 0), (2, 77, 1), (3, 77, 0)):
-        row = ["R", str(parent), str(group), *["0"] * 8, *[str(750 * ticks)] * 4, *["0"] * 4, str(int(started * ticks))]
         (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
         for folder in (tmp_path / str(pid), tmp_path / f"{pid}/task/{pid}"):
-            (folder / "stat").write_text(f"{pid} (a) b) {' '.join(row)}")
+            (folder / "stat").write_text(f"{pid} (a) b) R {parent} {group} 0")
     (tmp_path / "loadavg").write_text("9.00 8.00 7.00 5/300 4")
     monkeypatch.setattr(cpu, "_PROCESSES", tmp_path)
     monkeypatch.setattr(cpu, "_READING_SECONDS", 0.0)
-    assert cpu.own_load() == pytest.approx(1.0, rel=0.01)  # two of half a core each
     assert cpu.count_others() == 3  # five threads run, two of them are this program's
 
 

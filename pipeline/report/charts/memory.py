@@ -166,8 +166,11 @@ def _draw_pareto(cast: Cast, points: Sequence[_Point]) -> Figure:
 
 
 def _draw_front(points: Sequence[_Point]) -> Figure:
-    """Draw steps along the points of the front."""
-    line = _find_line(points)
+    """Draw steps along the records of the front that none beats in these two numbers; others are on it for a drop."""
+    line: list[_Point] = []
+    for point in sorted((point for point in points if point.front), key=lambda point: (point.p50_ms, point.peak_mib)):
+        if not line or point.peak_mib < line[-1].peak_mib:
+            line.append(point)
     return {
         "type": "scatter",
         "mode": "lines",
@@ -178,15 +181,6 @@ def _draw_front(points: Sequence[_Point]) -> Figure:
         "hoverinfo": "skip",
         "showlegend": len(line) > 1,
     }
-
-
-def _find_line(points: Sequence[_Point]) -> list[_Point]:
-    """Find the records of the front that none beats in the two numbers that are drawn; others are on it for a drop."""
-    line: list[_Point] = []
-    for point in sorted((point for point in points if point.front), key=lambda point: (point.p50_ms, point.peak_mib)):
-        if not line or point.peak_mib < line[-1].peak_mib:
-            line.append(point)
-    return line
 
 
 def _draw_point(cast: Cast, point: _Point, scale: float) -> Figure:
@@ -223,7 +217,7 @@ def _summarize_pareto(cast: Cast, points: Sequence[_Point]) -> str:
         text += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {short_name(baseline)}'s peak memory"
     else:
         text += f" at {format_bytes(best.record.peak_bytes)} of peak memory"
-    front = len(_find_line(points))
+    front = len(_draw_front(points)["x"])
     text += f"; {front} of {count_words(len(points), 'variant')} {'is' if front == 1 else 'are'} on the front"
     if smaller := sum(point.front for point in points) - front:
         text += f", and {smaller} more for a smaller drop"

@@ -215,20 +215,16 @@ def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 # Render what was measured: latency, memory, batch sizes, the machine's limits, and where time goes.
 
-_REASONS = 2
-
 
 def render_latency(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the distributions and percentiles of single calls."""
     first, *others = (drawing for name, drawing in drawings.items() if name.startswith("ecdf"))
-    whys = "; ".join(sentences.list_missing_percentiles(run)[:_REASONS])
-    missing = [f"Why some have no p99: {whys}."] if whys else []
     return (
         first,
         *fold("The distribution at other batch sizes", *others),
         *show_rows(run_tables.tabulate_latency(run)),
         *show_rows(run_tables.tabulate_device_latency(run)),
-        *list_points((*missing, *(f"{note}." for note in sentences.list_measurement_notes(run)))),
+        *list_points(f"{note}." for note in sentences.list_measurement_notes(run)),
     )
 
 
