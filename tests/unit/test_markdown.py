@@ -60,7 +60,7 @@ def test_a_usual_run_is_short_and_says_what_matters() -> None:
         "- busy.",
         "**f**: build: no kernel",
         "21 of 21 checks passed; the lowest SQNR is 33.3 dB (a after engine)",
-        "In report.html: latency distributions",
+        "how to run it again: report.html",
     ):
         assert part in text
 
