@@ -143,8 +143,7 @@ def _check_passes(recipe: Recipe) -> None:
             raise UsageError(f"--pass is given twice as {name}", "give each one once")
     if recipe.passes and not any(engine_class(name).consumes == "onnx" for name in recipe.engines):
         raise UsageError(
-            f"--pass has no effect on {', '.join(recipe.engines)}",
-            f"add --engine {DEFAULT_ENGINES[0]}, or omit it",
+            f"--pass has no effect on {', '.join(recipe.engines)}", f"add --engine {DEFAULT_ENGINES[0]}, or omit it"
         )
 
 

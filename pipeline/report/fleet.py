@@ -10,17 +10,7 @@ import yaml
 from enginesmith.pipeline.report import files, fleet_tables, junit
 from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report.files import REPORTS, Format
-from enginesmith.pipeline.report.html.blocks import (
-    Block,
-    Code,
-    Fact,
-    Facts,
-    Section,
-    Words,
-    fold,
-    list_points,
-    show_rows,
-)
+from enginesmith.pipeline.report.html.blocks import Code, Fact, Facts, Section, Words, fold, list_points, show_rows
 from enginesmith.pipeline.report.html.page import lay_out
 from enginesmith.pipeline.report.markdown import limit_length, plain, render_list, render_table, shorten
 from enginesmith.pipeline.report.tables import Table, Tone
@@ -96,14 +86,14 @@ def _render_reproduction(record: FleetRecord) -> Section:
     content = record.fleet.model_dump(mode="json", exclude_defaults=True)
     content["targets"] = record.fleet.model_dump(mode="json")["targets"]
     words = ["enginesmith", "optimize", record.file, *(word for name in record.only for word in ("--only", name))]
-    blocks: tuple[Block, ...] = (
+    blocks = [
         Code("command", "From the folder where it was started", shlex.join(words)),
         Code("file", record.file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True)),
-    )
+    ]
     if record.options:
         given = yaml.safe_dump(record.options, sort_keys=False, allow_unicode=True)
-        blocks += (Code("options", "Given for all entries by options", given),)
-    return Section("again", "How to run this again", "What was asked for?", blocks)
+        blocks += [Code("options", "Given for all entries by options", given)]
+    return Section("again", "How to run this again", "What was asked for?", tuple(blocks))
 
 
 # ``fleet.md``: a summary of a fleet for a comment on a pull request; fleet.html has all of it.

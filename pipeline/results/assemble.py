@@ -229,13 +229,7 @@ class Header:
     """Warnings for the run's readers besides those of the machine."""
 
 
-def assemble(
-    header: Header,
-    recipe: Recipe,
-    plan: Plan,
-    outcomes: Outcomes,
-    artifacts: Mapping[str, Path],
-) -> Run:
+def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, artifacts: Mapping[str, Path]) -> Run:
     """Assemble the run as far as it has come; ``artifacts`` are the engines' files in the run directory by variant."""
     latency: dict[str, list[LatencyRow]] = {}
     for entry in records_of(outcomes, plan.latency):

@@ -499,25 +499,23 @@ def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
     return "; ".join(_list_changes(earlier.record.packages, then, run, entry, state)) or run
 
 
-def _list_changes(
-    packages: Mapping[str, str], then: EntryRecord, run: Run, entry: Entry, state: State
-) -> Iterator[str]:
+def _list_changes(packages: Mapping[str, str], then: EntryRecord, run: Run, entry: Entry, now: State) -> Iterator[str]:
     before, after = run.recipe, entry.recipe
     if before != after:
         fields = [name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)]
         yield f"its recipe changed: {', '.join(fields)}"
     if then.machine != _machine(entry):
         yield "its target changed"
-    if state.model_sha256 is None:
+    if now.model_sha256 is None:
         yield "its model cannot be loaded"
-    elif run.model.sha256 != state.model_sha256:
+    elif run.model.sha256 != now.model_sha256:
         yield "its model changed"
-    for name in sorted({*then.files, *state.files}):
-        if then.files.get(name) != state.files.get(name):
+    for name in sorted({*then.files, *now.files}):
+        if then.files.get(name) != now.files.get(name):
             yield f"{name} changed"
-    for name in sorted({*packages, *state.packages}):
-        if packages.get(name) != state.packages.get(name):
-            yield f"{name} {packages.get(name, 'none')} → {state.packages.get(name, 'none')}"
+    for name in sorted({*packages, *now.packages}):
+        if packages.get(name) != now.packages.get(name):
+            yield f"{name} {packages.get(name, 'none')} → {now.packages.get(name, 'none')}"
 
 
 def take_over(earlier: Earlier, name: str, folder: Path) -> None:

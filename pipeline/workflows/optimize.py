@@ -258,12 +258,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
 
 
 def optimize(
-    recipe: Recipe,
-    out: Path,
-    settings: Settings | None = None,
-    source: Source | None = None,
-    *,
-    replace: bool = False,
+    recipe: Recipe, out: Path, settings: Settings | None = None, source: Source | None = None, *, replace: bool = False
 ) -> Run:
     """Carry out a recipe, and leave a run directory; ``source`` is its model, where that is resolved already.
 
@@ -308,9 +303,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     )
 
 
-def resume(
-    out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda text: None
-) -> Run:
+def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None) -> Run:
     """Resume a run directory: carry out the steps that are missing; a finished run is returned as it is.
 
     ``on_finished`` is told where nothing is left to do.

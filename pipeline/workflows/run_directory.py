@@ -14,15 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import (
-    MANIFEST_NAMES,
-    Artifact,
-    Kind,
-    file_digest,
-    files_below,
-    has_files,
-    write_whole,
-)
+from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, file_digest, files_below, has_files, write_whole
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
@@ -47,11 +39,9 @@ _EARLIER = ".earlier"
 class RunDirectory:
     """Keeps the folder in step with the outcomes."""
 
-    def __init__(
-        self, folder: Path, recipe: Recipe, steps: Plan, environment: Environment, neighbours: int = 1
-    ) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, steps: Plan, environment: Environment, neighbors: int = 1) -> None:
         self._folder, self._recipe, self._plan = folder, recipe, steps
-        self._started, self._neighbours = time.monotonic(), neighbours
+        self._started, self._neighbors = time.monotonic(), neighbors
         self._whole: set[str] = set()
         """Folders whose files are known to be there, as they should be."""
         self._vectors: dict[str, StoredArtifact] = {}
@@ -84,7 +74,7 @@ class RunDirectory:
         """Take note of what is known now, and write it unless that would be most of what is done here."""
         self._outcomes, self._run = outcomes, None
         took = max(self._writing_took, _LEAST_SECONDS)
-        if time.monotonic() - self._written_at > _WRITING_SHARE * took * self._neighbours:
+        if time.monotonic() - self._written_at > _WRITING_SHARE * took * self._neighbors:
             self.write()
 
     def write(self) -> Run:
@@ -251,7 +241,7 @@ def lock_folder(out: Path) -> Iterator[None]:
 # long as the model is the same, byte for byte, and the step would do the same.
 
 _FOLDER, _INDEX = "kept", "index.json"
-_KINDS: tuple[Kind, ...] = ("engine", "reference", "record")
+_KINDS = ("engine", "reference", "record")
 """Graphs are not among them: nothing that is left to do needs them once the engines are built."""
 
 

@@ -266,17 +266,15 @@ def draw_markers(
     return {**common, "x": list(x), "y": list(y), "hovertext": list(hover), "hoverinfo": "text", **more}
 
 
-def intervals(
-    style: Style, at: Sequence[float], values: Sequence[Interval | None], direction: str = "y"
-) -> list[Figure]:
+def intervals(style: Style, at: Sequence[float], values: Sequence[Interval | None], way: str = "y") -> list[Figure]:
     """Draw error bars by themselves, as a median of undisturbed calls may lie elsewhere than the one of all calls."""
     known = [(place, gain) for place, gain in zip(at, values, strict=True) if gain is not None and not gain.too_noisy]
     trace = {
         "type": "scatter",
         "mode": "markers",
-        "x" if direction == "y" else "y": [place for place, _ in known],
-        direction: [ratio.median for _, ratio in known],
-        f"error_{direction}": bars([ratio for _, ratio in known], style.colour),
+        "x" if way == "y" else "y": [place for place, _ in known],
+        way: [ratio.median for _, ratio in known],
+        f"error_{way}": bars([ratio for _, ratio in known], style.colour),
         "marker": {"color": style.colour, "size": 1},
         "hoverinfo": "skip",
         "showlegend": False,
