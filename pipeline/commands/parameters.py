@@ -30,6 +30,11 @@ class Option(click.Option):
     heading = _OTHERS
     advanced = False
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Leave old names out of the help."""
+        self.opts = [name for name in self.opts if (name,) not in _OLD_NAMES.values()]
+        return super().get_help_record(ctx)
+
 
 class Command(click.Command):
     """A command that lists its options under headings, the everyday ones first; ``--help-all`` lists all."""
@@ -118,6 +123,8 @@ def under(heading: str, *options: Callable[[Decorated], Decorated], advanced: bo
     return decorate
 
 
+_OLD_NAMES = {"--equalize": ("--equalise",)}
+"""Other spellings that are taken and not shown."""
 _TYPES: Mapping[str, Any] = {"integer": int, "number": float, "list": str, "mapping": str, "text": str}
 RECIPE_OPTIONS: tuple[Mapping[str, Any], ...] = tuple(
     json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
@@ -139,7 +146,7 @@ def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
         else:
             settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
             settings["multiple"] = row["kind"] in ("list", "mapping")
-        made = option(row["flags"], parameter_name(row["field"]), **settings)
+        made = option(row["flags"], *_OLD_NAMES.get(row["flags"], ()), parameter_name(row["field"]), **settings)
         declared.append(under(row["heading"], made, advanced=not row["everyday"]))
     return together(*declared)
 

@@ -125,7 +125,7 @@ class QuantisationOptions(Part):
         description="apply SmoothQuant also where no operator can absorb its factors, which costs a multiplication",
     )
     awq: Annotated[bool, _QUANTISING] = Field(False, description="scale weights by their activations before int4 (AWQ)")
-    equalise: Annotated[bool, _QUANTISING] = Field(
+    equalise: Annotated[bool, Option(_DATA, "--equalize")] = Field(
         False, description="equalize the ranges of channels across layers, for depthwise networks"
     )
     bias_correction: Annotated[bool, _QUANTISING] = Field(

@@ -153,8 +153,8 @@ def _check_data(recipe: Recipe) -> None:
     if needing and not recipe.calibration_data and not recipe.synthetic_calibration:
         raise UsageError(
             f"{needing[0]} needs calibration data, and there is none",
-            "give some samples with --calibration DATA; --synthetic-calibration makes some up, which is good for "
-            "measuring speed and memory, and not for accuracy",
+            "give some samples with --calibration DATA; --synthetic-calibration takes random ones, which are "
+            "good for measuring speed and memory, and not accuracy",
         )
     for data in dict.fromkeys(filter(None, (recipe.calibration, recipe.eval_data))):
         file_formats.check_readable(data, Request(recipe.specs, options=recipe.data_options))

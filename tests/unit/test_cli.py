@@ -36,6 +36,13 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_an_old_spelling_is_taken_and_not_shown() -> None:
+    shown = CliRunner().invoke(cli.main, ["precision", "--help-all"]).output
+    assert "--equalize" in shown
+    assert "--equalise" not in shown
+    assert "No such option" not in CliRunner().invoke(cli.main, ["precision", "net.onnx", "--equalise"]).output
+
+
 def test_libraries_report_nothing_to_their_makers() -> None:
     names = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
     code = f"import os, enginesmith.pipeline; print([os.environ[name] for name in {names!r}])"

@@ -76,6 +76,31 @@ def test_the_verdict_is_of_the_deciding_batch_within_its_interval(low: float, hi
     assert words in sentences.summarize(run(baseline=both, variants=(one,), recipe=recipe))
 
 
+def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
+    def fast(name: str, ms: float, *ends: float) -> VariantRecord:
+        row = LatencyRow(batch=1, p50_ms=ms, speedup=Interval(median=2 / ms, low=ends[0], high=ends[1]))
+        return record(name, ms, 2 / ms).model_copy(update={"latency": (row,)})
+
+    tied = run(variants=(fast("fp32", 0.5, 3.5, 4.5), fast("int8", 0.45, 3.9, 5.0)), winner="int8")
+    assert "it wins by its lower median, which is not measurably lower than that of fp32" in sentences.summarize(tied)
+    clear = run(variants=(fast("fp32", 0.5, 3.9, 4.1), fast("int8", 0.1, 19.0, 21.0)), winner="int8")
+    assert "lower median" not in sentences.summarize(clear)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "remedy"),
+    [("the time limit of 18 s, 3 times what was asked for", "--measure-time 160s"), ("±2%", "a smaller --precision-t")],
+)
+def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy: str) -> None:
+    row = LatencyRow(batch=1, n=90, p50_ms=1.0, stopped_because=stopped)
+    better = Quality(metric="top1", value=0.9, baseline=0.9, drop=-0.0033, drop_low=-0.01, drop_high=0.002, samples=9)
+    few = record("a", 1.0, 1.0).model_copy(update={"latency": (row,), "quality": better})
+    p99, drop = sentences.list_footnotes(run(variants=(few,)))
+    assert p99.startswith(f"no p99 (–): it needs 662 calls, and there were as few as 90; {remedy}")
+    assert drop == "a negative drop is an improvement over the original model"
+    assert tables.describe_drop(better) == "top1 drop −0.0033 [−0.0100, +0.0020] on 9 samples"
+
+
 def test_noise_is_told_once_with_what_to_do() -> None:
     wide = LatencyRow(batch=1, p50_ms=0.5, disturbed_share=0.9, speedup=Interval(median=2.7, low=0.15, high=581))
     waited = wide.model_copy(update={"speedup": None, "disturbed_share": 0.7})
