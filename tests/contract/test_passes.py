@@ -34,9 +34,7 @@ def named_classes(source: str) -> set[str]:
 
 
 def test_only_passes_and_planning_name_a_pass() -> None:
-    files = [
-        file for file in PIPELINE.rglob("*.py") if file.relative_to(PIPELINE).parts[0] not in ("passes", "planning")
-    ]
+    files = [one for one in PIPELINE.rglob("*.py") if one.relative_to(PIPELINE).parts[0] not in ("passes", "planning")]
     assert len(files) > 100
     assert {str(file): names for file in files if (names := named_classes(file.read_text()))} == {}
 

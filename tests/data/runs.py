@@ -99,9 +99,7 @@ def filled(kind: Any, text: str) -> Any:
 
 def _model(kind: type[BaseModel], text: str) -> dict[str, Any]:
     """Its fields by alias; those that do not take the text have their default."""
-    values = {
-        field.alias or name: filled(field.rebuild_annotation(), text) for name, field in kind.model_fields.items()
-    }
+    values = {part.alias or name: filled(part.rebuild_annotation(), text) for name, part in kind.model_fields.items()}
     for _ in tuple(values):
         try:
             kind.model_validate(values)

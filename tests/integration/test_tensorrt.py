@@ -129,9 +129,7 @@ def test_check_says_for_each_target_whether_it_builds(cli, here: Path) -> None:
     assert answer.code == 0
     assert cli("build", "mlp.onnx", "--check", "--target", "sm75", *RANGE, "--quiet").code == 1
     rows = {row["target"]: row for row in parsed(answer)}
-    assert {target: row["builds"] for target, row in rows.items()} == {
-        target: target != "sm75" for target in RTX.targets
-    }
+    assert {name: row["builds"] for name, row in rows.items()} == {name: name != "sm75" for name in RTX.targets}
     assert rows["sm75"]["failure"] == "unsupported"
     assert "MatMul 'h_op' (of the module 'encoder.first')" in rows["sm75"]["reason"]
     assert rows["sm75"]["remedy"]

@@ -385,9 +385,7 @@ def test_samples_are_put_back_into_blocks_and_launches() -> None:
     }
     found = launches_of(samples, "a", 1)
     assert [[block.seconds.tolist() for block in launch] for launch in found] == [[[0], [1, 2]], [[3, 4, 5]]]
-    assert all(
-        block.waited is not None and len(block.waited) == len(block.seconds) for launch in found for block in launch
-    )
+    assert all(one.waited is not None and len(one.waited) == len(one.seconds) for launch in found for one in launch)
     del samples["a/1/waited"]
     assert launches_of(samples, "a", 1)[0][0].waited is None
 

@@ -295,9 +295,7 @@ def test_calls_of_all_callers_are_counted(count: int, clocks: Clocks) -> None:
     assert calls.calls_per_second == pytest.approx(count / CALL_SECONDS)
     np.testing.assert_allclose(calls.host_seconds, np.full(15 * count, CALL_SECONDS))
     assert len({thread for what, thread in seen if what == "opened"}) == count
-    assert {thread for what, thread in seen if what == "opened"} == {
-        thread for what, thread in seen if what == "closed"
-    }
+    assert {one for what, one in seen if what == "opened"} == {one for what, one in seen if what == "closed"}
     assert threading.get_ident() not in {thread for _, thread in seen}
 
 

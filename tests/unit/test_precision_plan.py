@@ -61,9 +61,7 @@ def test_each_engine_has_its_own_placement_and_search() -> None:
 
 
 def test_statistics_are_taken_again_after_the_float_graph_was_changed() -> None:
-    steps = {
-        step.id: step for step in planned(precisions=["int8"], quantisation={"equalise": True, "smooth": 0.5}).steps
-    }
+    steps = {one.id: one for one in planned(precisions=["int8"], quantisation={"equalise": True, "smooth": 0.5}).steps}
     made = steps["precision-int8-onnxruntime"]
     assert made.inputs["model"] == steps[made.inputs["ranges"]].inputs["model"]
     assert made.inputs["model"] not in ("simplify", "export")

@@ -44,9 +44,7 @@ QUANTISED = """g (float[N,16,8,8] x) => (float[N,16,8,8] y) {
 def write(folder: Path, text: str, constants: dict[str, Any], modules: dict[str, str]) -> Artifact:
     """The text is a graph in ONNX's own syntax, which has no dots in names: two underscores stand for one."""
     model = onnx.parser.parse_model(f"{HEAD} {text}")
-    model.graph.initializer.extend(
-        numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
-    )
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(one), name) for name, one in constants.items())
     for node in model.graph.node:
         node.input[:] = [name.replace("__", ".") for name in node.input]
         if node.name in modules:

@@ -365,9 +365,7 @@ def used(file: str, tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).removeprefix("trt.") for base in node.bases if "trt." in ast.unparse(base)]
             methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
-            yield from (
-                f"{base}.{method}" for base in bases for method in methods if method not in {"__init__", *CALLBACKS}
-            )
+            yield from (f"{base}.{name}" for base in bases for name in methods if name not in {"__init__", *CALLBACKS})
 
 
 def words(field: str) -> list[str]:
