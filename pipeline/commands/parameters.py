@@ -32,8 +32,8 @@ class Option(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Leave old names out of the help."""
-        self.opts = [name for name in self.opts if (name,) not in _OLD_NAMES.values()]
-        return super().get_help_record(ctx)
+        record = super().get_help_record(ctx)
+        return record and (record[0].replace(f", {_OLD_NAMES.get(self.opts[0])}", ""), record[1])
 
 
 class Command(click.Command):
@@ -123,7 +123,7 @@ def under(heading: str, *options: Callable[[Decorated], Decorated], advanced: bo
     return decorate
 
 
-_OLD_NAMES = {"--equalize": ("--equalise",)}
+_OLD_NAMES = {"--equalize": "--equalise"}
 """Other spellings that are taken and not shown."""
 _TYPES: Mapping[str, Any] = {"integer": int, "number": float, "list": str, "mapping": str, "text": str}
 RECIPE_OPTIONS: tuple[Mapping[str, Any], ...] = tuple(
@@ -146,7 +146,9 @@ def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
         else:
             settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
             settings["multiple"] = row["kind"] in ("list", "mapping")
-        made = option(row["flags"], *_OLD_NAMES.get(row["flags"], ()), parameter_name(row["field"]), **settings)
+        made = option(
+            *filter(None, (row["flags"], _OLD_NAMES.get(row["flags"]))), parameter_name(row["field"]), **settings
+        )
         declared.append(under(row["heading"], made, advanced=not row["everyday"]))
     return together(*declared)
 
