@@ -102,15 +102,16 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
     """
     name, output = parse_metric(metric)
     if output is not None and output not in outputs:
-        near = difflib.get_close_matches(output, outputs, 1, 0) or list(outputs)
+        (near,) = difflib.get_close_matches(output, outputs, 1, 0)
         raise DataError(
             f"the metric {metric} names the output {output!r}, and the model has {describe_arrays(outputs)}",
-            f"name one of these, such as --metric {name}:{near[0]}",
+            f"name one of these, such as --metric {name}:{near}",
         )
     own = METRICS.get(name)
     if own is None:
         return output
-    fitting = [key for key, array in outputs.items() if own.fits(array, _labels_for(key, labels))]
+    labeled = ((key, array, _labels_for(key, labels)) for key, array in outputs.items())
+    fitting = [key for key, array, its in labeled if its is not None and own.accepts(array, its)]
     first = output or next(iter(outputs))
     if first in fitting or (len(fitting) == 1 and output is None):
         return first if first in fitting else fitting[0]
@@ -143,8 +144,8 @@ def find_metric(text: str) -> Metric:
         MissingCapability: it is a plug-in that cannot be loaded.
     """
     name = parse_metric(text)[0]
-    if own := METRICS.get(name):
-        compute: Callable[..., Samples] = own.compute
+    if name in METRICS:
+        compute = METRICS[name].compute
         return lambda outputs, labels: next(compute(array, _labels_for(key, labels)) for key, array in outputs.items())
     if ":" not in name:
         check_metric(name)
@@ -194,9 +195,7 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
     except (TypeError, ValueError):
         values = np.empty((0, 0))
     if values.ndim > 1 or (values.ndim == 1 and len(values) != rows):
-        what = (
-            f"an array of shape {list(values.shape)}" if values.size else f"{type(returned).__name__} {returned!r:.40}"
-        )
+        what = f"the shape {list(values.shape)}" if values.size else f"{type(returned).__name__} {returned!r:.40}"
         raise DataError(f"the metric {name} returned {what}; {given}", expected)
     if not np.isfinite(values).all():
         which = f", first for sample {int(np.argmin(np.isfinite(values)))}" if values.ndim else ""
@@ -222,17 +221,13 @@ def _explain_error(name: str, function: Metric, error: Exception, labels: Labels
 class OwnMetric(NamedTuple):
     """A metric of one output and one array of labels, a number for each sample."""
 
-    compute: Callable[[Array, Array], Samples]
+    compute: Callable[..., Samples]
     accepts: Callable[[Array, Array], bool]
     """Tells whether an output and labels are of the shapes and dtypes that it takes."""
     needs: str
     """Describes those for people."""
     sign: float = 1.0
     """-1 where less is better."""
-
-    def fits(self, output: Array, labels: Array | None) -> bool:
-        """Tell whether there are labels for an output, and it can be judged by them."""
-        return labels is not None and self.accepts(output, labels)
 
 
 def _labels_for(output: str, labels: Labels) -> Array | None:

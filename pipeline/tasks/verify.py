@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -17,7 +17,6 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.records import format_shares
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare_calls, thresholds_for
-from enginesmith.pipeline.measure.quality import identify_metric
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
@@ -46,10 +45,6 @@ class Sample(Task):
     seed: int
     metric: str | None = None
     """Metric of the data that is tried on two rows; None where none is asked for."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity, **identify_metric(self.metric)}
 
     @property
     def tools(self) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ def test_metric_of_the_user(metrics: Path, place: str) -> None:
     [
         ("broken", r"KeyError: 'scores' in line 6 of my_metrics.py; .*'logits' float64\[200, 10\].*int64\[200\]", True),
         ("nan", "NaN or infinity.*\n.*one finite number", False),
-        ("wrong_length", r"array of shape \[2\].*\n.*200 of them", True),
+        ("wrong_length", r"the shape \[2\].*\n.*200 of them", True),
         ("nothing", "returned NoneType None", True),
         ("array", "'dict' object has no attribute 'argmax' in line", True),
         ("three", r"takes \(outputs, labels, classes\), and is called with \(outputs, labels\)", True),
