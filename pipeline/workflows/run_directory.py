@@ -51,13 +51,13 @@ class RunDirectory:
         self._run: Run | None = None
         self._sampled = ""
         """Digest of the latency measurement whose samples are in the folder."""
+        _restore_engines(folder)
         self._before = before = runs.read(folder) if (folder / "run.json").exists() else None
         """The run as an earlier process left it; None once this one has all of its results."""
         self.losses: list[str] = []
         """Results of that run which are not there again yet."""
         self._swapped: list[Path] = []
         """Earlier engines, which stay until run.json names the new ones."""
-        _restore_engines(folder, before)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._header = Header(
             name=folder.resolve().name,
@@ -81,7 +81,12 @@ class RunDirectory:
         """Write what is known, unless that has been done."""
         if self._run is None:
             begun = time.monotonic()
-            self._run = self._write(self._outcomes)
+            try:
+                self._run = self._write(self._outcomes)
+            except BaseException:  # a full disk, or Ctrl-C
+                self._whole.clear()
+                _restore_engines(self._folder)
+                raise
             self._written_at, self._writing_took = time.monotonic(), time.monotonic() - begun
         return self._run
 
@@ -157,8 +162,9 @@ class RunDirectory:
         return relative / artifact.path.name
 
 
-def _restore_engines(folder: Path, run: Run | None) -> None:
-    """Put engines back that run.json names, where a process was killed between replacing them and writing run.json."""
+def _restore_engines(folder: Path) -> None:
+    """Put engines back that run.json names, where a process ended between replacing them and writing run.json."""
+    run = runs.read(folder) if (folder / "run.json").exists() else None
     stored = [artifact for record in run.variants for artifact in (record.artifact, record.graph)] if run else []
     named = {(folder / artifact.path).parent: artifact.sha256 for artifact in stored if artifact}
     for earlier in folder.glob(f"*/.*{_EARLIER}"):
