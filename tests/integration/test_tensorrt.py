@@ -239,9 +239,7 @@ CASES = (
     Case("min above max", MLP, "--target sm86 --shape batch=8:4:1", 2, "8:4:1|min <= opt <= max"),
     Case("profile beyond", MLP, f"{T86} --optimization-profile batch=1:1:65", 2, "batch=1:1:65|1:8:64|--shape"),
     Case("profile of another", MLP, f"{T86} --optimization-profile seq=1:1:1", 2, "'seq'|batch"),
-    Case(
-        "no range", model(node("Relu", "x", "y"), x=("batch", "seq"), y=("batch", "seq")), T86, 2, "'seq'|--shape seq"
-    ),
+    Case("no range", model(node("Relu", "x", "y"), x=("batch", "seq"), y=("batch", "seq")), T86, 2, "'seq'|--shape"),
     Case("limit of nothing", MLP, f"{T86} --workspace 0", 2, "workspace|at least 1 byte"),
     Case("limit too small", MLP, f"{T86} --workspace 4KiB", 1, "a workspace of 4 KiB|--workspace sweep"),
     Case("missing plugin library", MLP, f"{T86} --plugins gone.so", 2, "gone.so|not there"),

@@ -104,10 +104,8 @@ def test_where_all_fail_alike_the_exit_code_is_theirs(jobs: Jobs, index: int, co
 
 
 def test_options_and_patterns_of_the_command_line(jobs: Jobs) -> None:
-    assert (
-        fleet("--out", "runs/a", "--only", "digits", "--only", "lenet@edge", "--batch", "4", "--max-latency", "5ms")[0]
-        == 0
-    )
+    options = ("--only", "digits", "--only", "lenet@edge", "--batch", "4", "--max-latency", "5ms")
+    assert fleet("--out", "runs/a", *options)[0] == 0
     found = records.read(Path("runs/a"))
     assert jobs.asked == [["digits@cpu", "digits@edge", "lenet@edge"]]
     assert found.only == ("digits", "lenet@edge")

@@ -89,39 +89,29 @@ def test_shape_arithmetic_disappears_and_dimensions_stay_dynamic(tmp_path: Path)
     assert evaluator.run_graph(tmp_path / "out" / edit.FILE, feeds)[0].shape == (5, 7, 3, 4)
 
 
-def recurrent(states: list[float]) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
-    weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), "value": np.array(states)}
+@pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
+def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
+    weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), **NUMBERS}
+    weights["state"] = np.array([state], np.float32)
     nodes = [
         helper.make_node("Shape", ["x"], ["shape"], start=1, end=2),
         helper.make_node("Concat", ["one", "shape", "two"], ["target"], axis=0),
         helper.make_node("Expand", ["state", "target"], ["initial"]),
         helper.make_node("LSTM", ["x", "w", "r", "", "", "initial", "initial"], ["y"], hidden_size=2),
     ]
-    weights["state"] = np.array(states, np.float32)
-    return nodes, {**weights, **NUMBERS}
-
-
-@pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
-def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
-    nodes, weights = recurrent([state])
     path = saved(tmp_path, nodes, [tensor("x", ["s", "b", 3])], [tensor("y", ["s", 1, "b", 2])], weights)
     assert len(simplified(path)[0].graph.node) == left
 
 
-def attention_block(width: int = 8) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
+def test_attention_absorbs_the_heads_and_keeps_its_module(tmp_path: Path) -> None:
     nodes = [helper.make_node("Reshape", ["x", "split"], ["four"])]
-    for name in "qkv":
-        nodes.append(helper.make_node("Transpose", ["four"], [name], perm=[0, 2, 1, 3]))
+    nodes += [helper.make_node("Transpose", ["four"], [name], perm=[0, 2, 1, 3]) for name in "qkv"]
     nodes += [
         helper.make_node("Attention", ["q", "k", "v"], ["a"]),
         helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1, 3]),
         helper.make_node("Reshape", ["b", "merge"], ["y"]),
     ]
-    return nodes, {"split": [0, 0, 2, width // 2], "merge": [0, 0, width]}
-
-
-def test_attention_absorbs_the_heads_and_keeps_its_module(tmp_path: Path) -> None:
-    nodes, weights = attention_block()
+    weights = {"split": [0, 0, 2, 4], "merge": [0, 0, 8]}
     nodes[4].metadata_props.add(key=model_file.MODULE_KEY, value="encoder.attention")
     shape = ["batch", "length", 8]
     model, _ = simplified(saved(tmp_path, nodes, [tensor("x", shape)], [tensor("y", shape)], weights))

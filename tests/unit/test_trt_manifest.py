@@ -142,18 +142,18 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | 
     return install
 
 
+AMPERE_PLUS = {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}}
+FORWARD = {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}
+
+
 @pytest.mark.parametrize(
     ("device", "version", "changes"),
     [
         (AMPERE, "1.7.1.116", {}),
         (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
         (ADA, "1.7.1.116", {"compute_capabilities": ()}),
-        (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
-        (
-            ADA,
-            "11.4.0",
-            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
-        ),
+        (AMPERE, "11.4.0", FORWARD),
+        (ADA, "11.4.0", AMPERE_PLUS),
     ],
     ids=["same", "listed", "unknown", "newer", "ampere-plus"],
 )
@@ -168,20 +168,10 @@ def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str,
     [
         (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
         (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
-        (
-            AMPERE,
-            "11.2.0",
-            {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}},
-            "the older 11.2.0 is installed",
-        ),
+        (AMPERE, "11.2.0", FORWARD, "the older 11.2.0 is installed"),
         (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
         (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
-        (
-            TURING,
-            "11.4.0",
-            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
-            "cuda:0 is sm75",
-        ),
+        (TURING, "11.4.0", AMPERE_PLUS, "cuda:0 is sm75"),
         (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
     ],
     ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"],
@@ -255,38 +245,20 @@ HERE = Path(engines.__file__).parent
 SOURCES = [path for path in sorted((HERE / "tensorrt").glob("*.py")) if path.name != "infer.py"]
 
 CLASSES = {
-    ("builder.py", "builder"): "Builder",
-    ("builder.py", "config"): "IBuilderConfig",
-    ("builder.py", "network"): "INetworkDefinition",
-    ("builder.py", "profile"): "IOptimizationProfile",
-    ("builder.py", "tensor"): "ITensor",
-    ("builder.py", "pools"): "MemoryPoolType",
-    ("builder.py", "flags"): "BuilderFlag",
-    ("parser.py", "parser"): "OnnxParser",
-    ("parser.py", "network"): "INetworkDefinition",
-    ("parser.py", "layer"): "ILayer",
-    ("parser.py", "layer.attention"): "IAttention",
-    ("parser.py", "error"): "ParserError",
-    ("parser.py", "registry"): "IPluginRegistry",
-    ("builder.py", "cache"): "ITimingCache",
-    ("loader.py", "runtime"): "Runtime",
-    ("loader.py", "engine"): "ICudaEngine",
-    ("loader.py", "config"): "IRuntimeConfig",
-    ("loader.py", "opened.config"): "IRuntimeConfig",
-    ("loader.py", "opened.cache"): "IRuntimeCache",
-    ("loader.py", "self.cache"): "IRuntimeCache",
-    ("loader.py", "graphs"): "CudaGraphStrategy",
-    ("loader.py", "opened.engine"): "ICudaEngine",
-    ("loader.py", "native"): "IExecutionContext",
-    ("session.py", "engine"): "ICudaEngine",
-    ("session.py", "self._opened.engine"): "ICudaEngine",
-    ("session.py", "native"): "IExecutionContext",
-    ("session.py", "context.native"): "IExecutionContext",
-    ("session.py", "bound.context.native"): "IExecutionContext",
-    ("loader.py", "built"): "ICudaEngine",
-    ("loader.py", "serialization"): "ISerializationConfig",
-    ("loader.py", "refitter"): "Refitter",
-    ("loader.py", "parser"): "OnnxParserRefitter",
+    (file, variable): kind
+    for file, pairs in (
+        ("builder.py", "builder=Builder config=IBuilderConfig network=INetworkDefinition profile=IOptimizationProfile"),
+        ("builder.py", "tensor=ITensor pools=MemoryPoolType flags=BuilderFlag cache=ITimingCache"),
+        ("parser.py", "parser=OnnxParser network=INetworkDefinition layer=ILayer layer.attention=IAttention"),
+        ("parser.py", "error=ParserError registry=IPluginRegistry"),
+        ("loader.py", "runtime=Runtime engine=ICudaEngine config=IRuntimeConfig opened.config=IRuntimeConfig"),
+        ("loader.py", "opened.cache=IRuntimeCache self.cache=IRuntimeCache graphs=CudaGraphStrategy"),
+        ("loader.py", "opened.engine=ICudaEngine native=IExecutionContext built=ICudaEngine"),
+        ("loader.py", "serialization=ISerializationConfig refitter=Refitter parser=OnnxParserRefitter"),
+        ("session.py", "engine=ICudaEngine self._opened.engine=ICudaEngine native=IExecutionContext"),
+        ("session.py", "context.native=IExecutionContext bound.context.native=IExecutionContext"),
+    )
+    for variable, kind in (pair.split("=") for pair in pairs.split())
 }
 """What variables stand for, by module."""
 OURS = {"error": {"index", "name", "operator", "text"}, "layer": {"__class__"}, "engine": {"path"}}
@@ -296,24 +268,21 @@ RECLASSED = {"ILayer.attention": "IAttentionInputLayer.attention"}
 CALLBACKS = {"allocate", "deallocate", "reallocate_output", "reallocate_output_async", "notify_shape", "reallocate"}
 """Methods that the library looks up by name in subclasses; the base classes show them in some flavours only."""
 ONLY_WHERE = {
-    "ComputeCapability": "targets",
-    "IBuilderConfig.num_compute_capabilities": "targets",
-    "IBuilderConfig.set_compute_capability": "targets",
-    "LayerType.ATTENTION_INPUT": "attention_layers_since",
-    "IAttentionInputLayer": "attention_layers_since",
-    "IAttentionInputLayer.attention": "attention_layers_since",
-    "IAttention.decomposable": "attention_layers_since",
-    "CudaGraphStrategy": "runtime_cache",
-    "CudaGraphStrategy.DISABLED": "runtime_cache",
-    "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE": "runtime_cache",
-    "DynamicShapesKernelSpecializationStrategy": "runtime_cache",
-    "DynamicShapesKernelSpecializationStrategy.EAGER": "runtime_cache",
-    "IRuntimeCache.serialize": "runtime_cache",
-    "IRuntimeCache.deserialize": "runtime_cache",
-    "IRuntimeConfig.create_runtime_cache": "runtime_cache",
-    "IRuntimeConfig.cuda_graph_strategy": "runtime_cache",
-    "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy": "runtime_cache",
-    "IRuntimeConfig.set_runtime_cache": "runtime_cache",
+    name: field
+    for field, names in (
+        ("targets", "ComputeCapability IBuilderConfig.num_compute_capabilities"),
+        ("targets", "IBuilderConfig.set_compute_capability"),
+        ("attention_layers_since", "LayerType.ATTENTION_INPUT IAttentionInputLayer"),
+        ("attention_layers_since", "IAttentionInputLayer.attention IAttention.decomposable"),
+        ("runtime_cache", "CudaGraphStrategy CudaGraphStrategy.DISABLED"),
+        ("runtime_cache", "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE DynamicShapesKernelSpecializationStrategy"),
+        ("runtime_cache", "DynamicShapesKernelSpecializationStrategy.EAGER IRuntimeCache.serialize"),
+        ("runtime_cache", "IRuntimeCache.deserialize IRuntimeConfig.create_runtime_cache"),
+        ("runtime_cache", "IRuntimeConfig.cuda_graph_strategy"),
+        ("runtime_cache", "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy"),
+        ("runtime_cache", "IRuntimeConfig.set_runtime_cache"),
+    )
+    for name in names.split()
 }
 """Names that some flavours or versions lack, and the field of the capability table that keeps the code from them."""
 
