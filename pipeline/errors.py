@@ -157,8 +157,8 @@ def install_command(distribution: str, *flags: str) -> str:
 
 
 @contextlib.contextmanager
-def storage_errors(place: str) -> Iterator[None]:
-    """Turn what the file system refuses into one message.
+def storage_errors(place: str, choose: str = "choose") -> Iterator[None]:
+    """Turn what the file system refuses into one message; ``choose`` begins the advice to take another folder.
 
     Raises:
         StoreError: a full disk, missing rights, a read-only file system.
@@ -166,10 +166,10 @@ def storage_errors(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise explain_errno(error, place) from error
+        raise explain_errno(error, place, choose) from error
 
 
-def explain_errno(error: OSError, place: str) -> StoreError:
+def explain_errno(error: OSError, place: str, choose: str = "choose") -> StoreError:
     """Turn a file system's refusal into a message; ``place`` names what could not be kept there."""
     if error.errno == errno.EEXIST:
         return StoreError(f"{place}: a file is where a folder has to be", "choose another place")
@@ -177,5 +177,5 @@ def explain_errno(error: OSError, place: str) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        remedy = "choose a folder that you may write to"
+        remedy = f"{choose} a folder that you may write to"
     return StoreError(f"{place}: {os.strerror(error.errno).lower() if error.errno else error}", remedy)

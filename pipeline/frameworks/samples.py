@@ -180,10 +180,15 @@ def write(out: Path, samples: Samples) -> None:
 
 
 def write_vector(reference: Path, file: Path) -> None:
-    """Write the feeds and the answers of a reference at the smallest shape: ``input:<name>``, ``output:<name>``."""
+    """Write the feeds and the answers of a reference at the smallest shape."""
     index = next(index for index, case in enumerate(read(reference).cases) if "min" in case.points)
-    arrays = {f"input:{name}": value for name, value in read_arrays(reference, "feeds", index).items()}
-    arrays |= {f"output:{name}": value for name, value in read_arrays(reference, "outputs", index).items()}
+    save_vector(file, read_arrays(reference, "feeds", index), read_arrays(reference, "outputs", index))
+
+
+def save_vector(file: Path, feeds: Feeds, outputs: Feeds) -> None:
+    """Save a test vector: arrays called ``input:<name>`` and ``output:<name>``."""
+    arrays = {f"input:{name}": value for name, value in feeds.items()}
+    arrays |= {f"output:{name}": value for name, value in outputs.items()}
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
@@ -191,7 +196,7 @@ def write_vector(reference: Path, file: Path) -> None:
 
 
 def read_vector(file: Path) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return feeds and expected outputs by name, as :func:`write_vector` left them."""
+    """Return feeds and expected outputs by name, as :func:`save_vector` left them."""
     with np.load(file, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}
     feeds = {name[len("input:") :]: value for name, value in arrays.items() if name.startswith("input:")}

@@ -53,7 +53,11 @@ def parse_address(place: Path | str) -> Address:
 
 
 def default_address() -> Address:
-    """Return ``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
+    """Return ``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder.
+
+    Raises:
+        UsageError: neither is set, and the user has no home folder.
+    """
     return parse_address(os.environ.get("ENGINESMITH_STORE") or _user_cache() / "enginesmith")
 
 
@@ -82,7 +86,13 @@ def _url(text: str) -> str:
 
 
 def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise UsageError(
+            f"user {os.getuid()} has no home folder: HOME is not set, and /etc/passwd has no such user",
+            "set ENGINESMITH_STORE to a folder that you may write to; it keeps results for later runs",
+        ) from error
 
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}

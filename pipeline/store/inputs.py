@@ -112,7 +112,8 @@ def _anchors(project: str) -> dict[str, str]:
     """Map portable names to folders; paths are named from enginesmith's own folders, as its root may be the project."""
     own = str(Path(__file__).parents[2])
     inner = {f"{_OWN}/{folder}": f"{own}/{folder}" for folder in OWN_FOLDERS}
-    return {"{home}": str(Path.home()), "{prefix}": sys.prefix, "{project}": project, _OWN: own, **inner}
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for a user without one
+    return {"{home}": home, "{prefix}": sys.prefix, "{project}": project, _OWN: own, **inner}
 
 
 class _Candidate(BaseModel):

@@ -78,7 +78,7 @@ class Store:
         self._unshared: set[str] = set()
         """Keys still to be uploaded: their process was interrupted, or could not reach the shared store."""
         if make:
-            with storage_errors(f"the store {self.root}"):
+            with storage_errors(f"the store {self.root}", "set ENGINESMITH_STORE to"):
                 for name in ("objects", "reads", "begun", "tmp"):
                     (self.root / name).mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()

@@ -1,10 +1,12 @@
 """From a run to a bundle that answers elsewhere: in this process, in a bare interpreter, moved, tampered with."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import builtins, runpy, sys
 real = builtins.__import__
 def allowed(name, scope=None, *rest, **named):
     if scope and str(scope.get("__file__", "")).endswith("infer.py"):
-        assert name.partition(".")[0] in {"hashlib", "json", "pathlib", "sys", "numpy", "onnxruntime"}, name
+        assert name.partition(".")[0] in {*sys.stdlib_module_names, "numpy", "onnxruntime"}, name
     return real(name, scope, *rest, **named)
 builtins.__import__ = allowed
 sys.argv = sys.argv[1:]
@@ -52,11 +54,34 @@ def test_a_bundle_answers_elsewhere(bundle: Path, cli: Cli, tmp_path: Path) -> N
         alone = infer(bundle)
         assert alone.returncode == 0, alone.stderr
         assert alone.stdout.startswith("logits float32 (1, 10)")
+        assert alone.stdout.endswith("all answers match the test vector\n")
         np.save(tmp_path / "x.npy", np.zeros((3, 1, 8, 8), np.float32))
-        assert "(3, 10)" in infer(bundle, "--input", f"image={tmp_path / 'x.npy'}").stdout
+        asked = infer(bundle, "--input", f"image={tmp_path / 'x.npy'}", "--output", tmp_path / "y.npz")
+        assert "(3, 10)" in asked.stdout, asked.stderr
+        assert np.load(tmp_path / "y.npz")["logits"].shape == (3, 10)
+        usage = infer(bundle, "--help")
+        assert (usage.returncode, "--input NAME=FILE.npy" in usage.stdout) == (0, True), usage.stderr
+        assert infer(bundle, "--colour").returncode == 2
+        for wrong, said in (("picture", "the model takes ['image']"), ("image", "the model takes ['batch', 1, 8, 8]")):
+            np.save(tmp_path / "x.npy", np.zeros((3, 1, 9, 8), np.float32))
+            refused = infer(bundle, "--input", f"{wrong}={tmp_path / 'x.npy'}")
+            assert (refused.returncode, said in refused.stderr) == (1, True), refused.stderr
+            assert "Traceback" not in refused.stderr
     finally:
         bundle.chmod(0o755)
-    assert len((bundle / "infer.py").read_text().splitlines()) <= 40
+
+
+def test_a_service_shares_a_bundle_among_threads(bundle: Path) -> None:
+    infer = runpy.run_path(str(bundle / "infer.py"))
+    model = infer["Model"]()
+    answers, wrong = model.check()
+    assert (list(answers), wrong) == (["logits"], {})
+    image = np.load(bundle / "test_vector.npz")["input:image"]
+    with ThreadPoolExecutor(4) as pool:
+        for answer in pool.map(model, [{"image": image.tolist()}] * 16):
+            np.testing.assert_allclose(answer["logits"], answers["logits"], rtol=1e-5)
+    with pytest.raises(ValueError, match="image is <U1; the model takes float32"):
+        model({"image": ["x"]})
 
 
 def test_what_was_changed_is_not_loaded(bundle: Path, cli: Cli) -> None:
@@ -85,7 +110,9 @@ def test_a_model_that_answers_otherwise_fails(bundle: Path, cli: Cli) -> None:
     values = json.loads((bundle / "manifest.json").read_text())
     values["files"] = {name: one.model_dump() for name, one in manifest.list_files(bundle).items()}
     (bundle / "manifest.json").write_text(json.dumps(values))
-    assert "is not what the run answered" in infer(bundle).stderr
+    differs = infer(bundle)
+    assert differs.returncode == 1
+    assert "logits does not match the test vector" in differs.stderr
     failed = cli("verify", bundle)
     assert failed.code == 1
     assert "does not answer its test vector" in failed.stdout

@@ -2,8 +2,11 @@
 
 import errno
 import json
+import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,6 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline import engines
 from enginesmith.pipeline.artifact import file_digest, folder_digest
 from enginesmith.pipeline.engines.tensorrt.build_log import Figures
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest, path_beside
@@ -140,6 +142,34 @@ def test_the_same_run_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
         assert one.manifest_sha256 == two.manifest_sha256
 
 
+def test_a_bundle_without_samples_has_a_made_up_vector(made: Made, tmp_path: Path) -> None:
+    sample = {"input:x": np.array([[7, 9, 5, 0]], np.float32), "output:y": np.array([[0, 9, 10, 0]], np.float32)}
+    np.savez(tmp_path / "run/test_vector.npz", **sample)
+    made.vector = made.vector.model_copy(update={"sha256": file_digest(tmp_path / "run/test_vector.npz")})
+    made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
+    done = package(made.write(), "bundle", tmp_path / "b", keep_samples=False)
+    assert any("made-up input" in text for text in done.cautions)
+    kept = dict(np.load(tmp_path / "b/test_vector.npz"))
+    assert not np.isin(kept["input:x"], [7, 9, 5, 0]).any()
+    np.testing.assert_allclose(kept["output:y"], kept["input:x"] * np.arange(4))
+    assert verify.verify(tmp_path / "b")[1].passed
+
+
+@pytest.mark.parametrize(
+    ("sample", "values"),
+    [
+        (np.array([[3, 900]]), {*range(3, 901)}),
+        (np.array([True, False]), {True, False}),
+        (np.zeros((0, 3)), set()),
+        (np.array(4, np.int64), {4}),
+    ],
+)
+def test_made_up_values_stay_in_range(sample: Any, values: set[Any]) -> None:
+    drawn = bundle._make_up(sample)
+    assert (drawn.dtype, drawn.shape) == (sample.dtype, sample.shape)
+    assert {*drawn.ravel().tolist()} <= values
+
+
 @pytest.mark.parametrize(
     ("changes", "variant", "said"),
     [
@@ -192,7 +222,7 @@ def test_files_that_the_run_did_not_make_are_refused(
 
 
 def test_a_full_disk_leaves_nothing(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(chosen: object, folder: Path) -> None:
+    def full(chosen: object, folder: Path, keep_samples: bool) -> None:
         (folder / "model.onnx").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -426,12 +456,21 @@ def _model_config() -> Any:
     return pool.FindMessageTypeByName("part.ModelConfig")
 
 
-@pytest.mark.parametrize(
-    "script", sorted(Path(engines.__file__).parent.glob("*/infer.py")), ids=lambda path: path.parent.name
-)
-def test_scripts_of_bundles_are_short_and_stand_alone(script: Path) -> None:
-    lines = script.read_text().splitlines()
-    assert len(lines) <= 40
+def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: Made, tmp_path: Path) -> None:
+    made.variants.append(made.engine("tensorrt_rtx"))
+    package(made.write(), "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
+    script = tmp_path / "b/infer.py"
     assert f'"{manifest.SCHEMA}"' in script.read_text()
-    imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imported - sys.stdlib_module_names <= {"numpy", "onnxruntime"}
+    imported = re.findall(r"^\s*(?:import|from) (\w+)", script.read_text(), re.M)
+    assert {*imported} - sys.stdlib_module_names == {"numpy", "onnxruntime"}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=hidden)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("--help")[0] == 0
+    code, said = run()
+    assert code == 1
+    assert said.startswith("error: this machine cannot run the engine: "), said
+    assert "made with tensorrt_rtx 10.14.1 for cuda" in said

@@ -1,6 +1,7 @@
 """The store: whole entries or none, damage noticed, other people's files left alone."""
 
 import contextlib
+import errno
 import os
 import platform
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import StoreError, UsageError
+from enginesmith.pipeline.store import inputs
 from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.store import Store
 
@@ -136,6 +138,31 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="not a directory"):
         Store(tmp_path / "file" / "store")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Containers run as any user id, with no entry in /etc/passwd, and with a home that is read-only or absent."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("ENGINESMITH_STORE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(UsageError, match="HOME is not set") as caught:
+        Store()
+    assert "ENGINESMITH_STORE" in caught.value.remedy
+    inputs._anchors.cache_clear()
+    assert inputs.from_portable_path(inputs.to_portable_path(str(tmp_path))) == str(tmp_path)
+    inputs._anchors.cache_clear()
+    monkeypatch.setattr(Path, "mkdir", _refuse)
+    with pytest.raises(StoreError) as refused:
+        Store(tmp_path / "store")
+    assert "ENGINESMITH_STORE" in refused.value.remedy
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:

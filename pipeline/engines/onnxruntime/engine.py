@@ -145,7 +145,7 @@ class OnnxRuntime(Engine):
     @classmethod
     def infer_script(cls) -> Path:
         """Name a script that needs numpy and onnxruntime."""
-        return Path(__file__).with_name("infer.py")
+        return Path(__file__).parents[1] / "infer.py"
 
     @classmethod
     def triton(cls) -> TritonBackend:

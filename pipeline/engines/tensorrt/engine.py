@@ -178,7 +178,7 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def infer_script(cls) -> Path:
-        return Path(__file__).with_name("infer.py")
+        return Path(__file__).parents[1] / "infer.py"
 
     @classmethod
     def triton(cls) -> TritonBackend | None:

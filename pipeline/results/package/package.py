@@ -1,5 +1,6 @@
 """Write a variant of a run as a package, whole or not at all: a bundle, or a model repository for Triton."""
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -7,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import file_digest, files_below
@@ -17,14 +19,18 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.describe import Chosen, choose, describe
 from enginesmith.pipeline.results.package.manifest import INFER, Manifest
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.results.package.verify import answer
+from enginesmith.pipeline.tensors import Array, TensorSpec
 from enginesmith.pipeline.units import format_bytes
 
 # A bundle: what is loaded, a manifest, a test vector and a script that runs it with the engine's own package alone.
 
 
-def write_bundle(chosen: Chosen, folder: Path) -> None:
-    """Write a bundle into an empty folder.
+_MADE_UP = "the test vector is made-up input, and the answers that this engine gave to it when it was packaged"
+
+
+def write_bundle(chosen: Chosen, folder: Path, keep_samples: bool) -> None:
+    """Write a bundle into an empty folder; without samples, its test vector is made up.
 
     Raises:
         UsageError: the engine has no script to run it without enginesmith.
@@ -36,10 +42,27 @@ def write_bundle(chosen: Chosen, folder: Path) -> None:
         )
     _copy_files(chosen, folder, chosen.main.name)
     assert chosen.record.test_vector is not None
-    shutil.copyfile(chosen.folder / chosen.record.test_vector.path, folder / manifests.VECTOR)
+    vector = chosen.folder / chosen.record.test_vector.path
+    if keep_samples:
+        shutil.copyfile(vector, folder / manifests.VECTOR)
+    else:
+        chosen = dataclasses.replace(chosen, cautions=(*chosen.cautions, _MADE_UP))
+        manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
+        feeds = {name: _make_up(value) for name, value in samples.read_vector(vector)[0].items()}
+        samples.save_vector(folder / manifests.VECTOR, feeds, answer(folder, manifest, feeds))
     shutil.copyfile(script, folder / manifests.INFER)
     manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
     (folder / manifests.FILE).write_text(manifest.text())
+
+
+def _make_up(sample: Array) -> Array:
+    """Draw values of a sample's dtype, shape and range: normal ones for floats, else integers that are as likely."""
+    rng, drawn = np.random.default_rng(0), sample
+    if sample.size and sample.dtype.kind == "f":
+        drawn = rng.normal(sample.astype(float).mean(), sample.astype(float).std(), sample.shape)
+    elif sample.size:
+        drawn = rng.integers(int(sample.min()), int(sample.max()), sample.shape, endpoint=True)
+    return drawn.astype(sample.dtype)
 
 
 def _copy_files(chosen: Chosen, folder: Path, main: str) -> None:
@@ -190,11 +213,14 @@ class Packaged(BaseModel):
         return f"wrote {self.folder}: {self.variant} as {what}, {size}{notes}\n{self.next}"
 
 
-def package(run: Path, form: Format, output: Path, variant: str | None = None) -> Packaged:
-    """Write the winner of a run, or another variant, as a package.
+def package(
+    run: Path, form: Format, output: Path, variant: str | None = None, *, keep_samples: bool = True
+) -> Packaged:
+    """Write the winner of a run, or another variant, as a package; without samples of the user's data if asked.
 
     Raises:
         UsageError: the folder is there already, or the variant is nothing that can be packaged so.
+        MissingCapability: a test vector is to be made up, and this machine cannot run the engine.
         ModelError: the run's files are not those that it made.
         StoreError: the folder cannot be written; nothing is left of it then.
     """
@@ -206,7 +232,7 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
             whole = Path(scratch, output.name)
             whole.mkdir()
-            {"bundle": write_bundle, "triton": write_repository}[form](chosen, whole)
+            write_bundle(chosen, whole, keep_samples) if form == "bundle" else write_repository(chosen, whole)
             whole.rename(output)
     names = files_below(output)
     path = next(output / name for name in names if Path(name).name == manifests.FILE)

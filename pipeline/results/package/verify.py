@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
@@ -18,6 +20,7 @@ from enginesmith.pipeline.results.package.manifest import Manifest
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import describe_failure
+from enginesmith.pipeline.tensors import Feeds
 
 _MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")
 """All that the worker needs, where the engine does not take its memory from PyTorch."""
@@ -39,35 +42,46 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
             "package the run as a bundle to verify it",
         )
     manifests.check_files(folder, manifest)
-    # no option of the engine is taken over that a file could allow itself
-    engine = engine_class(manifest.engine.name).from_package(manifest.engine.options)
-    device = Device(kind=manifest.engine.device)
     checked = f"{len(manifest.files)} files are what was packaged"
+    feeds, expected = samples.read_vector(folder / manifests.VECTOR)
+    try:
+        answers = answer(folder, manifest, feeds, timeout_seconds)
+    except MissingCapability as error:
+        raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
+    result = _result(manifest, compare(expected, answers, manifest.thresholds))
+    verdict = "answers its test vector" if result.passed else "does not answer its test vector"
+    return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
+
+
+def answer(folder: Path, manifest: Manifest, feeds: Feeds, timeout_seconds: float | None = None) -> Feeds:
+    """Load what was packaged in a process of its own, and return its outputs.
+
+    Raises:
+        MissingCapability: this machine cannot run the engine.
+        StepError: the engine's process ended without an answer.
+    """
+    engine, device = _engine(manifest), Device(kind=manifest.engine.device)
     if not engine.memory_from_torch:
         worker.preload_only((*_MODULES, *engine.modules))
+    engine.require(device)
     with tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
-        try:
-            engine.require(device)
-            fidelity = worker.run(
-                answer, folder, manifest, engine, device, log=Path(logs, "verify.log"), timeout_seconds=timeout_seconds
-            )
-        except MissingCapability as error:
-            raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
-    result = _result(manifest, fidelity)
-    verdict = "answers its test vector" if result.passed else "does not answer its test vector"
-    return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest, engine)}", result
+        log = Path(logs, "verify.log")
+        answers: Feeds = worker.run(_run, folder, manifest, feeds, device, log=log, timeout_seconds=timeout_seconds)
+    return answers
 
 
-def answer(
-    folder: Path, manifest: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]
-) -> Fidelity:
-    """Load what was packaged in the worker, and compare its answer with the test vector's."""
-    feeds, expected = samples.read_vector(folder / manifests.VECTOR)
-    path, kept = folder / manifest.engine.file, manifest.files[manifest.engine.file]
+def _engine(manifest: Manifest) -> Engine:
+    """Make the engine, with no option that a file could allow itself."""
+    return engine_class(manifest.engine.name).from_package(manifest.engine.options)
+
+
+def _run(folder: Path, manifest: Manifest, feeds: Feeds, device: Device, progress: Callable[[str], None]) -> Feeds:
+    engine, path = _engine(manifest), folder / manifest.engine.file
+    kept = manifest.files[manifest.engine.file]
     kind: Kind = "onnx" if engine.loads_graph else "engine"
     artifact = Artifact(kind=kind, path=path, sha256=kept.sha256, bytes=kept.bytes, signature=manifest.signature)
     with engine.load(artifact, device) as session:
-        return compare(expected, session.run(feeds), manifest.thresholds)
+        return {name: np.array(value) for name, value in session.run(feeds).items()}
 
 
 def _result(manifest: Manifest, fidelity: Fidelity) -> StageFidelity:
@@ -85,9 +99,9 @@ def _result(manifest: Manifest, fidelity: Fidelity) -> StageFidelity:
     )
 
 
-def _note_version(manifest: Manifest, engine: Engine) -> str:
+def _note_version(manifest: Manifest) -> str:
     """Say which version of the engine's package ran, the first that is installed, if it is another one."""
-    for name in engine.tools:
+    for name in _engine(manifest).tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             here = importlib.metadata.version(name)
             made = f"{manifest.engine.name} {manifest.engine.version}"
