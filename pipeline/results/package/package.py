@@ -61,7 +61,7 @@ def _make_up(sample: Array) -> Array:
     if sample.size and sample.dtype.kind == "f":
         drawn = rng.normal(sample.astype(float).mean(), sample.astype(float).std(), sample.shape)
     elif sample.size:
-        drawn = rng.integers(int(sample.min()), int(sample.max()), sample.shape, endpoint=True)
+        drawn = np.array(rng.integers(int(sample.min()), int(sample.max()), sample.shape, endpoint=True))
     return drawn.astype(sample.dtype)
 
 
