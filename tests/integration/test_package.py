@@ -75,7 +75,7 @@ def test_a_service_shares_a_bundle_among_threads(bundle: Path) -> None:
     infer = runpy.run_path(str(bundle / "infer.py"))
     model = infer["Model"]()
     answers, wrong = model.check()
-    assert (list(answers), wrong) == (["logits"], {})
+    assert (list(answers), wrong) == (["logits"], [])
     image = np.load(bundle / "test_vector.npz")["input:image"]
     with ThreadPoolExecutor(4) as pool:
         for answer in pool.map(model, [{"image": image.tolist()}] * 16):
