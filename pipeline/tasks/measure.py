@@ -164,8 +164,11 @@ class Memory(_Measurement):
         with logs_in_own_log() as logs:
             row = measure_memory(candidate, batch, feeds, logs, progress, self.time_limit_seconds, limit)
         write_records(out, [row])
-        peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
-        return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", incomplete=row.failure is not None)
+        if row.peak_bytes is not None:
+            summary = f"peak {format_bytes(row.peak_bytes)} at batch {batch}"
+        else:
+            summary = f"no peak at batch {batch}: {row.reasons['peak_bytes'].splitlines()[0]}"
+        return Effect(file=RECORDS, summary=summary, incomplete=row.failure is not None)
 
 
 @functools.cache

@@ -378,6 +378,33 @@ def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: 
         exported(tmp_path, affine(), exporter="dynamo")
 
 
+class Recurrent(torch.nn.Module):
+    def __init__(self, layer: type[torch.nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = layer(4, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)[0]
+        return y
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [torch.nn.RNN, *(pytest.param(layer, marks=pytest.mark.thorough) for layer in (torch.nn.GRU, torch.nn.LSTM))],
+)
+def test_recurrent_layers_are_exported_at_any_length(tmp_path: Path, layer: type[torch.nn.RNNBase]) -> None:
+    x = torch.randn(2, 3, 4)
+    model = loaded(Recurrent(layer), {"x": x}, {"x": ("batch", "length", 4)}, ["y:float32:batch,length,6"])
+    effect = exported(tmp_path, model)
+    assert "fell back to the TorchScript exporter" in effect.notes[0]
+    assert effect.signature == model.signature
+    for batch, length in ((1, 1), (1, 9), (5, 2)):
+        feeds = torch.randn(batch, length, 4)
+        found = evaluator.run_graph(tmp_path / effect.file, {"x": feeds.numpy()})
+        assert evaluator.largest_difference([model.module(feeds)[0].detach().numpy()], found) < 1e-5
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("attention", ["fused", "decomposed"])
 def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: str) -> None:

@@ -207,6 +207,28 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         saved.read_saved(project / "small", module.LoadOptions(), out)
 
 
+def test_a_file_that_is_newly_read_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, inner = tmp_path / "project", tmp_path / "project" / "inner"
+    inner.mkdir(parents=True)
+    read = "    [path.read_text() for path in Path(__file__).parent.glob('*.txt')]"
+    head = ["from pathlib import Path", "import torch", "def build():"]
+    lines = [*head, read, "    return torch.nn.Linear(4, 4), torch.ones(2, 4)"]
+    (project / "reading.py").write_text("\n".join(lines))
+    (project / "a.txt").write_text("a")
+    monkeypatch.chdir(project)
+    artifact = loaded(tmp_path, "reading.py:build")
+    (project / "b.txt").write_text("b")
+    saved.load_artifact(artifact)
+    saved.write_saved(artifact, project / "saved", project / "saved")
+    (project / "a.txt").write_text("changed")
+    with pytest.raises(SourceError, match=r"a\.txt is not as it was"):
+        saved.load_artifact(artifact)
+    monkeypatch.chdir(inner)
+    (again := tmp_path / "again").mkdir()
+    with pytest.raises(SourceError, match=r"a\.txt is not as it was"):
+        saved.read_saved(project / "saved", module.LoadOptions(), again)
+
+
 def test_paths_are_taken_along() -> None:
     here, there = Path("/a/b"), Path("/a/b/c")
     assert rebase("net.py:build(x='a:b')", here, there) == "../net.py:build(x='a:b')"

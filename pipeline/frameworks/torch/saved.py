@@ -6,11 +6,13 @@ The artifact holds no pickle: ``model.json`` says which factory to call and how 
 
 import contextlib
 import dataclasses
+import logging
 import math
+import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,17 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from enginesmith.pipeline.artifact import Artifact, file_digest, relative_digests
+from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_errno
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, same_answers
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
+from enginesmith.pipeline.store.inputs import from_portable_path, to_portable_path
 from enginesmith.pipeline.tensors import Array, Signature
+
+_log = logging.getLogger(__name__)
 
 RECORD = SAVED
 _SMALL_BYTES = 32 << 20
@@ -68,7 +73,7 @@ class _Record(BaseModel):
     model: str
     options: LoadOptions
     code: tuple[tuple[str, str], ...]
-    """Name and sha256 of each file that the model was made of, so that other code makes another artifact."""
+    """Portable path and sha256 of each file that the model was made of, so that other code makes another artifact."""
     packages: dict[str, str]
     signature: Signature
     output_names: tuple[str, ...]
@@ -90,7 +95,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     record = _Record(
         model=source.text,
         options=options,
-        code=tuple(relative_digests({path: file_digest(path) for path in loaded.files})),
+        code=tuple(sorted((to_portable_path(str(path)), file_digest(path)) for path in loaded.files)),
         signature=loaded.signature,
         output_names=loaded.module.outputs,
         packages=loaded.packages,
@@ -206,13 +211,7 @@ def _build_around(state: Path, record: _Record) -> nn.Module:
     others = {getattr(module, "__file__", None) for module in list(sys.modules.values())}  # data may be code, too
     with drawing, track_files(record.options.allow_pickle) as tracker:
         model = factories.build(resolve(record.model)).module
-    known = {digest for _, digest in record.code}
-    for path in tracker.files:
-        if str(path) not in others and path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
-            raise SourceError(
-                f"{path} is not as it was when the model was loaded",
-                "leave it alone while a run is under way; for a pruned model, bring it back as it was, or prune again",
-            )
+    _compare_files({path for path in tracker.files if str(path) not in others}, record)
     try:
         if record.surgery is not None:
             apply_surgery(record.surgery, model)
@@ -239,6 +238,35 @@ def _build_around(state: Path, record: _Record) -> nn.Module:
     return model
 
 
+def _compare_files(files: Collection[Path], record: _Record) -> None:
+    """Compare files that were read with those that the model was made of.
+
+    One that is not among these is no change: libraries read more files in one process than in another.
+
+    Raises:
+        SourceError: a file has other content.
+    """
+    digests = {os.path.normpath(from_portable_path(name)): digest for name, digest in record.code}
+    for path in files:
+        before = digests.get(os.path.normpath(path))
+        if before and path.stat().st_size < _SMALL_BYTES and file_digest(path) != before:
+            raise SourceError(
+                f"{path} is not as it was when the model was loaded",
+                "leave it alone while a run is under way; for a pruned model, bring it back as it was, or prune again",
+            )
+    if new := sorted(path for path in files if os.path.normpath(path) not in digests):
+        _log.info("%d files were read that loading the model did not read, such as %s", len(new), new[0])
+
+
+def _rebase_code(code: tuple[tuple[str, str], ...], old: Path, new: Path) -> tuple[tuple[str, str], ...]:
+    """Rewrite portable paths of the project ``old`` for the project ``new``."""
+    here = "{project}/"
+    return tuple(
+        (here + os.path.relpath(old / name.removeprefix(here), new) if name.startswith(here) else name, digest)
+        for name, digest in code
+    )
+
+
 def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
     """Bring a saved model's folder into ``out`` as an artifact, and load it; what it is made of has to be as it was.
 
@@ -262,7 +290,11 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         )
     allowed = record.options.allow_pickle and options.allow_pickle
     inner = record.options.model_copy(update={"allow_pickle": allowed})
-    record = record.model_copy(update={"model": rebase(record.model, folder, Path.cwd()), "options": inner})
+    paths = {
+        "model": rebase(record.model, folder, Path.cwd()),
+        "code": _rebase_code(record.code, folder.absolute(), Path.cwd()),
+    }
+    record = record.model_copy(update={**paths, "options": inner})
     (out / RECORD).write_text(record.model_dump_json(indent=1))
     for name in (_STATE, _EXAMPLE):
         if not (folder / name).is_file():
@@ -285,7 +317,9 @@ def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
     """
     shutil.copytree(artifact.folder, folder, ignore=shutil.ignore_patterns("artifact.json"))
     record = read_record(artifact.folder)
-    record = record.model_copy(update={"model": rebase(record.model, Path.cwd(), seen_from.resolve())})
+    here, there = Path.cwd(), seen_from.resolve()
+    moved = {"model": rebase(record.model, here, there), "code": _rebase_code(record.code, here, there)}
+    record = record.model_copy(update=moved)
     (folder / RECORD).write_text(record.model_dump_json(indent=1))
 
 

@@ -1,5 +1,6 @@
 """Export: a PyTorch module becomes an ONNX graph, by either of PyTorch's two exporters."""
 
+import contextlib
 import logging
 import re
 import tempfile
@@ -63,7 +64,6 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
         model, exporter, notes = _capture(loaded, out, options, progress)
-        _name_values(model, loaded.signature)
         edit.tidy(model, wrapper="model")
         if options.attention == "decomposed":
             decompose_attention(model)
@@ -83,26 +83,26 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
 def _capture(
     loaded: "LoadedModel", out: Path, options: Export, progress: Progress
 ) -> tuple["ir.Model", str, list[str]]:
-    """Return the graph, the exporter that made it, and notes on what had to be given up."""
-    if options.exporter == "torchscript":
-        return _trace(loaded, out, options.opset, progress), "TorchScript", []
-    try:
-        return _export_program(loaded, options.opset, progress), "torch.export", []
-    except FixedDimension:
-        raise
-    except ExportError as error:
-        if options.exporter == "dynamo":
-            raise
-        first = error
-    try:  # outside of the handler, so that the second error does not drag the first one along as its context
-        model = _trace(loaded, out, options.opset, progress)
-    except ExportError as second:
-        if first.message == second.message:
-            raise first from first.__cause__
-        both = f"{first.message}; the TorchScript exporter fails too: {second.message}"
-        raise ExportError(both, first.remedy) from first
-    note = f"fell back to the TorchScript exporter (opset {model.opset_imports['']}): {first.message}"
-    return model, "TorchScript", [note, "its trace keeps the path through the code that the example took"]
+    """Return the graph with the signature's names, the exporter that made it, and notes on what had to be given up."""
+    exporters = {"dynamo": ("torch.export", _export_program), "torchscript": ("TorchScript", _trace)}
+    failures: list[ExportError] = []
+    for title, make in exporters.values() if options.exporter == "auto" else [exporters[options.exporter]]:
+        if failures and isinstance(failures[0], FixedDimension) and not _runs_at_other_sizes(loaded):
+            break
+        try:
+            model = make(loaded, out, options.opset, progress)
+            _name_values(model, loaded.signature)
+        except ExportError as error:
+            failures.append(error)
+            continue
+        if not failures:
+            return model, title, []
+        note = f"fell back to the {title} exporter (opset {model.opset_imports['']}): {failures[0].message}"
+        return model, title, [note, "its trace keeps the path through the code that the example took"]
+    first, last = failures[0], failures[-1]
+    if first.message == last.message:
+        raise first from first.__cause__
+    raise ExportError(f"{first.message}; the TorchScript exporter fails too: {last.message}", first.remedy) from first
 
 
 def _name_values(model: "ir.Model", signature: "Signature") -> None:
@@ -138,7 +138,7 @@ def _name_output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
     dims: list[int | str] = []
     for axis, (given, wanted) in enumerate(zip(value.shape, spec.shape, strict=True)):
         if isinstance(wanted, str) and isinstance(given, int):
-            raise ExportError(
+            raise FixedDimension(
                 f"dimension {axis} of output {spec.name!r} came out fixed at {given}, though it varies with {wanted!r}",
                 "look for sizes that the module turns into Python numbers, as int(x.shape[0]) does",
             )
@@ -157,14 +157,14 @@ _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension 
 
 
 class FixedDimension(ExportError):
-    """The module works at one size only of a dimension that was to be dynamic."""
+    """The graph holds at one size only of a dimension that was to be dynamic."""
 
 
-def _export_program(loaded: "LoadedModel", opset: int, progress: Progress) -> "ir.Model":
+def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> "ir.Model":
     """Export through ``torch.export``.
 
     Raises:
-        FixedDimension: the module fixes a dynamic dimension.
+        FixedDimension: a dynamic dimension would come out fixed.
         ExportError: any other reason; names operator and line.
     """
     import torch
@@ -272,29 +272,48 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     Raises:
         ExportError: they differ.
     """
-    import torch
-
-    resized = {}
-    for spec in loaded.signature.inputs:
-        value = loaded.example[spec.name]
-        for axis, dim in enumerate(spec.shape):
-            if isinstance(dim, str):
-                value = value.index_select(axis, torch.arange(value.shape[axis] + 1) % value.shape[axis])
-        resized[spec.name] = value
-    trials = [("at the sizes", resized)]
+    trials = [("at the sizes", _resize(loaded))]
     for factor in (-1.0, 8.0, 0.0):
         example = loaded.example.items()
         trials.append(("for the values", {name: v * factor if v.is_floating_point() else v for name, v in example}))
     try:
         for what, feeds in trials:
             if not _agrees(path, loaded, feeds):
-                dims = ", ".join(f"{name} = {size}" for name, size in loaded.dynamic_sizes.items())
                 raise ExportError(
-                    f"the trace holds only {what} of the example ({dims or 'all sizes fixed'})",
+                    f"the trace holds only {what} of the example ({_format_sizes(loaded)})",
                     "remove from the model's code what depends on values or turns sizes into Python numbers",
                 )
     except MissingCapability:
         _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
+
+
+def _format_sizes(loaded: "LoadedModel") -> str:
+    return ", ".join(f"{name} = {size}" for name, size in loaded.dynamic_sizes.items()) or "all sizes fixed"
+
+
+def _resize(loaded: "LoadedModel", step: int = 0) -> "dict[str, Tensor]":
+    """Make feeds one longer than the example along its first dynamic dimension, and ``step`` more along each next."""
+    import torch
+
+    longer = {symbol: size + 1 + step * index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
+    feeds = {}
+    for spec in loaded.signature.inputs:
+        value = loaded.example[spec.name]
+        for axis, dim in enumerate(spec.shape):
+            if isinstance(dim, str):
+                value = value.index_select(axis, torch.arange(longer[dim]) % value.shape[axis])
+        feeds[spec.name] = value
+    return feeds
+
+
+def _runs_at_other_sizes(loaded: "LoadedModel") -> bool:
+    """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
+    import torch
+
+    with contextlib.suppress(*_FAILURES), torch.inference_mode():
+        loaded.module(*_resize(loaded, step=1).values())
+        return True
+    return False
 
 
 def _agrees(path: Path, loaded: "LoadedModel", feeds: "dict[str, Tensor]") -> bool:
