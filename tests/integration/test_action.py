@@ -256,6 +256,8 @@ def test_what_is_installed_is_what_was_asked_for_once_a_job(make: Make) -> None:
     assert asked[-5:] == ["--extra-index-url", "https://a b", "-r", "needs.txt", f"{ROOT}[cpu,hf,timm]"]
     assert not [word for word in asked if "constraints" in word]
     keys = {name: given["key"] for name, given in made.used}
+    made.job("Python")
+    assert made.used[-1][1]["update-environment"] == "False", "the Python of the user's steps stays theirs"
     assert keys["actions/cache/restore"] == keys["actions/cache/save"]
     assert made.environment["PATH"] == path, "programs of the environment are called by their paths"
     constrained = make(model="net.py:build")
@@ -539,7 +541,7 @@ def test_a_report_is_data_whatever_is_in_it(commenter: Commenter) -> None:
     for number in range(20):
         commenter.add(f"enginesmith-report-{number}", report_md="x" * 100_000)
     commenter.add("enginesmith-report-$(touch pwned)", report_md="named by a stranger")
-    commenter.add("enginesmith-report-huge", size=1 << 40, report_md="too large to fetch")
+    commenter.add("enginesmith-report-0-huge", size=1 << 40, report_md="too large to fetch")
     commenter.run()
     ((_, _, text),) = commenter.written
     assert len(text) < 65_536
