@@ -27,6 +27,7 @@ from enginesmith.pipeline.system.worker import Worker
 from enginesmith.pipeline.tensors import Array, Feeds
 
 CUDA = Device(kind="cuda")
+Answers = dict[int, dict[str, Array]]
 FACTORY = """
 import torch
 from torch import nn
@@ -85,7 +86,7 @@ def artifact(folder: Path) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def expected(artifact: Artifact) -> dict[int, dict[str, Array]]:
+def expected(artifact: Artifact) -> Answers:
     """Eager's answers on the CPU, by seed."""
     with Eager().load(artifact, Device()) as session:
         return {seed: session.run(feeds(seed=seed)) for seed in range(4)}
@@ -117,9 +118,7 @@ def form(engine: Eager) -> str:
 
 
 @pytest.mark.parametrize("engine", FORMS, ids=form)
-def test_every_form_answers_as_the_cpu_does(
-    engine: Eager, artifact: Artifact, expected: dict[int, dict[str, Array]]
-) -> None:
+def test_every_form_answers_as_the_cpu_does(engine: Eager, artifact: Artifact, expected: Answers) -> None:
     if not engine.runnable(CUDA).ok:
         pytest.skip(engine.runnable(CUDA).reason)
     with engine.load(artifact, CUDA) as session:
@@ -133,7 +132,7 @@ def test_every_form_answers_as_the_cpu_does(
                 assert agrees(engine, found, expected[seed])
 
 
-def test_float32_is_float32_and_tf32_is_not(artifact: Artifact, expected: dict[int, dict[str, Array]]) -> None:
+def test_float32_is_float32_and_tf32_is_not(artifact: Artifact, expected: Answers) -> None:
     rounding = Eager(tf32=True)
     if not rounding.runnable(CUDA).ok:
         pytest.skip(rounding.runnable(CUDA).reason)
@@ -146,9 +145,7 @@ def test_float32_is_float32_and_tf32_is_not(artifact: Artifact, expected: dict[i
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"cuda_graphs": True}], ids=str)
-def test_compiled_answers_too(
-    options: dict[str, Any], artifact: Artifact, expected: dict[int, dict[str, Array]]
-) -> None:
+def test_compiled_answers_too(options: dict[str, Any], artifact: Artifact, expected: Answers) -> None:
     engine = Compiled(**options)
     with engine.load(artifact, CUDA) as session:
         for seed in (0, 1, 2, 3):
@@ -168,9 +165,7 @@ def answers(session: Session, seed: int, together: threading.Barrier) -> list[di
 
 
 @pytest.mark.parametrize("engine", FORMS, ids=form)
-def test_siblings_answer_at_the_same_time(
-    engine: Eager, artifact: Artifact, expected: dict[int, dict[str, Array]]
-) -> None:
+def test_siblings_answer_at_the_same_time(engine: Eager, artifact: Artifact, expected: Answers) -> None:
     if not engine.runnable(CUDA).ok:
         pytest.skip(engine.runnable(CUDA).reason)
     together = threading.Barrier(3)

@@ -19,7 +19,7 @@ from enginesmith.pipeline.errors import MissingCapability, UnsupportedGraph
 from enginesmith.pipeline.measure.memory import peak
 from enginesmith.pipeline.measure.memory.peak import CudaPhases, measure_on_cuda, read_device_used, read_moment
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature, TensorSpec
 
 CUDA = Device(kind="cuda")
 MIB = 1 << 20
@@ -116,7 +116,7 @@ def sound(seen: CudaPhases) -> None:
     assert peak.split_peak(seen) is not None
 
 
-def test_eager_takes_what_it_is_made_of(feeds: dict[str, Any]) -> None:
+def test_eager_takes_what_it_is_made_of(feeds: Feeds) -> None:
     seen = measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)
     sound(seen)
     parts = peak.split_peak(seen)
@@ -127,7 +127,7 @@ def test_eager_takes_what_it_is_made_of(feeds: dict[str, Any]) -> None:
     assert seen.run.requested - seen.start.requested == parts.peak + INPUT_BYTES
 
 
-def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact, feeds: dict[str, Any]) -> None:
+def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact, feeds: Feeds) -> None:
     seen = measure_on_cuda(onnxruntime, graph, CUDA, feeds)
     sound(seen)
     parts = peak.split_peak(seen)
@@ -142,9 +142,7 @@ def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact
     assert seen.deployed.bytes >= WEIGHTS_BYTES
 
 
-def test_onnxruntime_answers_the_same_when_it_is_counted(
-    onnxruntime: Engine, graph: Artifact, feeds: dict[str, Any]
-) -> None:
+def test_onnxruntime_answers_the_same_when_it_is_counted(onnxruntime: Engine, graph: Artifact, feeds: Feeds) -> None:
     with onnxruntime.load(graph, CUDA) as session:
         plain = session.run(feeds)["y"]
     with counting(0) as ledger:
@@ -156,7 +154,7 @@ def test_onnxruntime_answers_the_same_when_it_is_counted(
 
 
 def test_onnxruntime_allocates_by_itself_when_it_is_not_counted(
-    onnxruntime: Engine, graph: Artifact, feeds: dict[str, Any]
+    onnxruntime: Engine, graph: Artifact, feeds: Feeds
 ) -> None:
     before = read_moment(CUDA).allocated
     with onnxruntime.load(graph, CUDA):
@@ -165,7 +163,7 @@ def test_onnxruntime_allocates_by_itself_when_it_is_not_counted(
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt_rtx"])
 def test_tensorrt_is_counted_to_the_byte(
-    name: str, graph: Artifact, feeds: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, graph: Artifact, feeds: Feeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
     kind = engine_class(name)
@@ -193,7 +191,7 @@ def test_a_build_peaks_above_what_its_engine_weighs(
     assert facts.build_device_peak_bytes > WEIGHTS_BYTES // 2
 
 
-def test_the_devices_use_returns(feeds: dict[str, Any]) -> None:
+def test_the_devices_use_returns(feeds: Feeds) -> None:
     measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)  # modules are loaded by this
     torch.cuda.empty_cache()
     before = read_device_used(CUDA)
