@@ -23,7 +23,7 @@ Metric = Callable[[dict[str, Array], Any], Any]
 """``(outputs by name, labels)`` → one number for all samples, or an array with one for each; more is better."""
 DEFAULT_METRIC = "top1"
 """Where labels fit it, and no other metric was named."""
-_OWN_FUNCTION = "give a function of your own with --metric file.py:function (docs/data.md)"
+_OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function (docs/data.md)"
 
 
 class MetricError(DataError):

@@ -399,11 +399,11 @@ def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
     return make_table(name, caption, rows)
 
 
-# Accuracy on labelled data, and fidelity: outputs against the baseline's by stage.
+# Accuracy on labeled data, and fidelity: outputs against the baseline's by stage.
 
 
 def tabulate_quality(run: Run) -> Table:
-    """List the metric of each variant that was evaluated on labelled data."""
+    """List the metric of each variant that was evaluated on labeled data."""
     rows = (
         {
             "variant": mark_name(record),
@@ -417,7 +417,7 @@ def tabulate_quality(run: Run) -> Table:
         if (quality := record.quality)
     )
     others = next((record.quality.other_outputs for record in run.records if record.quality), ())
-    caption = f"The metric on {run.recipe.data or 'labelled data'}; the drop is paired by sample"
+    caption = f"The metric on {run.recipe.data or 'labeled data'}; the drop is paired by sample"
     if others:
         caption += f"; not judged: the outputs {', '.join(map(repr, others))} (--metric NAME:OUTPUT)"
     return make_table("quality", caption, rows, sortable=True)

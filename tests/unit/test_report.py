@@ -47,6 +47,16 @@ def test_the_table_has_the_numbers() -> None:
     assert (rows[1][0], rows[1][2]) == ("★ onnxruntime-fp32", "4.00× [3.90, 4.10]")
 
 
+def test_the_judged_output_and_the_others_are_named() -> None:
+    judged = record("onnxruntime-fp32", 0.5, 4.0)
+    named = {"output": "category", "other_outputs": ("score",)}
+    some = run(variants=(judged.model_copy(update={"quality": judged.quality.model_copy(update=named)}),))
+    table = run_tables.tabulate_quality(some.model_copy(update={"baseline": some.variants[0]}))
+    assert table.rows[0][1] == "top1 of 'category'"
+    assert table.caption.endswith("not judged: the outputs 'score' (--metric NAME:OUTPUT)")
+    assert "top1 of 'category' drop" in sentences.summarize(some)
+
+
 def test_the_verdict_is_one_sentence() -> None:
     said = sentences.summarize(run())
     assert said == (
