@@ -128,7 +128,7 @@ def list_remarks(run: Run) -> list[tuple[str, str]]:
 
 def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
-    return [*map(str, run.environment.get("warnings", ())), *_warn_of_fixed_batch(run)]
+    return [*map(str, run.environment.get("warnings", ())), *_warn_of_fixed_batch(run), *_list_source_notes(run)]
 
 
 def list_cautions(run: Run) -> list[str]:
@@ -144,6 +144,12 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
         asked = ", ".join(map(str, run.recipe.batch))
         name = mark_name(run.baseline)
         yield f"{name} was measured at batch {at}, and --batch {asked} was asked for: its size is fixed"
+
+
+def _list_source_notes(run: Run) -> list[str]:
+    """List what loading and exporting the model noted, each note once."""
+    entries = (entry for record in run.records for entry in record.history if entry.step in ("load", "export"))
+    return list(dict.fromkeys("; ".join(entry.notes) for entry in entries if entry.notes))
 
 
 def describe_progress(run: Run) -> str:
@@ -234,4 +240,5 @@ def list_measurement_notes(run: Run) -> tuple[str, ...]:
 
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
-    return [*_warn_of_fixed_batch(run), *describe_noise(run), *map(str, run.environment.get("warnings", ()))]
+    first = [*_warn_of_fixed_batch(run), *_list_source_notes(run)]
+    return [*first, *describe_noise(run), *map(str, run.environment.get("warnings", ()))]

@@ -128,6 +128,18 @@ def test_the_batch_is_dynamic_unless_the_model_fixes_it(load) -> None:
         load(lambda_module(lambda x: x.reshape(2, 3)), ONE, "x:float32:batch,3")
 
 
+def test_sizes_that_could_vary_are_suggested(load) -> None:
+    wave = nn.Sequential(nn.Conv1d(1, 2, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(2, 2))
+    (note,) = load(wave, torch.ones(2, 1, 40), "input:float32:batch,1,40").notes
+    assert note.endswith("--input input:float32:batch,1,length --shape length=MIN:40:MAX")
+    image = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    (note,) = load(image, torch.ones(2, 3, 16, 16)).notes
+    assert "--input input:float32:batch,3,height,width --shape height=MIN:16:MAX --shape width=MIN:16:MAX" in note
+    fixed = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(76, 2))
+    assert load(fixed, torch.ones(2, 1, 40)).notes == ()
+    assert load(wave, torch.ones(2, 1, 40), "input:float32:batch,1,length").notes == ()
+
+
 def test_output_dimensions_follow_the_inputs(load) -> None:
     loaded = load(lambda_module(lambda x: (x.mT, x.sum(), x.repeat(1, 2), x.new_zeros(7))), ONE, "x:float32:n,m")
     shapes = [spec.shape for spec in loaded.signature.outputs]

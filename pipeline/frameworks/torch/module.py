@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,35 @@ def _try_other_size(
     return size, None
 
 
+def _suggest_dynamic_sizes(module: Forward, signature: Signature, example: Mapping[str, Tensor]) -> Iterator[str]:
+    """Suggest ``--input`` for a model of which only the batch is dynamic, where it runs at half of another size, too.
+
+    Dimensions of one size are halved together: those of a text and its mask, height and width of an image.
+    """
+    specs = signature.inputs
+    if len(signature.symbols) != 1 or any(isinstance(dim, str) for spec in specs for dim in spec.shape[1:]):
+        return
+    names: dict[tuple[str, int], str] = {}
+    for size in dict.fromkeys(dim for spec in specs for dim in spec.shape[1:] if isinstance(dim, int) and dim > 1):
+        axes = [(spec.name, axis) for spec in specs for axis, dim in enumerate(spec.shape) if axis and dim == size]
+        feeds = dict(example)
+        for name, axis in axes:
+            feeds[name] = feeds[name].narrow(axis, 0, size // 2)
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+            with torch.inference_mode():
+                module(*feeds.values())
+            image = {axis for _, axis in axes} == {2, 3}
+            word = "length" if not names else f"length_{size}"
+            names |= {(name, axis): ("height", "width")[axis - 2] if image else word for name, axis in axes}
+    if names:
+        dims = {spec.name: [names.get((spec.name, axis), dim) for axis, dim in enumerate(spec.shape)] for spec in specs}
+        inputs = (f"--input {spec.name}:{spec.dtype}:{','.join(map(str, dims[spec.name]))}" for spec in specs)
+        sizes = {word: example[place[0]].shape[place[1]] for place, word in names.items()}
+        shapes = (f"--shape {word}=MIN:{size}:MAX" for word, size in sizes.items())
+        words = " ".join((*inputs, *shapes))
+        yield f"only the batch is dynamic, and the model runs with other sizes, too; for those: {words}"
+
+
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
 
@@ -220,6 +249,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     names = built.outputs if len(built.outputs) == len(flat) else module.outputs
     asked = bool(options.inputs or built.inputs)
     signature, notes = infer_dims(module, specs, example, dict(zip(names, flat.values(), strict=True)), asked)
+    if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
+        notes += _suggest_dynamic_sizes(module, signature, example)
     if left_out:
         notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
     return LoadedModel(module, signature, example, tuple(notes), answers=tuple(flat.values()))
