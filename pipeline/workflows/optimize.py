@@ -31,6 +31,7 @@ from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import explain_end
+from enginesmith.pipeline.results.comparison import compare_devices
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.workflows.run_directory import (
@@ -289,18 +290,22 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = Non
 
 
 def is_finished(run: Run, folder: Path) -> bool:
-    """Tell whether every step has ended well, every variant was measured, and the engines are there as they were made.
+    """Tell whether nothing is left to do on this machine, with its versions: all was measured, and its files are there.
 
     A measurement that ran out of memory has ended well, too: that is its result.
     """
-    engines = [record.artifact for record in run.variants if record.artifact]
-    failed = any(row.failure and not row.oom for record in run.records for row in record.latency)
-    return (
-        run.complete
-        and not failed
-        and all(step.status != "failed" for step in run.steps)
-        and all(has_files((folder / engine.path).parent, engine.sha256) for engine in engines)
-    )
+    here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
+    if compare_devices(run, here) or run.environment.get("packages") != here.environment["packages"]:
+        return False
+    if not run.complete or any(step.status == "failed" for step in run.steps):
+        return False
+    if any(row.failure and not row.oom for record in run.records for row in record.latency):
+        return False
+    built = [record for record in run.variants if record.artifact]
+    if any(record.graph is None and engine_class(record.engine).loads_graph for record in built):
+        return False  # of an older version
+    files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
+    return all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
 
 
 def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None) -> Run:

@@ -244,6 +244,25 @@ def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signa
     assert list((tmp_path / "store/tmp").iterdir()) == [] or sent == signal.SIGKILL
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_finished_result_stays_when_a_redone_measurement_is_stopped(tmp_path: Path, sent: signal.Signals) -> None:
+    slow = recipe(batch=[1], measure={"seconds": 5.0, "precision": 0.001, "memory": False})
+    run = optimize(slow, tmp_path / "run", settings(tmp_path))
+    assert run.winner is not None
+    before = (tmp_path / "run/run.json").read_bytes()
+    words = [sys.executable, "-m", "enginesmith.cli", "resume", "run", "--no-cache", "--store", "store"]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("latency: started") for line in process.stderr)
+        process.send_signal(sent)
+    assert process.returncode in (130, -9)
+    assert (tmp_path / "run/run.json").read_bytes() == before
+    assert "No winner" not in (tmp_path / "run/report.md").read_text()
+    assert resume(tmp_path / "run", settings(tmp_path)) == run, "nothing is left to do"
+
+
 def _until(condition: Any, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

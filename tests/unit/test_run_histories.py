@@ -294,7 +294,7 @@ def live_through(history: History) -> None:
                 check_gate(world, ["--max-p99", "1s", *(["--baseline", str(kept)] if kept.exists() else [])])
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(COMMANDS, min_size=2, max_size=5))
 @example([("optimize", None), ("resume anew", ("interrupt", "latency")), ("resume", None)])
 @example([("optimize", None), ("resume anew", ("kill", "latency")), ("resume anew", ("fail", "latency"))])
@@ -303,6 +303,37 @@ def live_through(history: History) -> None:
 @example([("optimize", ("fail", "quality")), ("strict", None), ("optimize other replace", ("kill", "load"))])
 def test_no_command_loses_results_and_no_gate_passes_what_was_not_judged(history: History) -> None:
     live_through(history)
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    carry_out(world, "optimize", None)
+    told: list[str] = []
+    run = workflow.resume(world.out, None, told.append)
+    assert (run, told) == (
+        runs.read(world.out),
+        [f"nothing is left to do: {world.out} is finished; --no-cache does every step again"],
+    )
+    (engine,) = world.out.glob("variants/*/made")
+    whole = engine.read_bytes()
+    engine.write_bytes(b"damaged")
+    assert not workflow.is_finished(run, world.out)
+    engine.write_bytes(whole)
+    assert workflow.is_finished(run, world.out)
+    for change in ({"packages": {}}, {"processor": "another"}):
+        moved = run.model_copy(update={"environment": run.environment | change})
+        assert not workflow.is_finished(moved, world.out), "here another engine is needed"
+
+
+def test_a_step_that_fails_again_is_an_error_and_what_was_there_stays(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    carry_out(world, "optimize", None)
+    before = (world.out / "run.json").read_bytes()
+    world.fault = ("fail", "quality-onnxruntime")
+    with pytest.raises(ModelError, match="keeps the results that it has: this time onnxruntime-fp32 has no") as caught:
+        workflow.resume(world.out, CheapSettings(store=world.folder / "store", reuse=False, jobs=1))
+    assert "quality-onnxruntime-fp32 failed" in str(caught.value)
+    assert (world.out / "run.json").read_bytes() == before
 
 
 @pytest.mark.thorough
