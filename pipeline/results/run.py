@@ -280,10 +280,13 @@ def find_record(run: Run, name: str) -> VariantRecord:
 
 
 def list_losses(before: Run, after: Run) -> list[str]:
-    """List the results of usable variants that a run has and a later state of it lacks, with the variant's reason."""
+    """List the results of usable variants that a run has and a later state of it lacks, with the variant's reason.
+
+    An engine that was built and fails only now, when it is measured, is still there: no result is lost.
+    """
     now = {record.id: record for record in after.records}
     losses = []
-    for record in before.records:
+    for record in (record for record in before.records if record.status in ("measured", "built")):
         later = now.get(record.id)
         if lacking := sorted(_results(record) - (_results(later) if later else set())):
             losses.append(
@@ -293,8 +296,6 @@ def list_losses(before: Run, after: Run) -> list[str]:
 
 
 def _results(record: VariantRecord) -> set[str]:
-    if record.status not in ("measured", "built"):
-        return set()
     present = {name for name in ("artifact", "quality", "build", "profile", "limits") if getattr(record, name)}
     present |= {f"latency at batch {row.batch}" for row in record.latency if row.p50_ms is not None}
     present |= {f"fidelity after {entry.stage}" for entry in record.fidelity}

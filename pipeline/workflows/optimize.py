@@ -232,7 +232,7 @@ class OptimizeJob:
         if error is None and active.directory.losses:
             error = ModelError(
                 f"{request.out} keeps the results that it has: this time {'; '.join(active.directory.losses)}",
-                "see its folder logs; `optimize --replace` moves the earlier run out of the way",
+                f"see its folder logs; {'another --out' if request.fleet else '`optimize --replace`'} begins a new one",
             )
         return RunResult(run, error, len(outcomes), reused)
 

@@ -257,6 +257,7 @@ def test_a_finished_result_stays_when_a_redone_measurement_is_stopped(tmp_path: 
         assert process.stderr is not None
         assert any(line.startswith("latency: started") for line in process.stderr)
         process.send_signal(sent)
+        process.stderr.read()
     assert process.returncode in (130, -9)
     assert (tmp_path / "run/run.json").read_bytes() == before
     assert "No winner" not in (tmp_path / "run/report.md").read_text()
