@@ -251,7 +251,7 @@ def test_a_finished_result_stays_when_a_redone_measurement_is_stopped(tmp_path: 
     run = optimize(slow, tmp_path / "run", settings(tmp_path))
     assert run.winner is not None
     before = (tmp_path / "run/run.json").read_bytes()
-    words = [sys.executable, "-m", "enginesmith.cli", "resume", "run", "--no-cache", "--store", "store"]
+    words = [sys.executable, "-m", "enginesmith.cli", "resume", "run", "--no-cache", "--store", str(tmp_path / "store")]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         assert process.stderr is not None
