@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
-from enginesmith.pipeline.report.tables import describe_drop, mark, mark_name, name_some, speedup
+from enginesmith.pipeline.report.tables import describe_drop, mark, mark_name, name_some, shorten_reason, speedup
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
 from enginesmith.pipeline.results.run import Run, VariantRecord
@@ -47,7 +47,7 @@ def _explain_p99(run: Run) -> Iterator[str]:
 def summarize(run: Run) -> str:
     """Sum up the run in one sentence."""
     if run.winner is None:
-        return mark(run, f"No winner{'' if run.complete else ' yet'}: {run.winner_reason}.")
+        return mark(run, f"No winner{'' if run.complete else ' yet'}: {shorten_reason(run.winner_reason, 300)}.")
     record = next(record for record in run.records if record.id == run.winner)
     row = record.row(run.deciding_batch) or next((row for row in record.latency if row.p50_ms is not None), None)
     if row is None or record.id == run.baseline.id:

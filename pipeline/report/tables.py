@@ -1,6 +1,7 @@
 """Hold tables with formatted cells, which the terminal, Markdown and HTML render."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
@@ -16,6 +17,7 @@ LONG = 40
 _FIRST = 20
 """Rows of a long table that stand in the page itself."""
 _LONG_WORD = 24
+_LONGEST_REASON = 120
 _NUMBER = re.compile(r"[~<>+−±-]*\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?[^\d\s]{1,5}( \d+ s)?)?( \[[^\]]*\])?")
 """A number, its unit, and its interval."""
 _MARK = "*"
@@ -176,6 +178,11 @@ def mark(run: Run, text: str) -> str:
         if record.synthetic_calibration:
             text = re.sub(rf"(?<![\w+-]){re.escape(record.id)}(?![\w+*-])", mark_name(record), text)
     return text
+
+
+def shorten_reason(reason: str, longest: int = _LONGEST_REASON) -> str:
+    """Shorten a reason that is told in full elsewhere to so many characters."""
+    return textwrap.shorten(reason, longest, placeholder=" …")
 
 
 def name_some(names: Sequence[str], most: int) -> str:

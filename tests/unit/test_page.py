@@ -230,3 +230,12 @@ def test_other_processes_write_the_reports_of_many(some: Run, tmp_path: Path, mo
     assert all((there / name).read_bytes() == (here / name).read_bytes() for name in files.NAMES.values())
     with pytest.raises(UsageError, match="there is no run"), files.Writer(16) as reports:
         reports.write(tmp_path / "damaged")
+
+
+def test_a_long_reason_is_told_in_full_in_one_place() -> None:
+    why = "export: " + "it cannot " * 60
+    failed = runs.variant("onnxruntime-fp32", status="failed", reason=why)
+    baseline = runs.variant("eager", reasons={"latency": why, "memory": why})
+    some = runs.small(baseline, failed, winner=None, winner_reason=why)
+    assert all(len(fact.text) < 300 for fact in page.answer_questions(some))
+    assert page.render(some).count(why.strip()) == 1

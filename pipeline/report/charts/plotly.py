@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.report.tables import mark_name
+from enginesmith.pipeline.report.tables import mark_name, shorten_reason
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import why_unknown
 
@@ -203,7 +203,7 @@ def why_none(run: Run, field: str, otherwise: str) -> str:
     else:
         reasons = [record.reasons.get(field) or record.reason for record in run.records]
     first, *others = dict.fromkeys(filter(None, reasons)) or (otherwise,)
-    return first + (f" (and {count_words(len(others), 'more reason')})" if others else "")
+    return shorten_reason(first) + (f" (and {count_words(len(others), 'more reason')})" if others else "")
 
 
 def axis(title: str, values: Iterable[float | None] = (), *, log: bool | None = None, zero: bool = True) -> Figure:

@@ -26,7 +26,7 @@ from enginesmith.pipeline.report.html.blocks import (
 )
 from enginesmith.pipeline.report.html.sections import Drawings, describe_calibration, draw
 from enginesmith.pipeline.report.run_tables import tabulate_front, tabulate_losses, tabulate_variants
-from enginesmith.pipeline.report.tables import Tone, mark_name, name_some
+from enginesmith.pipeline.report.tables import Tone, mark_name, name_some, shorten_reason
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
@@ -310,4 +310,4 @@ def _limit(run: Run) -> str:
 
 
 def _why(record: VariantRecord, field: str) -> str:
-    return record.reasons.get(field) or record.reason or "not asked for"
+    return shorten_reason(record.reasons.get(field) or record.reason or "not asked for")
