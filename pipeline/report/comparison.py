@@ -49,20 +49,8 @@ class Part:
 
 def list_parts(comparison: Comparison) -> tuple[Part, ...]:
     """List all that there is to show, in order."""
-    warnings: dict[str, tuple[str, dict[str, None]]] = {}
-    for pair in comparison.pairs:
-        for path, text in _split_warnings(pair):
-            warnings.setdefault(_FIGURE.sub("#", text), (text, {}))[1][path] = None
-    cautions = tuple(f"caution: {', '.join(paths)}: {text}" for text, paths in warnings.values())
-    parts = (part for pair in comparison.pairs for part in _list_pair(pair))
-    return (*parts, *((Part(lines=cautions),) if cautions else ()))
-
-
-def _split_warnings(pair: Pair) -> Iterator[tuple[str, str]]:
-    """Split the cautions that are of one run, with what disturbed it, into the run's path and the words."""
-    paths = (pair.before.path, pair.after.path)
-    for text in pair.cautions:
-        yield from ((path, text.removeprefix(f"{path}: ")) for path in paths if text.startswith(f"{path}: "))
+    told: set[str] = set()
+    return tuple(part for pair in comparison.pairs for part in _list_pair(pair, told))
 
 
 def render(comparison: Comparison) -> str:
@@ -75,9 +63,13 @@ def render(comparison: Comparison) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _list_pair(pair: Pair) -> Iterator[Part]:
-    of_runs = {f"{path}: {text}" for path, text in _split_warnings(pair)}
-    cautions = (f"caution: {text}" for text in pair.cautions if text not in of_runs)
+def _list_pair(pair: Pair, told: set[str]) -> Iterator[Part]:
+    """List the parts of a pair, without cautions of a kind that was told of an earlier run."""
+    cautions = []
+    for text in pair.cautions:
+        kind = _FIGURE.sub("#", text.removeprefix(f"{pair.before.path}: ").removeprefix(f"{pair.after.path}: "))
+        cautions += [] if kind in told else [f"caution: {text}"]
+        told.add(kind)
     yield Part(f"{pair.after.path} beside {pair.before.path}", (*_list_summary(pair), *cautions))
     for variant in pair.variants:
         rows = tuple(row for row in _list_rows(variant) if set(row[1:3]) != {"–"})
@@ -107,14 +99,9 @@ def list_certain(variants: Iterable[VariantComparison]) -> Iterator[str]:
             if row.change.significant:
                 yield f"{variant.id} is {_word(row.change)} at batch {row.batch}: {format_percent(row.change)}"
         for number in variant.numbers:
-            if number.significant and not _is_trifle(number):
+            trifle = _TRIFLE * (number.before or 0.0) if number.name == "size_bytes" else 0.0
+            if number.significant and abs((number.after or 0.0) - (number.before or 0.0)) >= trifle:
                 yield f"{variant.id} has {_judge_number(number)} {_NAMES[number.name]}: {_format_difference(number)}"
-
-
-def _is_trifle(number: MetricDelta) -> bool:
-    """Tell whether a file's size differs by so little that nobody cares, though no chance is in it."""
-    before, after = number.before or 0.0, number.after or 0.0
-    return number.name == "size_bytes" and abs(after - before) < _TRIFLE * before
 
 
 def _list_rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:

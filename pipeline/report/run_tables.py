@@ -82,22 +82,6 @@ def _status(record: VariantRecord) -> str:
     return f"{record.status}, mostly {next(iter(shares), 'something else')}"
 
 
-def tabulate_front(run: Run) -> Table:
-    """List the numbers that the Pareto front is made of."""
-    rows = (
-        {
-            "variant": mark_name(record),
-            "p50 ms": time_cell(row.p50_ms),
-            "peak memory": size_cell(record.peak_bytes),
-            "drop [95 %]": format_drop(record.quality),
-            "on the front": "yes" if record.id in run.pareto else "no",
-        }
-        for record in run.records
-        if (row := record.row(run.deciding_batch))
-    )
-    return make_table("front", "Which variants are on the front", rows)
-
-
 def _place(record: VariantRecord, row: LatencyRow | MemoryRow | LimitRow) -> dict[str, str]:
     return {"variant": mark_name(record), "batch": number_cell(row.batch)}
 

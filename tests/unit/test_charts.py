@@ -400,7 +400,7 @@ def test_summaries_say_what_is_seen() -> None:
     found = by_id(full())
     assert found["pareto"].summary == (
         "onnxruntime-int8-prune-macs50 has the lowest latency (0.125 ms) at 47 % of eager's peak memory; "
-        "2 of 4 variants are on the front, and 1 more for a smaller drop."
+        "on the front: onnxruntime-int8, onnxruntime-int8-prune-macs50; for a smaller drop: onnxruntime-fp32."
     )
     assert found["fidelity"].summary == (
         "onnxruntime-int8 loses most at precision-int8-onnxruntime, from 135.5 dB to 34.2 dB; every stage passed."

@@ -13,7 +13,6 @@ from enginesmith.pipeline.report.charts.plotly import (
     Chart,
     Figure,
     axis,
-    count_words,
     draw_markers,
     hover_text,
     intervals,
@@ -23,7 +22,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import describe_drop, mark_name, speedup
+from enginesmith.pipeline.report.tables import describe_drop, mark_name, name_some, speedup
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms
 
@@ -99,6 +98,7 @@ def _summarize_memory(cast: Cast, rows: Mapping[str, MemoryRow]) -> str:
 
 _SMALLEST, _LARGEST = 9.0, 28.0
 """Diameters in pixels of no drop, and of the largest one."""
+_MOST_ON_FRONT = 3
 _LEAST_SCALE = 0.01
 """Share of the baseline's metric that the largest diameter stands for at least, so that a tiny drop looks tiny."""
 
@@ -217,10 +217,12 @@ def _summarize_pareto(cast: Cast, points: Sequence[_Point]) -> str:
         text += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {short_name(baseline)}'s peak memory"
     else:
         text += f" at {format_bytes(best.record.peak_bytes)} of peak memory"
-    front = len(_draw_front(points)["x"])
-    text += f"; {front} of {count_words(len(points), 'variant')} {'is' if front == 1 else 'are'} on the front"
-    if smaller := sum(point.front for point in points) - front:
-        text += f", and {smaller} more for a smaller drop"
+    line = _draw_front(points)
+    drawn = set(zip(line["x"], line["y"], strict=True))
+    front = [short_name(point.record) for point in points if (point.p50_ms, point.peak_mib) in drawn]
+    others = [short_name(point.record) for point in points if point.front and short_name(point.record) not in front]
+    text += f"; on the front: {name_some(front, _MOST_ON_FRONT) or 'none'}"
+    text += f"; for a smaller drop: {name_some(others, _MOST_ON_FRONT)}" if others else ""
     if without := len(cast.records) - len(points):
         text += f"; {without} without both numbers {'is' if without == 1 else 'are'} left out"
     return f"{text}{cast.unnamed({point.record.id for point in points})}."

@@ -19,13 +19,12 @@ from enginesmith.pipeline.report.html.blocks import (
     Facts,
     Section,
     Words,
-    fold,
     long_tables,
     script_data,
     within_limits,
 )
 from enginesmith.pipeline.report.html.sections import Drawings, describe_calibration, draw
-from enginesmith.pipeline.report.run_tables import tabulate_front, tabulate_losses, tabulate_variants
+from enginesmith.pipeline.report.run_tables import tabulate_losses, tabulate_variants
 from enginesmith.pipeline.report.tables import Tone, mark_name, name_some, shorten_reason
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
@@ -86,12 +85,10 @@ def _template(name: str) -> Template:
 
 
 def _render_variants(run: Run, drawings: Drawings) -> Sequence[Block]:
-    front = tabulate_front(run)
     return (
         tabulate_variants(run),
         *(Words(f"{note}.") for note in sentences.list_footnotes(run)),
         drawings["pareto"],
-        *fold(front.caption, front),
     )
 
 
