@@ -378,6 +378,27 @@ def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: 
         exported(tmp_path, affine(), exporter="dynamo")
 
 
+@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.thorough)])
+def test_an_encoder_with_a_padding_mask_is_exported(tmp_path: Path, exporter: str) -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.encoder = torch.nn.TransformerEncoder(layer, 1)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x, src_key_padding_mask=~keep)
+            return y * keep[:, :, None]
+
+    x, keep = torch.randn(2, 5, 8), torch.tensor([[True, True, True, False, False], [True] * 5])
+    dims = {"x": ("batch", 5, 8), "keep": ("batch", 5)}
+    model = loaded(Masked(), {"x": x, "keep": keep}, dims, ["out:float32:batch,5,8"])
+    exported(tmp_path, model, exporter=exporter)
+    found = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy(), "keep": keep.numpy()})
+    assert evaluator.largest_difference([model.module(x, keep)[0].detach().numpy()], found) < 1e-5
+
+
 class Recurrent(torch.nn.Module):
     def __init__(self, layer: type[torch.nn.RNNBase]) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _fused_encoders_off():
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
         model, exporter, notes = _capture(loaded, out, options, progress)
         edit.tidy(model, wrapper="model")
@@ -78,6 +78,19 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         notes=tuple(notes),
         signature=model_file.signature(out / edit.FILE),
     )
+
+
+@contextlib.contextmanager
+def _fused_encoders_off() -> Iterator[None]:
+    """Have torch's encoder layers run as plain operators: a padding mask would make nested tensors of their inputs."""
+    import torch
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _capture(
