@@ -133,7 +133,7 @@ def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
     code: int = terminal().show_fleet(record, folder, as_json)
     if not as_json:
         errors = [f"{entry.name}: {entry.reason}" for entry in record.entries if entry.status in ("failed", "breached")]
-        slower = fleet_tables.list_slower(record)
+        slower = fleet_tables.list_changed(record, slower=True)
         doubtful = [f"{entry.name}: {entry.reason}" for entry in record.having("lacking")]
         doubtful += [f"{item.name} became slower: {fleet_tables.describe_change(item.since_last)}" for item in slower]
         announce(record.name, errors, doubtful, fleet.render_markdown(record))

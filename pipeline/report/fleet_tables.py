@@ -142,14 +142,9 @@ def _list_changes(record: FleetRecord, *, certain: bool) -> Iterator[tuple[dict[
                     yield {"entry": entry.name, "variant": name, **dict(zip(heads, cells, strict=True))}, entry
 
 
-def list_slower(record: FleetRecord) -> list[EntryRecord]:
-    """List entries with a variant that became slower for certain."""
-    return [entry for entry in record.entries if any(ratio > 1 for ratio in _list_certain_ratios(entry))]
-
-
-def list_faster(record: FleetRecord) -> list[EntryRecord]:
-    """List entries with a variant that became faster for certain."""
-    return [entry for entry in record.entries if any(ratio < 1 for ratio in _list_certain_ratios(entry))]
+def list_changed(record: FleetRecord, *, slower: bool) -> list[EntryRecord]:
+    """List entries with a variant that became slower, or faster, for certain."""
+    return [entry for entry in record.entries if any((ratio > 1) == slower for ratio in _list_certain_ratios(entry))]
 
 
 def _list_certain_ratios(entry: EntryRecord) -> Iterator[float]:
@@ -290,7 +285,7 @@ def list_facts(record: FleetRecord) -> dict[str, str]:
         "budgets broken": str(len(record.having("breached"))),
     }
     if record.last is not None:
-        facts |= {"slower": str(len(list_slower(record))), "faster": str(len(list_faster(record)))}
+        facts |= {word: str(len(list_changed(record, slower=word == "slower"))) for word in ("slower", "faster")}
     if taken := sum(entry.taken_from is not None for entry in record.entries):
         facts["entries reused"] = str(taken)
     facts["steps"] = f"{steps:,}, of which {reused:,} shared or from the store"

@@ -123,7 +123,8 @@ def _plain_lines() -> Iterator[Listener]:
 
     def say_skipped() -> None:
         if skipped:
-            _say(f"skipped: {_explain_skipped(len(skipped))}")
+            steps = "1 step, as it needs" if len(skipped) == 1 else f"{len(skipped)} steps, as they need"
+            _say(f"skipped: {steps} one that did not succeed")
         skipped.clear()
 
     def listener(event: Event) -> None:
@@ -168,15 +169,13 @@ def _tree() -> Iterator[Listener]:
         with lock:
             root = Tree(f"[bold]enginesmith[/]  {board.overall()}" if board.planned else "[bold]enginesmith")
             groups: dict[str, Tree] = {}
-            skipped = {row.step.id for row in board.lines.values() if row.outcome and row.outcome.status == "skipped"}
-            ended = [line.step.id for line in board.lines.values() if line.outcome and line.step.id not in skipped]
-            hidden = set(ended[:-_ENDED_SHOWN])
+            ended = [line for line in board.lines.values() if line.outcome is not None]
+            skipped = {line.step.id for line in ended if line.outcome and line.outcome.status == "skipped"}
+            hidden = {line.step.id for line in ended[:-_ENDED_SHOWN]} | skipped
             if hidden:
-                root.add(f"[dim]{len(hidden)} that have ended are not shown")
-            if skipped:
-                root.add(f"[dim]skipped: {_explain_skipped(len(skipped))}")
+                root.add(f"[dim]{len(hidden)} that have ended or were skipped are not shown")
             for line in board.lines.values():
-                if line.step.id in hidden | skipped:
+                if line.step.id in hidden:
                     continue
                 parent, variant = root, line.step.variant
                 if variant:
@@ -193,11 +192,6 @@ def _tree() -> Iterator[Listener]:
     console = Console(stderr=True)
     with Live(get_renderable=draw, console=console, refresh_per_second=4):
         yield listener
-
-
-def _explain_skipped(count: int) -> str:
-    steps = "1 step, as it needs" if count == 1 else f"{count} steps, as they need"
-    return f"{steps} one that did not succeed"
 
 
 def _markup(line: _Line) -> str:

@@ -90,8 +90,8 @@ def test_certain_changes_are_told_from_others(some: FleetRecord) -> None:
     rest = list(fleet_tables.tabulate_changes(some, certain=False).rows)
     assert {row[0] for row in rest} >= {"mobilenet_v2@cpu", "digits@cpu"}
     assert not set(certain) & set(rest)
-    assert [one.name for one in fleet_tables.list_slower(some)] == ["digits@cpu", "lenet@cpu"]
-    assert [one.name for one in fleet_tables.list_faster(some)] == ["digits@h100"]
+    assert [one.name for one in fleet_tables.list_changed(some, slower=True)] == ["digits@cpu", "lenet@cpu"]
+    assert [one.name for one in fleet_tables.list_changed(some, slower=False)] == ["digits@h100"]
 
 
 def test_what_cannot_be_compared_is_said(some: FleetRecord) -> None:
