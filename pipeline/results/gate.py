@@ -154,11 +154,9 @@ def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
     for verdict in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
         state: CheckState = "passed" if verdict.passed else "unjudged" if verdict.actual is None else "failed"
-        text = verdicts.format_verdict(verdict)
-        if verdict.budget == "max_p99_ms" and (more := _advise_on_p99(after)):
-            text += f"; {more}"
-        numbers = {"limit": verdict.limit, "actual": verdict.actual}
-        yield GateCheck(name=verdict.budget, against="budget", state=state, text=text, **numbers)
+        advice = _advise_on_p99(after) if verdict.budget == "max_p99_ms" else ""
+        common = {"text": verdicts.format_verdict(verdict) + advice, "limit": verdict.limit, "actual": verdict.actual}
+        yield GateCheck.model_validate({"name": verdict.budget, "against": "budget", "state": state, **common})
 
 
 _LONGER = 1.5
@@ -170,19 +168,17 @@ def _advise_on_p99(stored: Stored) -> str:
     row, floor = stored.record.row(stored.run.deciding_batch), SAMPLE_FLOORS[99.0]
     if row is None or row.p99_ms is not None or not row.n:
         return ""
-    options, measure = _longer(stored, floor / row.n), stored.run.recipe.measure
+    options = ""
     if (row.stopped_because or "").startswith("every median"):  # more time alone would not be used
-        options += f" --precision-target {measure.precision * math.sqrt(row.n / floor) / _LONGER:.2g}"
-    return f"measure for longer: {_command(stored, options)}"
+        target = stored.run.recipe.measure.precision * math.sqrt(row.n / floor) / _LONGER
+        options = f" --precision-target {target:.2g}"
+    return f"; measure for longer: {_command(stored, floor / row.n, options)}"
 
 
-def _longer(stored: Stored, factor: float) -> str:
-    seconds = stored.run.recipe.measure.seconds * max(factor * _LONGER, 1.0)
-    return f"--measure-time {math.ceil(seconds)}s"
-
-
-def _command(stored: Stored, options: str) -> str:
-    return f"`enginesmith optimize {stored.run.model.source} … {options} --out {stored.folder} --replace`"
+def _command(stored: Stored, factor: float, options: str = "") -> str:
+    seconds = math.ceil(stored.run.recipe.measure.seconds * max(factor * _LONGER, 1.0))
+    words = f"--measure-time {seconds}s{options} --out {stored.folder} --replace"
+    return f"`enginesmith optimize {stored.run.model.source} … {words}`"
 
 
 def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
@@ -256,19 +252,13 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
         ratio = Interval(median=change.median, low=change.low, high=change.high)
         return _judge_ratio(ratio, before_ms, after_ms, demands.tolerance, basis)
     advice = [
-        f"measure the {which} again for longer: {_command(side, _longer(side, LEAST_LAUNCHES / (row.launches or 1)))}"
+        f"measure the {which} again for longer: {_command(side, LEAST_LAUNCHES / (row.launches or 1))}"
         for which, side, row in (("baseline", before, rows[0]), ("run", after, rows[1]))
         if row and (row.launches or 0) < LEAST_LAUNCHES
     ]
-    estimate = f"latency is {change.median - 1:+.1%} of the baseline's by its estimate alone"
-    return _make_latency_check(
-        "unjudged",
-        "; ".join([estimate, basis, *advice]),
-        required=change.median > 1 + demands.tolerance,
-        before=before_ms,
-        actual=after_ms,
-        basis=basis,
-    )
+    text = "; ".join([f"latency is {change.median - 1:+.1%} of the baseline's by its estimate alone", basis, *advice])
+    common = {"before": before_ms, "actual": after_ms, "basis": basis}
+    return _make_latency_check("unjudged", text, required=change.median > 1 + demands.tolerance, **common)
 
 
 def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:

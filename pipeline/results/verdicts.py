@@ -282,13 +282,6 @@ _BEST = {
     "memory": "lowest peak memory",
     "size": "smallest file",
 }
-_DECIDED_BY = {
-    "latency": "max_latency_ms",
-    "throughput": "min_throughput_per_s",
-    "memory": "max_memory_bytes",
-    "size": "max_size_bytes",
-}
-"""Objective → the budget of the same number."""
 
 
 @dataclass(frozen=True)
@@ -338,14 +331,7 @@ def select_winner(
     if waiting:
         left = f"{len(waiting)} variants are built and not measured: {waiting[0].reason}"
         return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
-    return Selection(None, explain_failure(requested) or _explain_no_score(records, objective, batch), pareto, ())
-
-
-def _explain_no_score(records: Sequence[VariantRecord], objective: Objective, batch: int) -> str:
-    """Explain why no record has the number that the objective compares."""
-    last = records[-1]
-    why = last.rejected or last.reason or why_unknown(last, _DECIDED_BY[objective], batch)
-    return f"nothing was measured that has a {objective}: {last.id}: {why}"
+    return Selection(None, explain_failure(requested) or f"nothing was measured that has a {objective}", pareto, ())
 
 
 def _score(record: VariantRecord, objective: Objective, batch: int) -> float | None:

@@ -203,9 +203,8 @@ class OptimizeJob:
                     if not active.ended:
                         report(active)
         for active in runs:
-            if any(outcome.status == "unavailable" for outcome in active.outcomes.values()) and not (
-                active.directory.losses
-            ):
+            lacking = any(outcome.status == "unavailable" for outcome in active.outcomes.values())
+            if lacking and not active.directory.losses:
                 with storage_errors(f"the run directory {active.request.out}"):
                     save_handoff(active.request.out, active.plan, active.outcomes)
 
@@ -295,17 +294,14 @@ def is_finished(run: Run, folder: Path) -> bool:
     A measurement that ran out of memory has ended well, too: that is its result.
     """
     here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
-    if compare_devices(run, here) or run.environment.get("packages") != here.environment["packages"]:
-        return False
-    if not run.complete or any(step.status == "failed" for step in run.steps):
-        return False
-    if any(row.failure and not row.oom for record in run.records for row in record.latency):
-        return False
+    same = not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
+    rows = (row for record in run.records for row in record.latency)
+    failed = any(step.status == "failed" for step in run.steps) or any(row.failure and not row.oom for row in rows)
     built = [record for record in run.variants if record.artifact]
-    if any(record.graph is None and engine_class(record.engine).loads_graph for record in built):
-        return False  # of an older version
+    older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
-    return all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
+    whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
+    return run.complete and same and not failed and not older and whole
 
 
 def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None) -> Run:

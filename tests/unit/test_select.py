@@ -75,12 +75,6 @@ def test_eager_alone_is_no_result_of_requested_engines() -> None:
     assert select_winner([EAGER], Budgets(), "latency", 1).winner == "eager", "nothing else was requested"
 
 
-def test_the_reason_of_a_missing_number_is_said() -> None:
-    blind = FAST.model_copy(update={"memory": None, "reasons": {"memory": "not asked for"}})
-    chosen = select_winner([EAGER.model_copy(update={"memory": None}), blind], Budgets(), "memory", 1)
-    assert chosen.reason == "nothing was measured that has a memory: fast: not asked for"
-
-
 def check(sqnr_db: float | None, passed: bool = True, reason: str = "") -> StageFidelity:
     unknown = dict.fromkeys(("cosine", "max_abs_error", "argmax_agreement"))
     return StageFidelity(stage="engine", point="min", batch=1, sqnr_db=sqnr_db, passed=passed, reason=reason, **unknown)
