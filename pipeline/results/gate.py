@@ -54,7 +54,6 @@ class Demands:
     seconds: float = DEFAULT_SECONDS
     progress: Callable[[str], None] = lambda text: None
     strict: bool = False
-    """True where the gate fails on everything that was not judged."""
 
 
 def parse_tolerance(text: str) -> float:

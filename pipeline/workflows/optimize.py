@@ -289,10 +289,7 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = Non
 
 
 def is_finished(run: Run, folder: Path) -> bool:
-    """Tell whether nothing is left to do on this machine, with its versions: all was measured, and its files are there.
-
-    A measurement that ran out of memory has ended well, too: that is its result.
-    """
+    """Tell whether nothing is left to do on this machine, with its versions; running out of memory is a result."""
     here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
     same = not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
     rows = (row for record in run.records for row in record.latency)

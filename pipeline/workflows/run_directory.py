@@ -184,11 +184,7 @@ class _Record(Artifact):
 
 @contextlib.contextmanager
 def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
-    """Make a run directory, and lock it for this process.
-
-    Raises:
-        UsageError: it holds a fleet or a run of another recipe, or another process has it.
-    """
+    """Make a run directory, and lock it for this process."""
     with lock_folder(out):
         if (out / "fleet.json").exists():
             raise UsageError(f"{out} holds a fleet", "choose another --out")
@@ -198,8 +194,7 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
         if (out / "run.json").exists() and runs.read(out).recipe != recipe:
             raise UsageError(
                 f"{out} holds a run of another recipe",
-                f"choose another --out, move that run out of the way with --replace, or continue it with "
-                f"`enginesmith resume {out}`",
+                f"choose another --out, move that run away with --replace, or continue it: `enginesmith resume {out}`",
             )
         yield
 
