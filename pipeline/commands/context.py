@@ -122,7 +122,7 @@ def show_run(run: "Run", folder: Path, as_json: bool) -> int:
     code: int = terminal().show_run(run, folder, as_json)
     if not as_json:
         broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
-        announce(run.name, broken, sentences.list_cautions(run), markdown.render(run))
+        announce(run.name, broken, [*sentences.list_warnings(run), *sentences.list_reasons(run)], markdown.render(run))
     return code
 
 

@@ -16,15 +16,13 @@ from enginesmith.pipeline.units import format_bytes, ms
 _MOST_NAMED = 3
 LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
-_SHOWN_DROP = 5e-5
-"""Drop that four decimals show."""
 _MARGIN = 1.2
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
 
 def list_footnotes(run: Run) -> list[str]:
     """Explain stars on variants' names, dashes for a p99, and negative drops, where there are any."""
-    negative = any(record.quality and record.quality.drop <= -_SHOWN_DROP for record in run.variants)
+    negative = any(record.quality and round(record.quality.drop, 4) < 0 for record in run.variants)
     return [
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
         *_explain_p99(run),
@@ -129,11 +127,6 @@ def list_remarks(run: Run) -> list[tuple[str, str]]:
 def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     return [*map(str, run.environment.get("warnings", ())), *_warn_of_fixed_batch(run), *_list_source_notes(run)]
-
-
-def list_cautions(run: Run) -> list[str]:
-    """List what people have to know before they believe the numbers: warnings, and what failed."""
-    return [*list_warnings(run), *list_reasons(run)]
 
 
 def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
