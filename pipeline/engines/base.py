@@ -41,7 +41,6 @@ class ProfileRequest:
     calls: int
     """Inferences that count."""
     scratch: Path
-    """An empty folder for what a profiler writes."""
     graph: Path | None = None
     """The ONNX file that the engine was built from, whose nodes say which module they came from."""
 
@@ -80,7 +79,6 @@ class Profiled(BaseModel, frozen=True):
 
     operators: tuple[OperatorTime, ...]
     source: str
-    """Name of the profiler."""
     call_seconds: float | None
     """Median of a whole profiled inference; None where the profiler sees operators alone."""
     notes: tuple[str, ...] = ()
@@ -318,7 +316,6 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     name: ClassVar[str]
     """Its name in recipes and in the table."""
     title: ClassVar[str]
-    """Its name in reports: ``ONNX Runtime``."""
     consumes: ClassVar[Kind]
     """Kind of artifact that it is made from: ``torch`` engines run the module itself and have no build step."""
     tools: ClassVar[tuple[str, ...]]

@@ -70,11 +70,9 @@ class Account:
     current: int = 0
     peak: int = 0
     by_tag: dict[str, int] = field(default_factory=dict)
-    """Parts of ``current``."""
     peak_by_tag: dict[str, int] = field(default_factory=dict)
     """Parts of ``peak``, at the time of the peak."""
     taken: int = 0
-    """Blocks so far."""
     unknown_frees: int = 0
     """Addresses that were given back and had never been taken here."""
     double_frees: int = 0

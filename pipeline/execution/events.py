@@ -61,4 +61,3 @@ class Event:
 
 Listener = Callable[[Event], None]
 Outcomes = Mapping[str, Outcome]
-"""By the step's id."""

@@ -31,9 +31,7 @@ class StepRequest:
     inputs: Mapping[str, Artifact]
     """By role, in the store of the caller."""
     log: Path
-    """File for the output of the step's process."""
     on_start: Callable[[], None]
-    """Called when the step is executed, as it is not in the store."""
     on_progress: Callable[[str], None]
     """Takes the state of the step, a line that replaces the one before."""
     timeout_seconds: float | None = None
@@ -201,7 +199,6 @@ class StepCache:
 
     @property
     def _before(self) -> tuple[HistoryEntry, ...]:
-        """History of the artifact that the step continues."""
         return self.inputs["model"].history if "model" in self.inputs else ()
 
 

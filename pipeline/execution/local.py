@@ -185,7 +185,6 @@ class LocalExecutor(Executor):
             return done
 
     def _run_in_shared_worker(self, request: StepRequest, out: Path) -> Done:
-        """Execute a cheap step in a process that is used for others, too."""
         with self._lock:
             process = self._spare.pop() if self._spare else None
         if process is None:

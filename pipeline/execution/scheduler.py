@@ -32,7 +32,6 @@ class Runner:
 
     executor: Executor
     log_of: Callable[[Step], Path]
-    """Chooses the file for the log of a step."""
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
     _deadline: float | None = None

@@ -222,7 +222,6 @@ def cpu_cache_bytes(folder: Path, cores: set[int] | None = None) -> int | None:
 def _list_probes(
     device: Device, cache: int | None, free: int, reasons: Mapping[str, str]
 ) -> Mapping[str, Callable[[str], Probe]]:
-    """List what makes each figure's probe, without those that the device cannot have."""
     threads = _count_threads(device)
     size = min(_MOST_BYTES, max(_LEAST_BYTES, _BEYOND_CACHE * (cache or 0)), free // _SHARE_OF_MEMORY) // threads
     sizes = {"copy_bandwidth": size, "read_bandwidth": size}

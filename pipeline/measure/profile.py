@@ -240,7 +240,6 @@ def merge_layers(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
 
 
 def _sort_rows(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
-    """Sort rows: those that lost time first, then those that cost most."""
     enough = _LOST * sum(next(iter(row.ms.values())) or 0.0 for row in rows)
     return tuple(sorted(rows, key=lambda row: (-row.lost_ms if row.lost_ms > enough else 0.0, -row.most_ms)))
 
@@ -337,7 +336,6 @@ def format_cells(profiles: Sequence[Profile], most: int = 30) -> list[tuple[str,
 
 
 def _format_row(row: JoinedRow) -> tuple[str, ...]:
-    """Format a row; reasons of several variants under their names, those of one reason together."""
     by_text: dict[str, list[str]] = {}
     for variant, text in row.why.items():
         by_text.setdefault(text, []).append(variant)

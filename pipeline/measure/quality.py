@@ -39,7 +39,6 @@ class Quality(BaseModel):
     output: str | None = None
     """The output that was judged; None where the metric was given all of them."""
     other_outputs: tuple[str, ...] = ()
-    """The model's outputs that were not judged."""
     value: float
     baseline: float
     drop: float
@@ -241,7 +240,6 @@ def _squared_errors(output: Array, labels: Array) -> Samples:
 
 
 def _are_alike(output: Array, labels: Array) -> bool:
-    """Tell whether shapes are equal, axes of 1 aside."""
     mine, theirs = ([size for size in array.shape[1:] if size != 1] for array in (output, labels))
     return mine == theirs and labels.dtype.kind in "biuf"
 

@@ -209,7 +209,6 @@ def _count_least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, li
 
 
 def _count_read_bytes(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
-    """Count the bytes of an input that a node reads."""
     if node.op_type in _LOOKING:
         return 0
     if node.op_type in _PICKING and name not in list(node.input)[1:]:
@@ -219,7 +218,6 @@ def _count_read_bytes(node: "onnx.NodeProto", name: str, size: int, seen: View) 
 
 
 def _list_large_results(path: Path, seen: View) -> tuple[int, ...]:
-    """List the bytes of large results that another operator reads as a whole."""
     outputs = {spec.name for spec in model_file.signature(path).outputs}
     made = {name for node in seen.nodes.values() if node.op_type not in _VIEWS for name in node.output}
     large: dict[str, int] = {}

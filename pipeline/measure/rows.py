@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.measure.statistics import Interval
 
 SAMPLES = "samples.npz"
-"""File of every latency sample, in the step's folder and in the run directory."""
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -54,7 +53,6 @@ class Throughput(BaseModel):
     samples_per_s: Interval
     """Samples that were answered in a second, by the clock."""
     p50_ms: float
-    """Time of a call, as its caller saw it."""
     p99_ms: float | None
     n: int
 
@@ -200,7 +198,6 @@ class DeviceLimits(BaseModel):
     calls: Rate | None
     """Inferences of one such operator."""
     seconds: float
-    """Time that measuring took."""
     warnings: tuple[str, ...] = ()
     reasons: dict[str, str] = {}
 
@@ -259,7 +256,6 @@ class LimitRow(BaseModel):
     measured_over_floor: float | None
     """Below 1 the floor is wrong, and ``summary`` says so."""
     bound_by: Bound
-    """Name of the largest of the three."""
     summary: str
     reasons: dict[str, str] = {}
 
@@ -301,13 +297,10 @@ class Profile(BaseModel):
     batch: int
     device: str
     calls: int
-    """Inferences that were profiled."""
     source: str = ""
-    """Profiler that gave these figures."""
     rows: tuple[ProfileRow, ...] = ()
     """The slowest first; they add up to the total."""
     total_ms: float | None = None
-    """Time of all operators in one inference."""
     call_ms: float | None = None
     """Median of a whole inference while it was profiled."""
     unattributed_share: float | None = None

@@ -78,7 +78,6 @@ class DensePlan:
     """The part of a plan that the given model has, before it is pruned or made sparse."""
 
     graph: StepRef
-    """The step whose graph engines are built from."""
     to_graph: tuple[Step, ...]
     to_engines: tuple[Step, ...]
     variants: tuple[Variant, ...]

@@ -23,7 +23,6 @@ class VariantName:
     """Or the name of a model that is measured as it is."""
     precision: str = ""
     workspace: str = ""
-    """The workspace limit as it was asked for."""
     target: str = ""
     """The compute capability or platform that it is built for."""
     mode: str = ""
@@ -129,7 +128,6 @@ class Variant:
     engine: Engine
     precision: str
     artifact: StepRef
-    """The step whose artifact the engine loads."""
     device: Device
     verified: tuple[StepRef, ...] = ()
     """Steps that hold its stages against the reference."""
@@ -142,9 +140,7 @@ class Variant:
     """The variant that it differs from in nothing but being pruned or sparse."""
     prune: str | None = None
     pruned: tuple[StepRef, ...] = ()
-    """The steps that pruned its model."""
     recovered: tuple[StepRef, ...] = ()
-    """The steps that trained it back."""
     sparsity: str | None = None
     unavailable: str = ""
     """The reason why it can be built here, and not run."""
@@ -155,7 +151,6 @@ class Variant:
     assignment: StepRef | None = None
     """The step that says which groups are in which precision."""
     search: tuple[StepRef, ...] = ()
-    """The steps that led to it."""
     work: StepRef | None = None
     """The step that counted what one inference has to do."""
     profile: StepRef | None = None

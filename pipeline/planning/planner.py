@@ -279,7 +279,6 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Ste
 
 
 def _latency_step(recipe: Recipe, variants: Sequence[Variant], again: str) -> Step:
-    """Plan to measure all variants together that can run on the baseline's device."""
     device = variants[0].device
     variants = [
         variants[0],

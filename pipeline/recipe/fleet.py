@@ -21,7 +21,6 @@ class Place:
     """Requirements of a target on the machines of its steps: the device, and what tells them from others."""
 
     device: str = "cpu"
-    """``cpu`` or ``cuda``."""
     accelerator: str = ""
     """The GPU, as Ray names accelerator types: H100, L4, A10G …; any one without it."""
     resources: tuple[tuple[str, float], ...] = ()
@@ -32,7 +31,6 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST = 100
 """Characters of one of the two names in that of a folder."""
 _MOST_NAMED = 12
-"""Names that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +340,6 @@ def _validate_values(where: str, values: dict[str, Any]) -> None:
 
 
 def _explain_error(error: ValidationError) -> UsageError:
-    """Explain a validation error in the words of a fleet file."""
     errors = error.errors()  # what is missing may be there by a name that is not known
     first = next((problem for problem in errors if problem["type"] in _UNKNOWN), errors[0])
     place = [str(key) for key in first["loc"]]

@@ -85,7 +85,6 @@ def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain_error(error: ValidationError) -> UsageError:
-    """Explain a validation error in the words of a recipe."""
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
         return _unknown_field(Recipe, first["loc"])
@@ -100,7 +99,6 @@ def plain_words(message: str) -> str:
 
 
 def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
-    """Make the error for an unknown field, with similar ones."""
     *above, name = (str(key) for key in place)
     for step in above:
         inner = part.model_fields[step].annotation
@@ -194,7 +192,6 @@ def _check_smaller(recipe: Recipe) -> None:
 
 
 def _check_metric(recipe: Recipe) -> None:
-    """Check that the metric exists and has labeled data."""
     metric = recipe.metric
     if metric:
         check_metric(metric)

@@ -34,8 +34,6 @@ MOST_CANDIDATES = 16
 
 
 class _SharedFile(BaseModel):
-    """Content of the shared file of a name."""
-
     model_config = ConfigDict(frozen=True)
 
     used: float = 0.0
@@ -271,5 +269,4 @@ def _listing(folder: Path) -> tuple[str, ...]:
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:
-    """List the names of folders in a folder, but hidden ones."""
     return tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."))

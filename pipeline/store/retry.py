@@ -45,9 +45,7 @@ class Retries:
     """Repeats calls of one service, from any number of threads."""
 
     place: str
-    """Name of the service, for messages."""
     tell: Callable[[str], None]
-    """Takes messages for people, a line each."""
     total_seconds: float = 300.0
     """Time for which one call is repeated."""
     first_seconds: float = 0.5

@@ -69,7 +69,6 @@ class Store:
         """
         address = default_address() if place is None else parse_address(place)
         self.address = address.text
-        """Opens the same store on another machine."""
         self._shared = SharedStore(address.url, tell) if address.url else None
         if self._shared is not None and make and not address.folder.exists():
             self._shared.ensure_marked()
@@ -271,7 +270,6 @@ class Store:
             self._shared.retries.stopped.set()
 
     def _download(self, shared: SharedStore, key: str, *, replace: bool = False) -> Manifest | None:
-        """Download an entry of the shared store into the local one."""
         with self.workspace() as folder:
             manifest = shared.fetch(key, folder)
             return self._install(key, folder, manifest, replace=replace) if manifest is not None else None
@@ -294,7 +292,6 @@ class Store:
         return manifest
 
     def _folder(self, key: str) -> Path:
-        """Return the folder of an entry, whether it exists or not."""
         return self.root / f"objects/{key[:2]}/{key}"
 
     def _find(self, key: str) -> Manifest | None:
@@ -397,5 +394,4 @@ def _try_claim(folder: Path) -> int | None:
 
 
 def _workspace_name() -> str:
-    """Make up a name that identifies process and machine."""
     return f"{os.getpid()}@{platform.node()}-{uuid.uuid4().hex}"

@@ -43,7 +43,6 @@ class Environment(BaseModel):
     """Vector extensions of the processor, as the kernel names them."""
     cores: int
     usable_cores: int
-    """Cores that this process may run on (its affinity)."""
     affinity: tuple[int, ...] = ()
     """Their numbers."""
     threads_per_core: int | None = None
@@ -265,7 +264,6 @@ def _is_ours(pid: int) -> bool:
 
 
 def _grown(before: float | None, after: float | None) -> float:
-    """Compute how much a counter grew; 0 where it is not known."""
     return max(0.0, after - before) if before is not None and after is not None else 0.0
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 ENGINES, PASSES, METRICS = "enginesmith.engines", "enginesmith.passes", "enginesmith.metrics"
-"""Groups of entry points."""
 _OWN = "enginesmith"
 _resolve_own = functools.cache(pkgutil.resolve_name)
 """Imports an own class; plans ask for the same few thousands of times."""

@@ -292,7 +292,6 @@ def _inside(event: Event, outer: Event) -> bool:
 
 
 def _device_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
-    """Yield seconds that each node's kernels ran on the device."""
     nodes = {str(event["name"]): event for event in events if event.get("cat") == "Node"}
     for event in events:
         if event.get("cat") == "Kernel":

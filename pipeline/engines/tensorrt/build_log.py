@@ -92,7 +92,6 @@ class RuntimeLog(BuildLog):
         super().__init__()
         self.latest: deque[str] = deque(maxlen=_MESSAGES)
         self.seen = 0
-        """Errors so far."""
 
     def take(self, severity: str, text: str) -> None:
         """Take a message; everything up to INFO goes to standard error, which is the step's log."""

@@ -205,7 +205,6 @@ class Built:
     workspace_limit_bytes: int
     """The limit that held, the builder's default where none was asked for."""
     sha256: str
-    """Digest of the engine's file."""
     timing_cache_sha256: str | None = None
     device_peak_bytes: int | None = None
     """The most that the builder had of the device at once, as its allocator counted; None where it had no device."""

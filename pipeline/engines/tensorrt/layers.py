@@ -171,7 +171,6 @@ def audit(dump: str, model: "onnx.ModelProto", signature: Signature, source: str
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:
-    """Count names, the most frequent first."""
     return dict(sorted(Counter(names).items(), key=lambda item: (-item[1], item[0])))
 
 

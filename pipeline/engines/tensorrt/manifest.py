@@ -35,7 +35,6 @@ class EngineManifest(BaseModel, frozen=True):
     """The device that it was built on, where there was one."""
     driver: int | None = None
     sha256: str
-    """Digest of the engine file."""
     bytes: int
     model_sha256: str
     """Digest of the graph that it was built from, with its weights."""

@@ -307,7 +307,6 @@ class TensorRTSession(Session):
 
 @contextlib.contextmanager
 def _out_of_memory() -> Iterator[None]:
-    """Translate torch's error into one of ours."""
     import torch
 
     try:

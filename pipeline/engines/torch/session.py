@@ -77,7 +77,6 @@ class EagerSession(Session):
         return type(self)(self.forward, self.signature, self._where, self._dtype, self._enter_thread)
 
     def _streamed(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter the session's stream, which transfers go to too."""
         import torch
 
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()

@@ -120,7 +120,6 @@ def disconnect() -> None:
 
 
 def _explain_refusal(address: str, error: Exception) -> MissingCapability:
-    """Turn an error of the connection into one that names the remedy."""
     text = " ".join(str(error).split())
     brief = text if len(text) <= 300 else f"{text[:299]}…"
     if "version" in text.lower() and "mismatch" in text.lower():
@@ -188,7 +187,6 @@ def _silent_listener() -> Iterator[None]:
 
 
 PROJECT = "enginesmith_project"
-"""Name of the user's folder on nodes."""
 _LARGEST_BYTES = 480 << 20
 """Largest project folder: Ray takes 500 MiB, and the code has to fit too."""
 _MOST_FILES = 20_000
@@ -235,7 +233,6 @@ def find_named_files(task: Task, project: Path) -> tuple[str, ...]:
 
 
 def _walk_strings(value: Any) -> Iterator[str]:
-    """Walk the strings in nested mappings and collections."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -252,7 +249,6 @@ def find_project() -> Path | None:
 
 
 def _link_project(project: Path, files: Path, skip: Path) -> None:
-    """Link the project's files that travel into the folder ``files``."""
     total, sizes = 0, {}
     files.mkdir()
     for folder, subfolders, names in os.walk(project):

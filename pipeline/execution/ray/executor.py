@@ -83,7 +83,6 @@ class RayExecutor(Executor):
             self._execute_remotely = self._ray.remote(max_retries=_RETRIES, max_calls=0)(remote.execute)
             self._look_up_remotely = self._ray.remote(max_retries=0, num_cpus=0)(remote.lookup)
             self._requests: list[StepRequest] = []
-            """Requests that run on a node, or wait for one."""
             self._stopped = threading.Event()
             """Set when nobody waits any more: threads in :meth:`execute` withdraw their steps."""
             watcher = threading.Thread(target=self._watch, name="ray-nodes", daemon=True)
@@ -205,7 +204,6 @@ class RayExecutor(Executor):
             return answer
 
     def _has_space(self, step: Step) -> bool:
-        """Return whether there is a node whose disk is not full."""
         return any(node.id not in self._full for node in self._pool.candidates(step.place))
 
     def _wait_for_node(self, request: StepRequest) -> None:

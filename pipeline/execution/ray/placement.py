@@ -29,7 +29,6 @@ class NodeFingerprint:
     """Properties of a machine that decide which steps it may do, and for which machines their results hold."""
 
     python: str
-    """Major and minor version."""
     code: str
     """Digest of enginesmith's own."""
     packages: Mapping[str, str]
@@ -88,7 +87,6 @@ class NodeRequirement:
 
 
 ACCELERATOR = "accelerator_type:"
-"""Prefix of Ray's resource names for types of GPU."""
 _OWN = ("CPU", "GPU", "memory", "object_store_memory")
 
 

@@ -74,7 +74,6 @@ class Request:
     files: tuple[str, ...]
     """Files that the step's task names: absolute, or relative to that folder."""
     log: str
-    """Name of the log file."""
     preloaded: tuple[tuple[str, ...], tuple[str, ...]]
     """Modules that fork servers import in addition, and instead of the usual ones."""
     cores: int | None = None
@@ -86,7 +85,6 @@ class Answer:
     """A node's reply to a request."""
 
     node: str
-    """Host name."""
     node_id: str
     fingerprint: NodeFingerprint
     refusal: str = ""

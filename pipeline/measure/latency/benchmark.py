@@ -100,7 +100,6 @@ class MeasuredSession:
     hangs: str = ""
     """Words on how it ran past a time limit: it is not started again then."""
     starting_seconds: float = 0.0
-    """For opening its session and making it ready."""
     _opening_seconds: float = 0.0
     _feeds: Feeds = field(default_factory=dict)
     _limit_bytes: int | None = None
@@ -259,8 +258,6 @@ def _launch_settings(settings: LatencySettings, starting_seconds: float, launch:
 
 
 def _time_blocks(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
-    """Time rounds of blocks in the current launch."""
-
     def measure_width(alive: Sequence[MeasuredSession]) -> float:
         intervals = (median_interval(session.timed[-1:], settings.seed) for session in alive)
         return max((interval.relative_half_width for interval in intervals), default=0.0)

@@ -269,7 +269,6 @@ def _isolation(session: MeasuredSession) -> dict[str, Any]:
 
 
 def _compute_speedup(other: MeasuredSession | None, session: MeasuredSession, seed: int) -> Interval | None:
-    """Compute the speed-up over another session that was measured beside it."""
     return None if other is None or other.failure else paired_ratio(other.timed, session.timed, seed)
 
 

@@ -265,7 +265,6 @@ def _others_awake() -> bool:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -323,8 +322,6 @@ class ConcurrentClients:
 
 
 class _Caller:
-    """Run a thread with a session of its own."""
-
     def __init__(self, session: Session, feeds: Feeds) -> None:
         self.orders: queue.SimpleQueue[tuple[threading.Barrier, float] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -91,7 +91,6 @@ def measure_memory(
 def _measure(
     candidate: Candidate, feeds: Feeds, memory_limit_bytes: int | None, progress: Progress
 ) -> "ResidentPhases | CudaPhases":
-    """Prime, load and run in the fresh process."""
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     if device.kind == "cuda":
         with explain_out_of_memory(device):

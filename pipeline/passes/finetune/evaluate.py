@@ -126,7 +126,6 @@ class Evaluator:
 
     @cached_property
     def _rows(self) -> Array:
-        """Rows that were held back, evenly chosen, as many as the plan says."""
         rows = np.asarray(self.work.material.held_back, np.int64)
         return rows[np.linspace(0, len(rows) - 1, self.plan.judged).round().astype(np.int64)]
 

@@ -118,7 +118,6 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
 
 
 def _draft(work: Work) -> TrainingPlan:
-    """Draft the plan: everything but sizes and numbers."""
     learnt, unit = len(work.material.learnt), (work.fixed or 1) * work.processes
     batch = min(work.options.batch, learnt)
     batch = max(batch - batch % unit, unit)
@@ -149,8 +148,6 @@ def _draft(work: Work) -> TrainingPlan:
 
 
 def _fit_memory(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> TrainingPlan:
-    """Plan with the largest part that fits."""
-
     def planned(size: int, again: bool) -> TrainingPlan:
         return set_part(draft.model_copy(update={"checkpointed": again}), size)
 
@@ -177,13 +174,11 @@ def _train_alone(work: Work, plan: TrainingPlan) -> Trainer:
 
 
 def _reset(work: Work, checkpoints: Checkpoints) -> None:
-    """Put the weights that it begins with back everywhere."""
     for loaded in (work.models.student, work.models.average):
         checkpoints.put_best(loaded.module, 0)
 
 
 def _choose_samples(work: Work, plan: TrainingPlan) -> TrainingPlan:
-    """Plan as many samples in an evaluation as there is time for."""
     batch = work.material.batch(np.asarray(work.material.learnt[: plan.micro_batch]))
     seconds = 0.0
     with torch.no_grad():
@@ -211,7 +206,6 @@ def _evaluate_start(work: Work, plan: TrainingPlan) -> tuple[Evaluator, Verdict,
 def _fit_time(
     work: Work, plan: TrainingPlan, step_seconds: float, evaluation_seconds: float, spent: float
 ) -> TrainingPlan:
-    """Plan the number of steps that there is time for."""
     options = work.options
     left = max(0.0, _SHARE_OF_TIME * options.seconds - spent)
     evaluations = int(_SHARE_OF_EVALUATION * left / evaluation_seconds)

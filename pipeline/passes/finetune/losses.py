@@ -146,7 +146,6 @@ class Distil:
     outputs: Sequence[Target]
     features: Sequence[Target]
     names: Sequence[str]
-    """Names of all outputs, in order."""
     temperature: float
 
     def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:

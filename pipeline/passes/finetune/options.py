@@ -73,7 +73,6 @@ class Target(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """Name of the output, or path of the module."""
     kind: Literal["classes", "probabilities", "values", "maps"]
     """Logits or probabilities of classes; numbers; where in an image there is much, over channels that may differ."""
     scale: float = 1.0
@@ -171,10 +170,8 @@ class Recovery(BaseModel):
     best_step: int
     """The step whose weights were kept; 0 means that none was better than those that it began with."""
     steps: int
-    """Steps that were done."""
     ending: Ending
     reason: str
-    """The ending in words."""
     samples: int
     held_back: int
     """Samples that the metric was taken on."""

@@ -131,7 +131,6 @@ class Trainer:
     within: Callable[[], None]
     """Raises StepOutOfMemory where more memory was taken than is allowed."""
     step: int = 0
-    """Steps that were done."""
     optimiser: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -268,7 +267,6 @@ class Progress(BaseModel):
     seconds: float = 0.0
     """Time that all processes so far have worked on it."""
     evaluation_seconds: float = 0.0
-    """Time of the first evaluation."""
     diverged: bool = False
 
     @property
@@ -371,7 +369,6 @@ class Checkpoints:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; those that share memory once, or copied."""
     return {
         **{name: value.detach().contiguous() for name, value in module.named_parameters()},
         **{name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in module.named_buffers()},

@@ -203,7 +203,6 @@ def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, ForwardHooks]":
 
 
 def _describe_failure(error: Exception, hooks: ForwardHooks, more: str = "") -> str:
-    """Describe an error, with the module and line that raised it."""
     line, module = file_tracking.find_user_line(error), hooks.running()
     text = " ".join(str(error).split())[:300]
     return f"{f'in {module}: ' if module else ''}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"

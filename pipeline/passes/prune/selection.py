@@ -224,7 +224,6 @@ class PruneBudget:
     counter: Counter
     target: PruneTarget
     groups: Mapping[str, Group]
-    """Groups by root."""
     first: Cost
     """Cost of the whole module before the first step."""
     width: int
@@ -321,7 +320,6 @@ class PruneBudget:
         )
 
     def _removals(self, cuts: Sequence[Cut]) -> list[Removal]:
-        """Add up the units that are gone after these cuts, group by group."""
         gone: dict[str, list[int]] = {}
         for cut in cuts:
             gone.setdefault(cut.root, []).extend(cut.gone)

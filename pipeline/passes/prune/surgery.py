@@ -46,10 +46,8 @@ class Group:
     """For each unit, its channels as the layer counts them that importance is found for."""
     slices: tuple[Slice, ...]
     modules: tuple[str, ...]
-    """Every module that is cut."""
     attributes: tuple[Attribute, ...] = ()
     traced: Any = field(default=None, compare=False, repr=False)
-    """The group as torch_pruning found it."""
 
     @property
     def units(self) -> int:

@@ -391,14 +391,12 @@ def _attention(node: "ir.Node", place: Place) -> _Moves:
 
 
 def _add(node: "ir.Node", place: Place) -> _Moves:
-    """Scale through the addition of a bias, which is scaled along."""
     for index in (0, 1):
         if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
             yield from _pass_to(node, same(place, node.inputs[1 - index]), Addend(node, index, place))
 
 
 def _multiply(node: "ir.Node", place: Place) -> _Moves:
-    """Scale a product's constant factor, or one of its two activations."""
     for index in (0, 1):
         if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
             yield (None, (Addend(node, index, place),))
@@ -409,7 +407,6 @@ def _multiply(node: "ir.Node", place: Place) -> _Moves:
 
 
 def _normalise(node: "ir.Node", place: Place) -> _Moves:
-    """Scale the factors and bias of a normalisation over the last axis."""
     last = len(sizes(place.value)) - 1
     given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
     fits = place.axes == (last,) and node.attributes.get_int("axis", -1) in (-1, last)

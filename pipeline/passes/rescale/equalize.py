@@ -143,7 +143,6 @@ def _limits(
 
 
 def _by_channel(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
-    """Compute the largest magnitudes of the channels on real data."""
     known = ranges.channels.get(value.name or "") if ranges is not None else None
     return np.array(known.amax) if known is not None and len(known.amax) == count else None
 

@@ -136,7 +136,6 @@ def _int4_error(weights: Sequence[Array], scale: Array, statistics: ChannelStati
 
 
 def _energies(matrix: Array) -> Array:
-    """Sum the squares of each row."""
     sums: Array = np.einsum("io,io->i", matrix, matrix, dtype=np.float64)
     return sums
 
@@ -191,8 +190,6 @@ def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth") -> Smoothed:
 
 
 class _Smoother:
-    """One graph being worked on."""
-
     def __init__(self, model: "ir.Model", ranges: Ranges, settings: "Smooth") -> None:
         self._ranges, self._settings = ranges, settings
         every = channels.find(model)
@@ -229,7 +226,6 @@ class _Smoother:
                 self._insert(place, readers, 1 / choice.factors)
 
     def _statistics(self, place: channels.Place) -> ChannelStatistics | None:
-        """Return the statistics of a value's channels."""
         known, rank = self._ranges.channels.get(place.value.name or ""), len(channels.sizes(place.value))
         fits = known is not None and len(known.amax) == place.total and known.axis % rank == place.axes[0]
         return known if fits else None
@@ -249,7 +245,6 @@ class _Smoother:
         return choose_smooth(arrays, statistics, (alpha,) if alpha is not None else smooth_exponents(few=few))
 
     def _insert(self, place: channels.Place, readers: Sequence[Product], reciprocals: Array) -> None:
-        """Multiply a value before these products read it."""
         import onnx_ir as ir
 
         value, first = place.value, readers[0].node
