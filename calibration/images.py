@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError, field_validator
 
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.calibration.options import DataOptions
@@ -29,10 +29,8 @@ _WHOLE_IMAGE_FROM = 384
 _NOT_DONE = ("do_pad", "do_flip_channel_order", "rescale_offset", "do_thumbnail", "do_align_long_axis")
 
 
-class _Configuration(BaseModel):
+class _Configuration(BaseModel, extra="allow"):
     """The keys of preprocessor_config.json that say what is done to pixels; old files leave the ``do_…`` out."""
-
-    model_config = ConfigDict(extra="allow")
 
     do_resize: bool = True
     size: int | dict[str, int | None] | None = None

@@ -2,17 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from enginesmith.pipeline.units import COMMA_LIST, Heading, Option
 
 _DATA: Heading = "Data and accuracy"
 
 
-class DataOptions(BaseModel):
+class DataOptions(BaseModel, frozen=True, extra="forbid"):
     """Options that are left out are taken from beside the data, the model's inputs, or a default that is reported."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     resize: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
         None, description="images: the shorter side in pixels, or [height, width] exactly"

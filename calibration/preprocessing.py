@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.tensors import Array
 
@@ -12,10 +12,8 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 
-class Preprocessing(BaseModel):
+class Preprocessing(BaseModel, frozen=True):
     """Mode, resize, centre crop, rescale, mean and standard deviation, axes and dtype: done in that order."""
-
-    model_config = ConfigDict(frozen=True)
 
     mode: Mode
     resize: int | Size | Literal["cover"] | None

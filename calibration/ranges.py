@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.errors import DataError
 
@@ -12,11 +12,7 @@ Method = Literal["minmax", "percentile", "entropy", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Provenance(_Part):
+class Provenance(BaseModel, frozen=True, extra="forbid"):
     """Identity of samples and their data, so that others can take the same ones."""
 
     data: str
@@ -30,7 +26,7 @@ class Provenance(_Part):
     synthetic: bool = False
 
 
-class TensorRange(_Part):
+class TensorRange(BaseModel, frozen=True, extra="forbid"):
     """One value over all samples."""
 
     minimum: float
@@ -43,7 +39,7 @@ class TensorRange(_Part):
     """Largest magnitude that int8 has to represent, by method; None for values that are only watched."""
 
 
-class ChannelStatistics(_Part):
+class ChannelStatistics(BaseModel, frozen=True, extra="forbid"):
     """One value along its channel axis: what scaling and bias correction need."""
 
     axis: int
@@ -53,7 +49,7 @@ class ChannelStatistics(_Part):
     mean_square: tuple[float, ...]
 
 
-class Ranges(_Part):
+class Ranges(BaseModel, frozen=True, extra="forbid"):
     """The whole document; every number in it is rounded to nine significant digits, which float32 survives."""
 
     model_sha256: str

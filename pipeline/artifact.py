@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.tensors import Signature
 
@@ -18,10 +18,8 @@ MANIFEST_NAMES = ("artifact.json", "manifest.json")
 Kind = Literal["torch", "onnx", "engine", "reference", "record"]
 
 
-class HistoryEntry(BaseModel):
+class HistoryEntry(BaseModel, frozen=True):
     """One thing that was done to an artifact: with what, at what cost, to what effect."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: str
     parameters: dict[str, Any]
@@ -32,13 +30,11 @@ class HistoryEntry(BaseModel):
     notes: tuple[str, ...] = ()
 
 
-class Artifact(BaseModel):
+class Artifact(BaseModel, frozen=True):
     """A file, perhaps with others beside it, as it stands in the store.
 
     ``path`` is the main file (``model.onnx``), ``sha256`` covers every file of the artifact and ``bytes`` is their sum.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Kind
     path: Path
@@ -59,10 +55,8 @@ class Artifact(BaseModel):
         return self.path.parent
 
 
-class Effect(BaseModel):
+class Effect(BaseModel, frozen=True):
     """Outcome of a step: the main file it wrote, the signature it leaves, and one factual sentence."""
-
-    model_config = ConfigDict(frozen=True)
 
     file: str
     summary: str

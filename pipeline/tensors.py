@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import SignatureError, UsageError
 
@@ -24,10 +24,8 @@ _NAME = re.compile(r"[^:\s]+")
 _DIM = re.compile(r"[A-Za-z_]\w*")
 
 
-class TensorSpec(BaseModel):
+class TensorSpec(BaseModel, frozen=True):
     """One input or output: a dimension is a number, or a word for one that may vary (``batch``)."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     dtype: str
@@ -80,10 +78,8 @@ def _dim(text: str, dim: str) -> int | str:
     raise UsageError(f"cannot read the dimension {dim!r} in {text!r}", "a dimension is a positive number or a word")
 
 
-class ShapeRange(BaseModel):
+class ShapeRange(BaseModel, frozen=True):
     """The sizes a dynamic dimension may take: smallest, the one to be fastest at, largest."""
-
-    model_config = ConfigDict(frozen=True)
 
     min: int
     opt: int
@@ -112,10 +108,8 @@ class ShapeRange(BaseModel):
         return f"{self.min}:{self.opt}:{self.max}"
 
 
-class Signature(BaseModel):
+class Signature(BaseModel, frozen=True):
     """Inputs and outputs of a model, by name and in order."""
-
-    model_config = ConfigDict(frozen=True)
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -2,17 +2,13 @@
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 QUANTISED = ("int4", "fp4", "int8", "fp8")
 HALF = ("fp16", "bf16")
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Coverage(_Row):
+class Coverage(BaseModel, frozen=True):
     """A graph's precisions. Shares are of all multiply-adds, or all parameters, that could be counted."""
 
     total_macs: int
@@ -60,7 +56,7 @@ def format_percent(share: float) -> str:
     return "> 99 %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
 
 
-class PrunedGroup(_Row, extra="forbid"):
+class PrunedGroup(BaseModel, frozen=True, extra="forbid"):
     """One group of layers that lost channels together, in one step."""
 
     step: int
@@ -77,7 +73,7 @@ class PrunedGroup(_Row, extra="forbid"):
     importance: str
 
 
-class PruningFacts(_Row, extra="forbid"):
+class PruningFacts(BaseModel, frozen=True, extra="forbid"):
     """Effect of one pruning, for people: written beside the pruned model."""
 
     target: str

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.pipeline.errors import SignatureError, UsageError
@@ -21,10 +21,8 @@ JUDGED_SAMPLES = 8
 """Samples of given data that fidelity is judged on at each point, at least; on all where there are fewer."""
 
 
-class Case(BaseModel):
+class Case(BaseModel, frozen=True):
     """One set of sizes and what it is for: a point of the shape range, a measured batch, or both."""
-
-    model_config = ConfigDict(frozen=True)
 
     sizes: dict[str, int]
     batch: int
@@ -34,10 +32,8 @@ class Case(BaseModel):
     """Calls whose outputs are judged, each with feeds of its own; the first one's feeds are those that are measured."""
 
 
-class Samples(BaseModel):
+class Samples(BaseModel, frozen=True):
     """Content of ``samples.json``."""
-
-    model_config = ConfigDict(frozen=True)
 
     data: str
     """Origin of the feeds: the name of a data set, or that they are synthetic."""

@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import SourceError
@@ -36,10 +36,8 @@ _LONGEST, _LONGEST_NAME = 4095, 255
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
 
 
-class Source(BaseModel):
+class Source(BaseModel, frozen=True):
     """A MODEL argument taken apart: ``target`` is a path, module or name, ``factory`` the callable in it."""
-
-    model_config = ConfigDict(frozen=True)
 
     form: Form
     text: str

@@ -7,7 +7,7 @@ no finite one: they get ``SQNR_CAP_DB``, as does everything above it.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
 from enginesmith.pipeline.measure.rows import explain_missing
@@ -17,10 +17,8 @@ SQNR_CAP_DB = 200.0
 _CHUNK = 1 << 20
 
 
-class Thresholds(BaseModel):
+class Thresholds(BaseModel, frozen=True, extra="forbid"):
     """Set what an output must reach: floats one of the first two, others the last; none may turn NaN or Inf."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     min_sqnr_db: float
     max_error_of_range: float
@@ -41,10 +39,8 @@ THRESHOLDS: dict[str, Thresholds] = {
 """fp32's are the project's requirement; the others tell a broken graph from a coarse one."""
 
 
-class Closeness(BaseModel):
+class Closeness(BaseModel, frozen=True):
     """Hold figures of outputs against the reference. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     sqnr_db: float | None = None
     cosine: float | None = None

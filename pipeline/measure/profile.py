@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.engines.base import BETWEEN, NODE, Candidate, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
@@ -146,10 +146,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 _NARROW = ("int8", "fp8", "int4", "fp4")
 
 
-class JoinedRow(BaseModel):
+class JoinedRow(BaseModel, frozen=True):
     """One module, or several that some variant runs as one, in all variants."""
-
-    model_config = ConfigDict(frozen=True)
 
     module: str
     modules: tuple[str, ...]

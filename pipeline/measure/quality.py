@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
@@ -30,10 +30,8 @@ class MetricError(DataError):
     """A metric that failed on these samples; on more of them it may not."""
 
 
-class Quality(BaseModel):
+class Quality(BaseModel, frozen=True):
     """A metric on one engine's outputs and on the baseline's; ``drop`` is positive where the engine is worse."""
-
-    model_config = ConfigDict(frozen=True)
 
     metric: str
     output: str | None = None

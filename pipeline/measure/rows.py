@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.measure.statistics import Interval
 
@@ -23,10 +23,8 @@ def explain_missing(row: Row, otherwise: str, reasons: Mapping[str, str] = Mappi
     return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in missing}})
 
 
-class OutOfMemory(BaseModel):
+class OutOfMemory(BaseModel, frozen=True):
     """Report a batch that did not fit. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     message: str
     """The allocator's words, or why a process that ended without one is taken for out of memory."""
@@ -44,10 +42,8 @@ class OutOfMemory(BaseModel):
     reasons: dict[str, str] = {}
 
 
-class Throughput(BaseModel):
+class Throughput(BaseModel, frozen=True):
     """Report one candidate under a number of callers, each calling again as soon as it has its answer."""
-
-    model_config = ConfigDict(frozen=True)
 
     callers: int
     samples_per_s: Interval
@@ -57,10 +53,8 @@ class Throughput(BaseModel):
     n: int
 
 
-class LatencyRow(BaseModel):
+class LatencyRow(BaseModel, frozen=True):
     """Report one candidate at one batch size. A field that is None has its reason in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     batch: int
     n: int | None = None
@@ -114,20 +108,16 @@ class LatencyRow(BaseModel):
     reasons: dict[str, str] = {}
 
 
-class Lens(BaseModel):
+class Lens(BaseModel, frozen=True):
     """Report one way to look at memory: a number, where it comes from, what it means."""
-
-    model_config = ConfigDict(frozen=True)
 
     bytes: int
     source: str
     note: str = ""
 
 
-class MemoryRow(BaseModel):
+class MemoryRow(BaseModel, frozen=True):
     """Report the memory of one candidate at one batch size. A field that is None has its reason in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     device: str
     batch: int
@@ -159,10 +149,8 @@ _HOLDS: dict[str, tuple[str, ...]] = {
 """Wider types that hold every value of a narrow one: an engine is free to multiply in them, and CPU kernels do."""
 
 
-class Rate(BaseModel):
+class Rate(BaseModel, frozen=True):
     """Report how often something happens in a second, at best."""
-
-    model_config = ConfigDict(frozen=True)
 
     per_second: float
     """Bytes, floating-point (or integer) operations, operators or calls."""
@@ -177,10 +165,8 @@ class Rate(BaseModel):
         return self.per_second / self.usual_per_second
 
 
-class DeviceLimits(BaseModel):
+class DeviceLimits(BaseModel, frozen=True):
     """Report the best of one device. What is None, or no key of ``products``, has its reason under that name."""
-
-    model_config = ConfigDict(frozen=True)
 
     device: str
     copy_bandwidth: Rate | None
@@ -217,13 +203,11 @@ class DeviceLimits(BaseModel):
 Bound = Literal["arithmetic", "memory", "launch", "nothing known"]
 
 
-class Work(BaseModel):
+class Work(BaseModel, frozen=True):
     """Count the work of one inference, at one batch size.
 
     What is None has its reason under its name; so has what is less than it should be, as part of it is not known.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     batch: int
     flops: dict[str, int]
@@ -240,10 +224,8 @@ class Work(BaseModel):
     reasons: dict[str, str] = {}
 
 
-class LimitRow(BaseModel):
+class LimitRow(BaseModel, frozen=True):
     """Compare a variant's measured time with the least that it could be. What is None has its reason under its name."""
-
-    model_config = ConfigDict(frozen=True)
 
     batch: int
     work: Work
@@ -264,10 +246,8 @@ ROOT = "(model)"
 """The model itself: what no part of it does."""
 
 
-class ProfileRow(BaseModel):
+class ProfileRow(BaseModel, frozen=True):
     """Report the time of one module, or of several whose work an engine does in one operator."""
-
-    model_config = ConfigDict(frozen=True)
 
     module: str
     """Path of the module, ``a + b`` for several, or ``(unknown: node …)``."""
@@ -288,10 +268,8 @@ class ProfileRow(BaseModel):
     """Other modules' operators that are fused into these."""
 
 
-class Profile(BaseModel):
+class Profile(BaseModel, frozen=True):
     """Report one variant's time by module, at one batch size. A field that is None has its reason in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     variant: str
     batch: int
@@ -316,10 +294,8 @@ class Profile(BaseModel):
         return f"{self.call_ms:.3g} ms a call while profiled, {p50_ms:.3g} ms without: {self.call_ms / p50_ms:.2f}×"
 
 
-class StageFidelity(BaseModel):
+class StageFidelity(BaseModel, frozen=True):
     """Report how close a stage's outputs are to the reference at one point: an entry of ``fidelity[]``."""
-
-    model_config = ConfigDict(frozen=True)
 
     stage: str
     point: str

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 Samples = NDArray[np.float64]
 
@@ -53,10 +53,8 @@ MOST_LAUNCHES = len(_STUDENT) + 1
 _DRAWN_AT_ONCE = 500_000
 
 
-class Interval(BaseModel):
+class Interval(BaseModel, frozen=True):
     """Hold an estimate with its 95 % interval."""
-
-    model_config = ConfigDict(frozen=True)
 
     median: float
     low: float

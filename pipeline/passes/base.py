@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
@@ -35,14 +35,12 @@ class PrecisionRequest:
     """Bits of int8 weights, where the recipe leaves them to the engine."""
 
 
-class Pass(BaseModel):
+class Pass(BaseModel, frozen=True, extra="forbid"):
     """A transformation; its fields are its parameters, and with the parent's digest they make its key.
 
     Same artifact and same parameters give the same bytes: fixed seeds, no timestamps, no machine paths in what is
     written.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     consumes: ClassVar[Kind] = "onnx"

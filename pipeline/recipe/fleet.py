@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from enginesmith.pipeline import recipe as recipes
 from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageError
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.cli_options import fields_for
+from enginesmith.pipeline.recipe.options import Part
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,7 @@ _UNKNOWN = ("extra_forbidden", "invalid_key")
 """Pydantic's words for a key that does not belong there."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Target(_Part):
+class Target(Part):
     """A kind of machine that engines are made for."""
 
     device: str | None = Field(None, description="cpu, cuda or cuda:1, as in a recipe")
@@ -169,7 +166,7 @@ class Target(_Part):
         return value
 
 
-class Model(_Part):
+class Model(Part):
     """A model of the fleet."""
 
     model: str = Field("", description="MODEL, as on the command line; the name that it has in the fleet without it")
@@ -189,7 +186,7 @@ class Entry:
     place: Place
 
 
-class Fleet(_Part):
+class Fleet(Part):
     """The whole file."""
 
     recipe: dict[str, Any] = Field({}, description="fields of the recipe that all entries share")

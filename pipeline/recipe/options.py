@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.engines import ENGINES
@@ -17,10 +17,8 @@ _QUANTISING = Option(_DATA)
 Objective = Literal["latency", "throughput", "memory", "size"]
 
 
-class Part(BaseModel):
+class Part(BaseModel, frozen=True, extra="forbid"):
     """A mapping of fields that are all known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ExportOptions(Part):

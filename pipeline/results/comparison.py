@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.errors import UsageError
@@ -17,11 +17,6 @@ from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, TOO_NOISY, Interval, divide
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import why_unknown
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
 
 # What two runs differ in besides their results: field by field, with dotted names; a side without the field has None.
 
@@ -35,7 +30,7 @@ _GPU = ("name", "compute_capability", "memory_bytes", "mig")
 _GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
 
 
-class Changed(_Part):
+class Changed(BaseModel, frozen=True):
     """One field, as each run has it."""
 
     name: str
@@ -43,7 +38,7 @@ class Changed(_Part):
     after: Any = None
 
 
-class Differences(_Part):
+class Differences(BaseModel, frozen=True):
     """Everything that two runs differ in, by subject."""
 
     model: tuple[Changed, ...] = ()
@@ -199,7 +194,7 @@ MOSTLY_DISTURBED = 0.5
 Rows = Sequence[LatencyRow]
 
 
-class Change(_Part):
+class Change(BaseModel, frozen=True):
     """A variant's time in the second run as a multiple of that in the first: 1.1 is 10 % slower.
 
     Without a number, and wherever there is something to know about it, ``note`` says what.
@@ -314,7 +309,7 @@ MEMORY_GRAIN_BYTES = 256 << 10
 """Least difference of peaks that counts in small models: an allocator takes so much from the system at once."""
 
 
-class MetricDelta(_Part):
+class MetricDelta(BaseModel, frozen=True):
     """One number of a variant in two runs, in the unit that its name ends in."""
 
     name: Quantity
@@ -413,7 +408,7 @@ _MANY = 20
 """Intervals of 95 % from which one is expected to leave out what is true by chance."""
 
 
-class BatchComparison(_Part):
+class BatchComparison(BaseModel, frozen=True):
     """Latency at one batch size; ``change`` says what of it holds."""
 
     batch: int
@@ -426,7 +421,7 @@ class BatchComparison(_Part):
     change: Change
 
 
-class VariantComparison(_Part):
+class VariantComparison(BaseModel, frozen=True):
     """One variant of both runs."""
 
     id: str
@@ -436,7 +431,7 @@ class VariantComparison(_Part):
     numbers: tuple[MetricDelta, ...] = ()
 
 
-class Side(_Part):
+class Side(BaseModel, frozen=True):
     """One run of a comparison."""
 
     path: str
@@ -446,7 +441,7 @@ class Side(_Part):
     """True where there is any latency or memory in it."""
 
 
-class Pair(_Part):
+class Pair(BaseModel, frozen=True):
     """A run beside the reference."""
 
     before: Side
@@ -459,13 +454,11 @@ class Pair(_Part):
     only_after: tuple[str, ...] = ()
 
 
-class Comparison(_Part):
+class Comparison(BaseModel, frozen=True, populate_by_name=True):
     """Hold the whole document."""
 
     schema_name: Literal["enginesmith.comparison/1"] = Field(SCHEMA, alias="schema")
     pairs: tuple[Pair, ...]
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
 
 def compare(runs: Sequence[tuple[Path, Run]], *, any_device: bool = False) -> Comparison:

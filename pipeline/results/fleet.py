@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.calibration.file_formats import is_embedded
 from enginesmith.calibration.user_code import is_reference
@@ -37,11 +37,7 @@ EntryStatus = Literal["done", "breached", "lacking", "failed", "pending"]
 """There is a usable engine; none holds the budgets; what it takes is not here; nothing usable came out; not ended."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Machine(_Part):
+class Machine(BaseModel, frozen=True):
     """The device that a target asks for."""
 
     device: str
@@ -49,7 +45,7 @@ class Machine(_Part):
     resources: dict[str, float] = {}
 
 
-class Winner(_Part):
+class Winner(BaseModel, frozen=True):
     """The variant that won, with the numbers that decide; latency is that of the deciding batch."""
 
     id: str
@@ -69,7 +65,7 @@ class Winner(_Part):
     """Field that is null → why."""
 
 
-class Failure(_Part):
+class Failure(BaseModel, frozen=True):
     """A variant that came to nothing."""
 
     variant: str
@@ -82,7 +78,7 @@ class Failure(_Part):
     """The file that has the step's own words, from the fleet's folder; null where there is none."""
 
 
-class EntryChange(_Part):
+class EntryChange(BaseModel, frozen=True):
     """An entry beside the same one of the last fleet."""
 
     winner: str | None = None
@@ -102,7 +98,7 @@ class EntryChange(_Part):
         return pairs + ((self.winners,) if self.winners else ())
 
 
-class EntryRecord(_Part):
+class EntryRecord(BaseModel, frozen=True):
     """One model for one target, and what came of it."""
 
     name: str
@@ -136,7 +132,7 @@ class EntryRecord(_Part):
     since_last: EntryChange | None = None
 
 
-class Last(_Part):
+class Last(BaseModel, frozen=True):
     """The fleet that this one is held against."""
 
     path: str
@@ -145,7 +141,7 @@ class Last(_Part):
     """Entries that it had and this one has not."""
 
 
-class FleetRecord(_Part):
+class FleetRecord(BaseModel, frozen=True, populate_by_name=True):
     """Hold the whole document."""
 
     schema_name: Literal["enginesmith.fleet/1"] = Field(SCHEMA, alias="schema")
@@ -166,8 +162,6 @@ class FleetRecord(_Part):
     """Versions, where it was begun."""
     last: Last | None = None
     entries: tuple[EntryRecord, ...]
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     def having(self, status: EntryStatus) -> tuple[EntryRecord, ...]:
         """List the entries of a status."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, Field, computed_field
 
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.errors import EnginesmithError, GateBreach, storage_errors
@@ -22,7 +22,7 @@ CheckState = Literal["passed", "failed", "unjudged"]
 """``unjudged``: the number is missing, or not precise enough to decide."""
 
 
-class GateCheck(BaseModel):
+class GateCheck(BaseModel, frozen=True):
     """Report one check of a gate. Numbers are in the unit of ``name``; ``change`` is a ratio, 1.1 being 10 % more."""
 
     name: str
@@ -39,8 +39,6 @@ class GateCheck(BaseModel):
     basis: str = ""
     """The way in which latency was compared."""
 
-    model_config = ConfigDict(frozen=True)
-
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
@@ -53,7 +51,7 @@ class GateCheck(BaseModel):
         return self.state == "failed" or (self.state == "unjudged" and self.required)
 
 
-class Gate(BaseModel):
+class Gate(BaseModel, frozen=True, populate_by_name=True):
     """Report all checks of a run."""
 
     schema_name: Literal["enginesmith.gate/1"] = Field(SCHEMA, alias="schema")
@@ -68,8 +66,6 @@ class Gate(BaseModel):
     cautions: tuple[str, ...] = ()
     updated: bool = False
     """True where the run has become the baseline."""
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @property
     def breaches(self) -> tuple[GateCheck, ...]:
@@ -98,7 +94,7 @@ class Gate(BaseModel):
         return GateBreach.exit_code if self.breaches else 0
 
 
-class FleetGate(BaseModel):
+class FleetGate(BaseModel, frozen=True, populate_by_name=True):
     """Report the gates of all entries of a fleet."""
 
     schema_name: Literal["enginesmith.fleet-gate/1"] = Field(FLEET_SCHEMA, alias="schema")
@@ -107,8 +103,6 @@ class FleetGate(BaseModel):
     entries: dict[str, Gate]
     updated: bool = False
     """True where the fleet has become the baseline."""
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @computed_field  # type: ignore[prop-decorator]
     @property

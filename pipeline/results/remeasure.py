@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, has_files
 from enginesmith.pipeline.engines import engine_class, environment
@@ -51,10 +51,8 @@ class Stored:
     record: VariantRecord
 
 
-class Remeasurement(BaseModel):
+class Remeasurement(BaseModel, frozen=True):
     """The second engine's time as a multiple of the first's: 1.1 is 10 % slower."""
-
-    model_config = ConfigDict(frozen=True)
 
     ratio: Interval
     before_ms: float

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.errors import UsageError
@@ -55,11 +55,7 @@ NOT_REACHED = "not reached"
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class StoredArtifact(_Part):
+class StoredArtifact(BaseModel, frozen=True):
     """Name an engine's main file in the run directory, with the digest and size of all its files."""
 
     path: str
@@ -67,7 +63,7 @@ class StoredArtifact(_Part):
     bytes: int
 
 
-class BuildRecord(_Part):
+class BuildRecord(BaseModel, frozen=True):
     """Record what building the engine took and gave."""
 
     seconds: float
@@ -83,7 +79,7 @@ class BuildRecord(_Part):
     reasons: dict[str, str] = {}
 
 
-class Assignment(_Part):
+class Assignment(BaseModel, frozen=True):
     """Record the precision of one operator, and why."""
 
     group: str
@@ -96,7 +92,7 @@ class Assignment(_Part):
     macs: int | None = None
 
 
-class SearchStep(_Part):
+class SearchStep(BaseModel, frozen=True):
     """Record an assignment that was tried on the way to the one that is used."""
 
     step: int
@@ -116,7 +112,7 @@ class SearchStep(_Part):
     """The reason why it did not pass."""
 
 
-class VariantRecord(_Part):
+class VariantRecord(BaseModel, frozen=True):
     """Record one way to run the model, the baseline's included, and everything that is known of it."""
 
     id: str
@@ -190,7 +186,7 @@ class VariantRecord(_Part):
         return self.memory.peak_bytes if self.memory else None
 
 
-class Verdict(_Part):
+class Verdict(BaseModel, frozen=True):
     """Judge the winner by one budget, as :mod:`~enginesmith.pipeline.results.verdicts` does."""
 
     budget: str
@@ -201,7 +197,7 @@ class Verdict(_Part):
     """The reason why ``actual`` is not known."""
 
 
-class ModelRecord(_Part):
+class ModelRecord(BaseModel, frozen=True):
     """Record the model that a run is of."""
 
     source: str
@@ -213,7 +209,7 @@ class ModelRecord(_Part):
     shapes: dict[str, str] = {}
 
 
-class StepRecord(_Part):
+class StepRecord(BaseModel, frozen=True):
     """Record a step of the plan and how it ended."""
 
     id: str
@@ -224,7 +220,7 @@ class StepRecord(_Part):
     effect: str
 
 
-class Run(_Part):
+class Run(BaseModel, frozen=True, populate_by_name=True):
     """Hold the whole document."""
 
     schema_name: Literal["enginesmith.run/1"] = Field(SCHEMA, alias="schema")
@@ -245,8 +241,6 @@ class Run(_Part):
     winner_reason: str = ""
     pareto: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @property
     def records(self) -> tuple[VariantRecord, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import json_digest, relative_digests, write_whole
 from enginesmith.pipeline.errors import StoreError, storage_errors
@@ -33,9 +33,7 @@ MOST_CANDIDATES = 16
 """Candidates of one name; the oldest are forgotten."""
 
 
-class _SharedFile(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class _SharedFile(BaseModel, frozen=True):
     used: float = 0.0
     """Seconds since the epoch; noted once a day."""
     candidates: tuple[Any, ...] = ()
@@ -114,10 +112,8 @@ def _anchors(project: str) -> dict[str, str]:
     return {"{home}": home, "{prefix}": sys.prefix, "{project}": project, _OWN: own, **inner}
 
 
-class _Candidate(BaseModel):
+class _Candidate(BaseModel, frozen=True, extra="forbid"):
     """Dependencies of a step outside of the store, by portable paths."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     files: tuple[str, ...] = ()
     folders: dict[str, tuple[str, ...]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, ValidationError
+from pydantic import Base64Bytes, BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, file_digest, folder_digest
 from enginesmith.pipeline.tensors import Signature
@@ -19,10 +19,8 @@ _ALWAYS_HASH_BYTES = 32 << 20
 """Smaller files are hashed again, even if their inode is unchanged."""
 
 
-class StoredFile(BaseModel):
+class StoredFile(BaseModel, frozen=True):
     """A file's digest, and the state of its inode when that was taken."""
-
-    model_config = ConfigDict(frozen=True)
 
     sha256: str
     bytes: int
@@ -66,10 +64,8 @@ UNFINISHED = "unfinished"
 """The kind of an entry with partial work of a step."""
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True):
     """Content of ``artifact.json``."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Kind
     file: str

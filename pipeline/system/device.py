@@ -2,15 +2,13 @@
 
 import os
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 DEVICE_KINDS = ("cpu", "cuda")
 
 
-class Availability(BaseModel):
+class Availability(BaseModel, frozen=True):
     """Answer to whether an engine can be used here; if not, why, and what to do about it."""
-
-    model_config = ConfigDict(frozen=True)
 
     ok: bool
     reason: str = ""
@@ -22,10 +20,8 @@ def unavailable(reason: str, remedy: str) -> Availability:
     return Availability(ok=False, reason=reason, remedy=remedy)
 
 
-class Device(BaseModel):
+class Device(BaseModel, frozen=True):
     """Place where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str = "cpu"
     index: int = 0

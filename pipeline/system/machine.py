@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.errors import MissingCapability
@@ -32,10 +32,8 @@ _BUSY_PERCENT = 5
 _HELD_BACK_SECONDS = 0.1
 
 
-class Environment(BaseModel):
+class Environment(BaseModel, frozen=True):
     """The machine at one moment. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     processor: str
     architecture: str

@@ -15,7 +15,7 @@ from ctypes import byref, c_int, create_string_buffer
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.system.device import Availability
@@ -30,10 +30,8 @@ _NAME_BYTES, _ADDRESS_BYTES, _IDENTITY_BYTES = 256, 32, 16
 _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 
 
-class CudaDevice(BaseModel):
+class CudaDevice(BaseModel, frozen=True):
     """One device as the driver names it."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     compute_capability: tuple[int, int]
@@ -44,10 +42,8 @@ class CudaDevice(BaseModel):
         return "sm{}{}".format(*self.compute_capability)
 
 
-class Driver(BaseModel):
+class Driver(BaseModel, frozen=True):
     """The CUDA driver: its version (13020 is CUDA 13.2) and its devices, or why there are none."""
-
-    model_config = ConfigDict(frozen=True)
 
     version: int | None = None
     devices: tuple[CudaDevice, ...] = ()
@@ -127,19 +123,15 @@ class _UnknownError(Exception):
     """NVML's answer to a question says nothing; the message says why."""
 
 
-class GpuProcess(BaseModel):
+class GpuProcess(BaseModel, frozen=True):
     """A process that computes on a device, as the driver numbers it; its bytes are None where the driver hides them."""
-
-    model_config = ConfigDict(frozen=True)
 
     pid: int
     used_bytes: int | None
 
 
-class GpuState(BaseModel):
+class GpuState(BaseModel, frozen=True):
     """One GPU at one moment. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str = "unknown GPU"
     compute_capability: str = "unknown"

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.system.nvidia import GpuState
 
@@ -29,19 +29,15 @@ class Requirement(NamedTuple):
     extra: str
 
 
-class Formats(BaseModel):
+class Formats(BaseModel, frozen=True):
     """The newest ONNX that something writes or takes."""
-
-    model_config = ConfigDict(frozen=True)
 
     ir: int
     opset: int
 
 
-class Stack(BaseModel):
+class Stack(BaseModel, frozen=True):
     """Versions and abilities of what is installed. None is what is not there, or cannot be known."""
-
-    model_config = ConfigDict(frozen=True)
 
     driver: str | None = None
     """Its version, which NVML tells."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.passes.base import Progress
@@ -25,10 +25,8 @@ RECORDS = "records.json"
 """The main file of a ``record`` artifact: a list of plain objects."""
 
 
-class Task(BaseModel, ABC):
+class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     """Define the work of one step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: ClassVar[str]
     """Word for people: export, measure …"""

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts, WorkspaceEngine
@@ -90,10 +90,8 @@ class Refit(Task):
         return self.engine.refit(inputs["engine"], inputs["model"], out / inputs["engine"].path.name, self.device)
 
 
-class TrialResult(BaseModel):
+class TrialResult(BaseModel, frozen=True):
     """Report a trial: figures where the engine was built, else the class of the failure and what was said."""
-
-    model_config = ConfigDict(frozen=True)
 
     builds: bool
     failure: str = ""

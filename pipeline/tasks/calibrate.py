@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.calibration.collector import Collector
 from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
@@ -68,10 +68,8 @@ def open_data(
     return data, (*sorted(files), *data.folders)
 
 
-class Feeder(BaseModel):
+class Feeder(BaseModel, frozen=True, extra="forbid"):
     """Choose the feeds of calibration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: str | None
     """None means the samples of the reference; where those are made up, as many of their kind as are asked for."""

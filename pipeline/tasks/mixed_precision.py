@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
@@ -122,10 +122,8 @@ _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 
 
-class Goal(BaseModel):
+class Goal(BaseModel, frozen=True, extra="forbid"):
     """Judge a quantised graph: by the metric where a drop was allowed, else by nearness to eager."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     threshold: str
     """Row of the fidelity thresholds."""

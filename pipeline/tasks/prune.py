@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Engine
@@ -189,10 +189,8 @@ CLOSE = 0.02
 _LEAST, _FINEST = 0.05, 0.01
 
 
-class LatencyTrial(BaseModel):
+class LatencyTrial(BaseModel, frozen=True):
     """Record one trial: the MACs that were left, and the latency; both as shares of the dense model's."""
-
-    model_config = ConfigDict(frozen=True)
 
     macs_left: float
     latency_left: float | None
@@ -236,10 +234,8 @@ def describe_fastest(trials: Sequence[LatencyTrial]) -> str:
     return f"the fastest of {len(trials)} trials takes {best.latency_left:.1%} with {best.macs_left:.1%} of the MACs"
 
 
-class ToEngine(BaseModel):
+class ToEngine(BaseModel, frozen=True, extra="forbid"):
     """Build the engine that a module's latency is measured on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: SerializeAsAny[Engine]
     device: Device

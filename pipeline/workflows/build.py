@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, HistoryEntry, files_below
 from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class, read_file
@@ -27,10 +27,8 @@ MODULES = ("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build"
 """All that workers of these commands need besides the engine: importing PyTorch takes longer than most builds."""
 
 
-class EngineBuilt(BaseModel):
+class EngineBuilt(BaseModel, frozen=True):
     """The files that ``build`` wrote."""
-
-    model_config = ConfigDict(frozen=True)
 
     summary: str
     files: tuple[str, ...]
@@ -39,10 +37,8 @@ class EngineBuilt(BaseModel):
     """The engine's record of itself."""
 
 
-class TargetChecked(BaseModel):
+class TargetChecked(BaseModel, frozen=True):
     """A trial of a build for one target; if it fails, the class of the failure, its reason and its remedy."""
-
-    model_config = ConfigDict(frozen=True)
 
     target: str
     builds: bool

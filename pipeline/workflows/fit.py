@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class
 from enginesmith.pipeline.engines.base import EngineFacts, WorkspaceEngine
@@ -205,10 +205,8 @@ def _run(
 _LARGEST_BATCH = 1 << 16
 
 
-class Fits(BaseModel):
+class Fits(BaseModel, frozen=True):
     """The answer of ``fit``; ``source`` says where the figures come from, and what is not counted."""
-
-    model_config = ConfigDict(frozen=True)
 
     memory_bytes: int
     largest_batch: int | None = None
@@ -225,10 +223,8 @@ class Fits(BaseModel):
     reason: str = ""
 
 
-class WorkspaceKept(BaseModel):
+class WorkspaceKept(BaseModel, frozen=True):
     """The smallest measured workspace that keeps a share of the speed."""
-
-    model_config = ConfigDict(frozen=True)
 
     variant: str
     workspace_bytes: int

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.calibration import describe
 from enginesmith.models import MODELS
@@ -250,10 +250,8 @@ _EXTRAS = (
 _UNKNOWN = "unknown"
 
 
-class Diagnosis(BaseModel):
+class Diagnosis(BaseModel, frozen=True):
     """The state of this machine and its software, with the command for what is missing."""
-
-    model_config = ConfigDict(frozen=True)
 
     environment: Environment
     compatibility: tuple[Check, ...]

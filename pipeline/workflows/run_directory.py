@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, file_digest, files_below, has_files, write_whole
 from enginesmith.pipeline.errors import UsageError, storage_errors
@@ -246,19 +246,15 @@ _KINDS = ("engine", "reference", "record")
 """Graphs are not among them: nothing that is left to do needs them once the engines are built."""
 
 
-class _StepHandoff(BaseModel):
+class _StepHandoff(BaseModel, frozen=True):
     """One step and its artifact."""
-
-    model_config = ConfigDict(frozen=True)
 
     identity: dict[str, Any]
     folder: str
     artifact: Artifact
 
 
-class _Index(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class _Index(BaseModel, frozen=True):
     load_sha256: str
     """Digest of the model that everything was made from."""
     steps: dict[str, _StepHandoff]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines import PORTABLE_PLACEMENT, environment, read_file
@@ -70,10 +70,8 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
 _EVERYWHERE = "every engine takes this graph; --engine {} makes one that is much faster there, and only there"
 
 
-class StageResult(BaseModel):
+class StageResult(BaseModel, frozen=True):
     """The files that a single stage wrote, and how far they are from what they were made of."""
-
-    model_config = ConfigDict(frozen=True)
 
     summary: str
     files: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.tensors import DESCRIBED, Signature, TensorSpec
@@ -34,10 +34,8 @@ _NAN_ABOVE = {"float16": 0x7C00, "bfloat16": 0x7F80}  # greatest bit pattern, si
 _EXPRESSION = set("+-*/%()<>, ")
 
 
-class Summary(BaseModel):
+class Summary(BaseModel, frozen=True):
     """Contents of a graph; counts include subgraphs and function bodies."""
-
-    model_config = ConfigDict(frozen=True)
 
     opset: int
     domains: dict[str, int]

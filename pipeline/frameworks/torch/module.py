@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import SignatureError, SourceError
@@ -156,10 +156,8 @@ _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
 
 
-class LoadOptions(BaseModel):
+class LoadOptions(BaseModel, frozen=True):
     """Options of loading a source: input specifications where the user gave some, the seed for random weights."""
-
-    model_config = ConfigDict(frozen=True)
 
     inputs: tuple[TensorSpec, ...] = ()
     seed: int = 0

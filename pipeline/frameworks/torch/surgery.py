@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -173,14 +173,12 @@ Shapes = dict[str, tuple[int, ...]]
 Attributes = dict[str, dict[str, Plain]]
 
 
-class Surgery(BaseModel):
+class Surgery(BaseModel, frozen=True, extra="forbid"):
     """Sizes of a pruned module that differ from what its factory builds, and how that came about.
 
     They are enough to do the same to what the factory builds, weights aside: as there is no code among them, nothing is
     unpickled and nothing but the factory is called to get a pruned module back.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     attributes: Attributes = {}
     """Path of a module → its plain attributes that changed. The root's path is empty."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
@@ -50,10 +50,8 @@ _CHECK_GROWTH = 1.15
 """Rounds between two checks of the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
 
 
-class LatencySettings(BaseModel):
+class LatencySettings(BaseModel, frozen=True, extra="forbid"):
     """Set how long and how exactly to measure each batch size."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     precision: float = Field(0.02, gt=0)
     """Stop when the 95 % interval of every median is within this share of it."""

@@ -4,7 +4,7 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.units import Bytes, Option, Seconds
@@ -12,10 +12,8 @@ from enginesmith.pipeline.units import Bytes, Option, Seconds
 METHODS = ("distil", "supervised")
 
 
-class RecoverOptions(BaseModel):
+class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
     """Choices for training a pruned model back; the dense model is its teacher."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: str = Field(
         "distil",
@@ -67,10 +65,8 @@ FILE = "recovery.json"
 Ending = Literal["planned", "patience", "diverged", "time"]
 
 
-class Target(BaseModel):
+class Target(BaseModel, frozen=True):
     """One output, or one value inside of both models, that the student is to have as the teacher has it."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     kind: Literal["classes", "probabilities", "values", "maps"]
@@ -79,10 +75,8 @@ class Target(BaseModel):
     """Mean square of the teacher's deviation from its mean, which errors of ``values`` are divided by."""
 
 
-class Shortened(BaseModel):
+class Shortened(BaseModel, frozen=True):
     """A cut of a schedule to end in time: the rest of it goes by in fewer steps."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     """From this one on."""
@@ -92,13 +86,11 @@ class Shortened(BaseModel):
     """Steps that there were to be at first."""
 
 
-class TrainingPlan(BaseModel):
+class TrainingPlan(BaseModel, frozen=True):
     """Everything that decides what the steps do; it is kept, as some of it was found out by the clock.
 
     It changes where memory runs out or time does, and a checkpoint is written whenever it has.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     steps: int
     shortened: Shortened | None = None
@@ -141,10 +133,8 @@ class TrainingPlan(BaseModel):
         return self.model_copy(update={"steps": steps, "shortened": turn})
 
 
-class Point(BaseModel):
+class Point(BaseModel, frozen=True):
     """One evaluation: of the averaged weights, on the samples that were held back."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     loss: float | None
@@ -155,10 +145,8 @@ class Point(BaseModel):
     learning_rate: float
 
 
-class Recovery(BaseModel):
+class Recovery(BaseModel, frozen=True):
     """The record of a recovery, kept as :data:`FILE`."""
-
-    model_config = ConfigDict(frozen=True)
 
     method: str
     metric: str

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -247,10 +247,8 @@ def _optimiser(module: nn.Module, options: RecoverOptions) -> torch.optim.AdamW:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.learning_rate)
 
 
-class Progress(BaseModel):
+class Progress(BaseModel, frozen=True):
     """All that a checkpoint holds besides weights."""
-
-    model_config = ConfigDict(frozen=True)
 
     fingerprint: str
     """Digest of the data and of the user's code: a checkpoint is of no use for others."""

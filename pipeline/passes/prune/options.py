@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.units import Option
@@ -14,10 +14,8 @@ _ADVANCED = Option("Variants")
 Importance = Literal["l1", "l2", "taylor", "bn", "random"]
 
 
-class PruneOptions(BaseModel):
+class PruneOptions(BaseModel, frozen=True, extra="forbid"):
     """Choices of pruning, beside the target."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     importance: Annotated[Importance, _ADVANCED] = Field(
         "l2", description="ranking of channels: weights (l1, l2), gradients (taylor), batch-norm scale (bn), or random"
@@ -43,14 +41,12 @@ _QUANTITIES = {"ratio": "channels", "macs": "MACs", "params": "parameters", "lat
 _FORMS = "say what is removed: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
 
 
-class PruneTarget(BaseModel):
+class PruneTarget(BaseModel, frozen=True, extra="forbid"):
     """The share of a quantity that is removed from the model that is pruned; ``ratio`` is of its channels.
 
     A pruning ratio is the share that is removed in torch-pruning and in the literature (Blalock et al., "What is the
     State of Neural Network Pruning?", MLSys 2020, section 3).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     value: float = Field(gt=0, lt=1)

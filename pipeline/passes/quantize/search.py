@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 
@@ -30,10 +30,8 @@ _WORTHWHILE_SHARE = 0.01
 _MOST_KINDS = 3
 
 
-class GroupFact(BaseModel):
+class GroupFact(BaseModel, frozen=True):
     """A group, its work, and its sensitivity."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     module: str
@@ -46,10 +44,8 @@ class GroupFact(BaseModel):
     """Reason for staying in floating point anyway."""
 
 
-class Judgement(BaseModel):
+class Judgement(BaseModel, frozen=True):
     """Accuracy of the answers of a graph."""
-
-    model_config = ConfigDict(frozen=True)
 
     passed: bool
     error: float

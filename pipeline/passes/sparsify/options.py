@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from enginesmith.pipeline.errors import UsageError
 
@@ -13,10 +13,8 @@ _HALF = 0.5
 _HOW = "write 2:4, or unstructured=0.5 for half of the weights"
 
 
-class SparsifyOptions(BaseModel):
+class SparsifyOptions(BaseModel, frozen=True, extra="forbid"):
     """Choices of the weights that become zero, whatever the pattern."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     scope: Scope = Field(
         "global", description="unstructured: whether one threshold holds for all weights, or each layer has its own"

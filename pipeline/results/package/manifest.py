@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry, file_digest, files_below
 from enginesmith.pipeline.errors import ModelError, UsageError
@@ -16,18 +16,14 @@ FILE = "manifest.json"
 VECTOR, INFER = "test_vector.npz", "infer.py"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class PackagedFile(_Part):
+class PackagedFile(BaseModel, frozen=True):
     """A file, by its content."""
 
     sha256: str
     bytes: int
 
 
-class EngineRecord(_Part):
+class EngineRecord(BaseModel, frozen=True):
     """The engine that loads the package, and its options."""
 
     name: str
@@ -44,7 +40,7 @@ class EngineRecord(_Part):
     """Names and values as the package's own session takes them."""
 
 
-class Origin(_Part):
+class Origin(BaseModel, frozen=True):
     """The run that the package came from."""
 
     run: str
@@ -61,7 +57,7 @@ class Origin(_Part):
     history: tuple[HistoryEntry, ...]
 
 
-class Measured(_Part):
+class Measured(BaseModel, frozen=True):
     """Latency at one batch size, on the machine of the run."""
 
     batch: int
@@ -73,7 +69,7 @@ class Measured(_Part):
     reasons: dict[str, str] = {}
 
 
-class Summary(_Part):
+class Summary(BaseModel, frozen=True):
     """Measurements of the run; None beside a reason where there was none."""
 
     latency: tuple[Measured, ...]
@@ -86,7 +82,7 @@ class Summary(_Part):
     reasons: dict[str, str] = {}
 
 
-class Preprocessing(_Part):
+class Preprocessing(BaseModel, frozen=True):
     """Steps that the run took with its data before it was fed; the package does none of them."""
 
     options: dict[str, Any]
@@ -94,7 +90,7 @@ class Preprocessing(_Part):
     notes: tuple[str, ...]
 
 
-class Manifest(_Part):
+class Manifest(BaseModel, frozen=True, populate_by_name=True):
     """Hold the whole document."""
 
     schema_name: Literal["enginesmith.bundle/1"] = Field(SCHEMA, alias="schema")
@@ -113,8 +109,6 @@ class Manifest(_Part):
     cautions: tuple[str, ...] = ()
     files: dict[str, PackagedFile]
     """Every file of the package but this one, by relative name."""
-
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     def text(self) -> str:
         """Write the manifest as JSON."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import file_digest, files_below
 from enginesmith.pipeline.engines import ENGINES, engine_class
@@ -188,10 +188,8 @@ Format = Literal["bundle", "triton"]
 FORMATS: tuple[Format, ...] = ("bundle", "triton")
 
 
-class Packaged(BaseModel):
+class Packaged(BaseModel, frozen=True):
     """Summary of a package that was written."""
-
-    model_config = ConfigDict(frozen=True)
 
     format: Format
     variant: str
