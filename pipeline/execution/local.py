@@ -134,7 +134,6 @@ class LocalExecutor(Executor):
         return self._gpus.several or not step.task.exclusive
 
     def lookup(self, request: StepRequest) -> Artifact | None:
-        """Look up a step in the store, whichever machine made it."""
         return StepCache(request.step, request.inputs, self._store).lookup()
 
     def execute(self, request: StepRequest) -> Result:
@@ -240,7 +239,6 @@ class LocalExecutor(Executor):
             self._active.discard(process)
 
     def stop(self) -> None:
-        """Kill all workers, and wait no longer for the store."""
         self._stopped = True
         self._store.stop()
         with self._lock:
@@ -248,7 +246,6 @@ class LocalExecutor(Executor):
                 process.kill()
 
     def close(self) -> None:
-        """End the idle processes."""
         with self._lock:
             for process in self._spare:
                 process.kill()

@@ -113,7 +113,6 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
-        """Yield one for each optimisation level."""
         for level in asked.graph_optimization:
             engine = cls(graph_optimization=level, tf32=asked.onnxruntime.tf32)
             yield Configuration(engine, precision, mode="" if level == "all" else level)
@@ -144,13 +143,10 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def infer_script(cls) -> Path:
-        """Name a script that needs numpy and onnxruntime."""
         return Path(__file__).parents[1] / "infer.py"
 
     @classmethod
     def triton(cls) -> TritonBackend:
-        """Describe the ONNX Runtime backend, with a remark where optimisation is off."""
-
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
             wrong = ", ".join(engine["options"]["session"]["disabled_optimizers"])
             told = f"optimization is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
@@ -160,7 +156,6 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
-        """Check ONNX Runtime's driver, packages and CUDA libraries, and the ONNX format that it takes."""
         yield from check_driver(stack, "onnxruntime-gpu", stack.onnxruntime_cuda)
         yield from _check_builds(stack)
         if stack.taken is None or stack.written is None:
@@ -177,12 +172,10 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
-        """Give 7 on x86 processors without VNNI, whose products of int8 saturate, else 8."""
         return int8_weight_bits() if device.kind == "cpu" else 8
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """Check that it is installed; for CUDA, that its CUDA build and a driver are."""
         install = install_command("onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime")
         try:
             import onnxruntime as ort
@@ -196,7 +189,6 @@ class OnnxRuntime(Engine):
         return nvidia.available(device.index)
 
     def runnable(self, device: Device) -> Availability:
-        """Check the device; TF32 can be had on CUDA only."""
         availability = type(self).available(device)
         if not availability.ok or not self.tf32 or device.kind == "cuda":
             return availability
@@ -207,7 +199,6 @@ class OnnxRuntime(Engine):
         return "tf32" if self.tf32 else "fp32"
 
     def environment_key(self, device: Device) -> dict[str, Any]:
-        """Collect the processor and version that an optimised graph holds for."""
         return _here(device).model_dump() if self._saves(device) else {}
 
     def build(self, request: BuildRequest) -> Effect:
@@ -252,11 +243,9 @@ class OnnxRuntime(Engine):
         return scratch / _MODEL
 
     def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:
-        """Open a session on an engine, or on a plain ONNX model."""
         return self._open(artifact, device)
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time each node, in a session that writes a trace."""
         artifact, device, scratch = request.artifact, request.device, request.scratch
         saved = (artifact.folder / _RECORD).is_file()
         executed = artifact.path if saved else scratch / _MODEL

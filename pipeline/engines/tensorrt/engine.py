@@ -107,7 +107,6 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
-        """Yield one for each target and workspace limit; a sweep stands for several limits."""
         limits: dict[str, int | None] = {}
         for text, asked_limit in zip(asked.workspace, asked.workspace_limits, strict=True):
             if asked_limit == "sweep":
@@ -123,7 +122,6 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:
-        """Refuse a budget for streamed weights without an engine that streams them."""
         if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
             raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
 
@@ -200,12 +198,10 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
-        """Space limits from the smallest to what the largest shape works in, evenly on a log scale."""
         return builder.space_workspaces(unlimited, smallest, count)
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """Check for CUDA, the package, a driver with that device, and a torch for it."""
         if device.kind not in cls.kinds:
             return unavailable("it runs on CUDA only", "use --device cuda")
         for availability in (versions.importable(cls.flavour), nvidia.available(device.index)):
@@ -220,7 +216,6 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def buildable(cls) -> Availability:
-        """Check that the package is installed and, for this flavour, that a device is there."""
         availability = versions.importable(cls.flavour)
         return nvidia.available(0) if availability.ok and not cls.known().builds_without_gpu else availability
 
@@ -235,11 +230,9 @@ class TensorRT(WorkspaceEngine):
 
     @property
     def built_ahead(self) -> bool:
-        """True if a target was named, to a builder that needs no GPU."""
         return bool(self.target) and self.known().builds_without_gpu
 
     def runnable(self, device: Device) -> Availability:
-        """Check that the device is there and is one that the target stands for."""
         availability = type(self).available(device)
         targets = compute_capabilities(self.target, self.known())
         here = nvidia.cuda_device(device.index)
@@ -370,20 +363,17 @@ class TensorRT(WorkspaceEngine):
         return default_root() / "timing" / name
 
     def facts(self, artifact: Artifact) -> EngineFacts:
-        """Read the builder's own figures and the audit's layers from the manifest."""
         record = manifest.read(artifact.path)
         counts, limit = record.audit.layers if record.audit else None, record.workspace_limit_bytes
         return EngineFacts(workspace_limit_bytes=limit, layers=counts, **record.figures.model_dump())
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time each layer, as the execution context reports it; without CUDA graphs."""
         run = self.run.model_copy(update={"cuda_graphs": False})
         notes = ("profiled without CUDA graphs",) if self.run.cuda_graphs else ()
         with self.model_copy(update={"run": run}).load(request.artifact, request.device) as session:
             return profile(versions.module(self.flavour), session, request, notes)
 
     def load(self, artifact: Artifact, device: Device) -> TensorRTSession:
-        """Open a session on an engine, after its digest and whether it fits this machine were checked."""
         record = manifest.read(artifact.path)
         self.require(device)
         manifest.validate_machine(record, device.index)

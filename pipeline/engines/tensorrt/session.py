@@ -106,7 +106,6 @@ class TensorRTSession(Session):
 
     @property
     def first_call_note(self) -> str:
-        """Work on kernels: they are compiled at the first call, or were kept from an earlier run."""
         if self._opened.cache is None:
             return ""
         return "took over kernels of an earlier run" if self._opened.cached_bytes else "compiled its kernels"
@@ -117,7 +116,6 @@ class TensorRTSession(Session):
         return self._opened.engine
 
     def sibling(self) -> "TensorRTSession":
-        """Open a session on the same engine, with contexts, activations and a stream of its own."""
         options = self._options.model_copy(update={"share_activation_memory": False})
         return TensorRTSession(self._trt, self._opened, self.signature, self._where, options)
 
@@ -269,7 +267,6 @@ class TensorRTSession(Session):
         self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Wait for the last outputs and copy them to the host."""
         import torch
 
         engine = self._opened.engine

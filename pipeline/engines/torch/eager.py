@@ -64,14 +64,12 @@ class Eager(Engine):
 
     @classmethod
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
-        """Yield the module cast to the precision, unless that is the baseline itself."""
         chosen = cls(dtype=DTYPES[precision], tf32=asked.eager.tf32, cuda_graphs=asked.eager.cuda_graphs)
         if chosen != Eager():
             yield Configuration(chosen, chosen.arithmetic, mode="graphs" if chosen.cuda_graphs else "")
 
     @classmethod
     def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
-        """Check torch's driver, its build for CUDA, the libraries that it brings and its kernels for the GPUs here."""
         yield from check_driver(stack, "torch", stack.torch_cuda)
         version = stack.versions.get("torch")
         if version and stack.torch_cuda is None:
@@ -89,7 +87,6 @@ class Eager(Engine):
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """Accept the CPU always; CUDA when this torch is built for it and finds the device."""
         if device.kind == "cpu":
             return Availability(ok=True)
         import torch
@@ -105,7 +102,6 @@ class Eager(Engine):
         return Availability(ok=True)
 
     def runnable(self, device: Device) -> Availability:
-        """Check the device; TF32 and CUDA graphs need a CUDA device, TF32 one of compute capability 8.0."""
         availability = type(self).available(device)
         if not availability.ok:
             return availability
@@ -121,12 +117,10 @@ class Eager(Engine):
 
     @property
     def arithmetic(self) -> str:
-        """Type of fp32 products: ``fp16`` or ``bf16`` where the module is cast, else ``tf32`` where that is allowed."""
         named = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         return "tf32" if self.tf32 and named == "fp32" else named
 
     def load(self, artifact: Artifact, device: Device) -> EagerSession:
-        """Rebuild the module with the stored weights, cast it, and move it to the device."""
         import torch
 
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
@@ -144,7 +138,6 @@ class Eager(Engine):
         return kind(self.forward(module), loaded.signature, device, dtype, enter)
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time each operator by torch's profiler, by the module that called it; without CUDA graphs."""
         notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
         with self.model_copy(update={"cuda_graphs": False}).load(request.artifact, request.device) as session:
             return profile(session, request, modules=True, notes=notes)

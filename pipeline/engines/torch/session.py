@@ -70,7 +70,6 @@ class EagerSession(Session):
         return self._stream.cuda_stream if self._stream else None
 
     def sibling(self) -> Self:
-        """Open a session on the same module, with outputs and a stream of its own."""
         if self.forward is _closed:
             _closed()
         self._enter_thread()
@@ -119,7 +118,6 @@ class EagerSession(Session):
             self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Wait for the last outputs and copy them to the host, in the types of the signature."""
         import torch
 
         outputs = {}

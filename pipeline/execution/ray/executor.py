@@ -119,12 +119,10 @@ class RayExecutor(Executor):
         return Result(self._fetch(answer.artifact), cached=answer.cached)
 
     def stop(self) -> None:
-        """Have Ray kill what runs, and withdraw what waits."""
         self._store.stop()
         self._stopped.set()
 
     def close(self) -> None:
-        """Leave the cluster, which keeps running."""
         self._stack.close()
 
     def lookup(self, request: StepRequest) -> Artifact | None:

@@ -307,7 +307,6 @@ class Smooth(Pass):
 
     @property
     def step_name(self) -> str:
-        """Name of its method."""
         return self.mode
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
