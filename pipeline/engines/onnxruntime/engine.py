@@ -10,7 +10,6 @@ refuses others.
 import functools
 import logging
 import platform
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -49,7 +48,7 @@ from enginesmith.pipeline.errors import MissingCapability, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.system import nvidia
-from enginesmith.pipeline.system.cpu import int8_weight_bits
+from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.system.software import Formats, Stack, numbers, versions
 
@@ -63,7 +62,6 @@ _TRITON_LEVELS = {"ORT_ENABLE_EXTENDED": 1, "ORT_ENABLE_BASIC": -1, "ORT_DISABLE
 _TENSORRT_OF_ONNXRUNTIME = 10
 """libnvinfer's major version that the TensorRT provider of onnxruntime-gpu is linked against (up to 1.31)."""
 _CUDNN_OF_ONNXRUNTIME = 9
-_SIMD = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
 
 class _Record(BaseModel, frozen=True):
@@ -314,10 +312,8 @@ def _emulated(path: Path) -> bytes | None:
 @functools.cache
 def _here(device: Device) -> _Record:
     """Record what a graph that is optimised here depends on; layouts follow the processor's vector units."""
-    info = Path("/proc/cpuinfo")
-    units = sorted(set(_SIMD.findall(info.read_text()))) if info.is_file() else [platform.processor()]
     version = next(iter(versions(OnnxRuntime.tools).values()), "unknown")
-    return _Record(onnxruntime=version, processor=" ".join((platform.machine(), *units)), device=device.kind)
+    return _Record(onnxruntime=version, processor=" ".join((platform.machine(), *vector_units())), device=device.kind)
 
 
 def _check_builds(stack: Stack) -> Iterator[Check]:
