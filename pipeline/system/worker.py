@@ -32,6 +32,7 @@ _STOP_SECONDS = 5.0
 _LOG_TAIL_BYTES = 4096
 _starting = threading.Lock()
 _server: Any = forkserver._forkserver
+_ADDRESS = ("_forkserver_address", "_forkserver_authkey")  # what reaches a fork server; the key since Python 3.14
 
 Progress = Callable[[str], None]
 
@@ -84,7 +85,8 @@ class Worker:
             prepare = functools.partial(_inherit, dict(os.environ), os.sched_getaffinity(0), prepare)
         with hide_main_module(), _preload_named():
             _server.ensure_running()
-            main = (body, theirs, args, str(log), cores, prepare, _server._forkserver_address)
+            address = {name: getattr(_server, name) for name in _ADDRESS if hasattr(_server, name)}
+            main = (body, theirs, args, str(log), cores, prepare, address)
             self._process = context.Process(target=_main, args=main, name=body.__name__)
             self._process.start()
         theirs.close()
@@ -200,10 +202,10 @@ def _main(
     log: str,
     cores: Collection[int] | None,
     prepare: Callable[[], None] | None,
-    server: str,
+    address: Mapping[str, object],
 ) -> None:
     # multiprocessing promises that a child uses its parent's fork server, and starts another: it lacks the address
-    _server._forkserver_address, _server.ensure_running = server, resource_tracker.ensure_running
+    vars(_server).update(address, ensure_running=resource_tracker.ensure_running)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
