@@ -18,7 +18,7 @@ class DataOptions(BaseModel, frozen=True, extra="forbid"):
     crop: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
         None, description="images: size of the center that is cut out after that, in pixels or [height, width]"
     )
-    rescale: float | None = Field(None, gt=0, description="images: pixels of 0 to 255 times this; 1/255 by default")
+    rescale: float | None = Field(None, gt=0, description="images: factor for pixels of 0 to 255; 1/255 by default")
     mean: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
         None, description="images: subtracted after rescaling, one number or one per channel"
     )
@@ -34,17 +34,17 @@ class DataOptions(BaseModel, frozen=True, extra="forbid"):
     labels: Annotated[str | None, Option(_DATA, everyday=True, metavar="KEY")] = Field(
         None,
         min_length=1,
-        description="key of the labels, or A,B; else labels, in texts label",
+        description="key of the labels, or A,B for several; by default labels, in texts label",
     )
     max_length: Annotated[int | None, Option(_DATA)] = Field(
         None,
         gt=0,
-        description="texts: tokens in each row, where the model's own length is dynamic; by default the longest",
+        description="texts: tokens in each row, if the model's own length is dynamic; by default the longest text",
     )
     padding: Literal["right", "left"] | None = Field(
         None, description="texts: the side that short ones are padded on; by default the tokenizer's"
     )
-    most_rows: int = Field(65_536, gt=0, description="functions: most rows that are taken from one")
+    most_rows: int = Field(65_536, gt=0, description="functions: largest number of rows to read")
 
     @property
     def label_keys(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     """The fields of a recipe that engines read."""
 
     engines: Annotated[tuple[str, ...], Option("Variants", "--engine", everyday=True)] = Field(
-        DEFAULT_ENGINES, min_length=1, description="engines to make, each a variant"
+        DEFAULT_ENGINES, min_length=1, description="engines to build, each a variant"
     )
     graph_optimization: Annotated[tuple[GraphOptimization, ...], Option("Variants", metavar="LEVEL")] = Field(
         ("all",), min_length=1, description="ONNX Runtime's optimization levels; each one is a variant"
@@ -41,7 +41,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         None, description="device: cpu, cuda or cuda:1; by default cuda if an engine needs it and there is one"
     )
     threads: Annotated[int, Option("Where and how it runs")] = Field(
-        0, ge=0, description="CPU threads of a session; 0 means one per core"
+        0, ge=0, description="CPU threads of each session; 0 means one per core"
     )
     targets: Annotated[tuple[str, ...], Option("Building engines", "--target", everyday=True)] = Field(
         (), description="GPUs that TensorRT-RTX builds for, present or not: sm86, portable …; by default the one here"

@@ -51,7 +51,7 @@ class MeasureOptions(Part):
         False, description="measure what the machine can do at best, and compare every variant with it"
     )
     profile: Annotated[bool, Option(_MEASURING, everyday=True)] = Field(
-        False, description="time every operator, by its module"
+        False, description="time every operator, and name its module"
     )
     concurrency: Annotated[
         tuple[Annotated[int, Field(ge=1, le=256)], ...], COMMA_LIST, Option(_MEASURING, metavar="N,N")
@@ -69,7 +69,7 @@ class Budgets(Part):
         None, ge=0, allow_inf_nan=False, description="largest drop of the metric against eager"
     )
     max_memory_bytes: Annotated[Bytes | None, Option("Budgets", "--max-memory", everyday=True)] = Field(
-        None, description="largest peak device memory"
+        None, description="largest peak memory"
     )
     max_latency_ms: Annotated[Milliseconds | None, Option("Budgets", "--max-latency", everyday=True)] = Field(
         None, description="largest median latency (first batch size)"
@@ -107,16 +107,17 @@ class QuantisationOptions(Part):
         99.99, gt=50, le=100, description="percentage of the values inside the range, for the method percentile"
     )
     weight_bits: Annotated[Literal[7, 8] | None, _QUANTISING] = Field(
-        None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"
+        None,
+        description="bits of int8 weights; by default 8, or 7 for ONNX Runtime on CPUs without VNNI, which saturate",
     )
     keep: Annotated[tuple[str, ...], Option(_DATA, everyday=True, metavar="NAME")] = Field(
-        (), description="nodes or modules to keep in floating point, * for any part"
+        (), description="nodes or modules to keep in float; may contain *"
     )
     smooth: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None, Option(_DATA, metavar="ALPHA|auto")
     ] = Field(
         None,
-        description="SmoothQuant's alpha: how much of activations' outliers moves into weights; auto searches the best",
+        description="SmoothQuant's alpha: share of activations' outliers that moves into weights; auto finds the best",
     )
     smooth_insert: Annotated[bool, _QUANTISING] = Field(
         False,
@@ -136,7 +137,7 @@ class QuantisationOptions(Part):
         600.0, description="time for searching which groups stay in floating point"
     )
     search_steps: Annotated[int, _QUANTISING] = Field(
-        12, ge=1, le=64, description="most assignments of precisions that the search tries"
+        12, ge=1, le=64, description="largest number of trials in that search"
     )
 
     @field_validator("placement")

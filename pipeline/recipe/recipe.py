@@ -41,7 +41,7 @@ class ModelOptions(Part):
         (), description="an input, such as x:float32:batch,3,224,224"
     )
     shapes: Annotated[dict[str, str], Option(_INPUTS, "--shape", everyday=True, metavar="DIM=MIN:OPT:MAX")] = Field(
-        {}, description="min:opt:max of each dynamic dimension"
+        {}, description="range of each dynamic dimension: min:opt:max"
     )
 
 
@@ -49,25 +49,26 @@ class Recipe(EngineOptions, ModelOptions):
     """All that ``optimize`` is asked to do."""
 
     precisions: Annotated[tuple[Name, ...], Option("Variants", "--precision", everyday=True, metavar="NAME")] = Field(
-        ("fp32",), min_length=1, description=f"of each engine: {', '.join(KINDS)}"
+        ("fp32",), min_length=1, description=f"precision of the variants: {', '.join(KINDS)}"
     )
     batch: Annotated[tuple[int, ...], COMMA_LIST, Option(_INPUTS, everyday=True, metavar="N,N")] = Field(
         (1, 8), min_length=1, description="batch sizes to measure, or sweep"
     )
     simplify: Annotated[bool, Option("Variants", "--no-simplify")] = Field(True, description="clean the exported graph")
     passes: Annotated[tuple[str, ...], Option("Variants", "--pass", metavar="NAME")] = Field(
-        (), description="more passes on that graph, in their order: names of plug-ins"
+        (), description="passes of plug-ins to apply to the simplified graph, in this order"
     )
     export: ExportOptions = ExportOptions()
     calibration: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
-        None, description="data to take ranges of values from: an embedded set, .npz, .safetensors, images, texts …"
+        None,
+        description="calibration data for ranges and recovery: an embedded set, .npz, .safetensors, images, texts …",
     )
     samples: Annotated[int, Option(_DATA, everyday=True)] = Field(
         128, gt=0, description="samples of the calibration data that are used"
     )
     synthetic_calibration: Annotated[bool, Option(_DATA)] = Field(
         False,
-        description="calibrate on random data where there is none: speed and memory are right then, accuracy is not",
+        description="calibrate on random data if there is no other; speed and memory are then right, accuracy is not",
     )
     data_options: DataOptions = AS_FOUND
     quantisation: QuantisationOptions = QuantisationOptions()
@@ -88,15 +89,15 @@ class Recipe(EngineOptions, ModelOptions):
     )
     metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
         None,
-        description="top1, top5, mse or file.py:f for f(outputs, labels), more is better; :OUTPUT takes one output",
+        description="top1, top5, mse or file.py:f for f(outputs, labels), higher is better; :OUTPUT selects one output",
     )
     eval_samples: Annotated[int | None, Option(_DATA)] = Field(
-        None, gt=0, description="how many samples of the labeled data are used; all by default"
+        None, gt=0, description="number of samples of the labeled data to use; all by default"
     )
     measure: MeasureOptions = MeasureOptions()
     budgets: Budgets = Budgets()
     objective: Annotated[Objective, Option("Budgets", everyday=True)] = Field(
-        "latency", description="what the winner is best at, within the budgets"
+        "latency", description="what decides between variants within the budgets"
     )
     min_sqnr_db: Annotated[float | None, Option("Budgets", "--min-sqnr", metavar="DB")] = Field(
         None, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"

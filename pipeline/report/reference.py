@@ -10,8 +10,8 @@ from enginesmith.pipeline.units import METAVARS
 
 _HEAD = """# The recipe
 
-A recipe says everything that `optimize` is asked to do. `enginesmith init MODEL -o recipe.yaml` writes one with every
-default; `enginesmith optimize MODEL --recipe recipe.yaml` follows it, and options on the command line change it. Sizes
+A recipe has all options of a run of `optimize`. `enginesmith init MODEL -o recipe.yaml` writes one with every default.
+`enginesmith optimize MODEL --recipe recipe.yaml` uses it; options on the command line override its values. Sizes
 and durations may be written as text: `2GiB`, `5ms`, `30s`. A key that is not listed here is an error.
 
 | key | type | default | meaning |

@@ -17,24 +17,26 @@ _Size = Annotated[Bytes | None, _ADVANCED]
 class BuildOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how TensorRT engines are built; null leaves it to the builder."""
 
-    tactic_dram: _Size = Field(None, description="device memory that trying one kernel may take")
+    tactic_dram: _Size = Field(None, description="device memory that the builder may use to try one kernel")
     tactic_shared_memory: _Size = Field(None, description="shared memory that a kernel may use")
     optimization_level: Annotated[int | None, _ADVANCED] = Field(
         None, ge=0, le=5, description="effort of the builder: 0 is fastest, 5 searches longest"
     )
-    aux_streams: Annotated[int | None, _ADVANCED] = Field(None, ge=0, description="most streams besides the main one")
+    aux_streams: Annotated[int | None, _ADVANCED] = Field(
+        None, ge=0, description="largest number of streams besides the main one"
+    )
     tiling: Annotated[Literal["none", "fast", "moderate", "full"] | None, _ADVANCED] = Field(
-        None, description="effort of the search for tiled kernels"
+        None, description="effort of the builder's search for tiled kernels"
     )
     sparse_weights: _Switch = Field(
         False, description="use kernels for 2:4 sparse weights; always on for graphs that were made 2:4"
     )
-    weight_streaming: _Switch = Field(False, description="let weights be streamed from the host while it runs")
+    weight_streaming: _Switch = Field(False, description="stream weights from the host while the engine runs")
     strip_plan: _Switch = Field(False, description="leave the weights out of the engine, to be refitted later")
     refit: _Switch = Field(False, description="let the weights be replaced in the built engine")
     version_compatible: _Switch = Field(False, description="let later versions of TensorRT load the engine")
     hardware_compatibility: Annotated[Literal["none", "ampere_plus", "same_compute_capability"], _ADVANCED] = Field(
-        "none", description="devices besides the one that it is built on"
+        "none", description="other GPUs that the engine also runs on"
     )
     tf32: Annotated[bool, Option(_BUILDING, "--tf32/--no-tf32")] = Field(
         True, description="let fp32 products be rounded to TF32's 10 bits"

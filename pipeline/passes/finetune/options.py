@@ -24,28 +24,30 @@ class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
         120.0, description="time for recovery; its steps are planned to fit"
     )
     epochs: int | None = Field(
-        None, ge=1, description="most passes over the data; as many as there is time for if null"
+        None, ge=1, description="largest number of passes over the data; by default as many as there is time for"
     )
     batch: int = Field(64, ge=1, description="samples in each step of the optimizer")
-    learning_rate: float = Field(2e-3, gt=0, description="the highest, after the warm-up; a cosine leads down from it")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's; norms and biases have none")
+    learning_rate: float = Field(2e-3, gt=0, description="the highest, after the warm-up; then it falls along a cosine")
+    weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW; norms and biases have none")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate goes up")
     temperature: float = Field(2.0, gt=0, description="temperature of the softmax when classes are distilled")
     features: bool = Field(True, description="compare intermediate values, too, when distilling")
     ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of weights that is kept; 0 for none")
-    evaluations: int = Field(20, ge=1, description="how often the metric is computed, if that takes little time")
-    patience: int = Field(10, ge=1, description="evaluations without a better one after which it stops")
-    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples that is used for the metric alone")
+    evaluations: int = Field(20, ge=1, description="largest number of evaluations; fewer if they take long")
+    patience: int = Field(10, ge=1, description="number of evaluations without a better one, after which recovery ends")
+    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples that is used for evaluation alone")
     memory_bytes: Annotated[Bytes | None, Option("Variants", "--recover-memory")] = Field(
         None, description="memory for recovery; batches are split into parts that fit"
     )
     autocast: Literal["auto", "bf16", "off"] = Field(
-        "auto", description="bfloat16 products while training; auto means where a GPU has them"
+        "auto", description="bfloat16 products while training; auto: on GPUs that have them"
     )
     processes: int | None = Field(
-        None, ge=1, description="processes that share each batch; one for each visible GPU, and one on the CPU, if null"
+        None,
+        ge=1,
+        description="processes that share each batch; by default one for each GPU, or one on the CPU",
     )
-    checkpoint_seconds: float = Field(20.0, ge=0, description="time between checkpoints; the result is the same")
+    checkpoint_seconds: float = Field(20.0, ge=0, description="seconds between checkpoints; no effect on the result")
 
     @field_validator("method")
     @classmethod

@@ -24,10 +24,13 @@ class PruneOptions(BaseModel, frozen=True, extra="forbid"):
         "global", description="global ranks the channels of all layers together; uniform takes the same share of each"
     )
     multiple_of: Annotated[int, _ADVANCED] = Field(
-        16, ge=1, le=256, description="keep channel counts multiples of this, unless the target cannot be reached so"
+        16,
+        ge=1,
+        le=256,
+        description="keep channel counts multiples of this, if the target can be reached then",
     )
     protect: Annotated[tuple[str, ...], Option("Variants", metavar="NAME")] = Field(
-        (), description="layers that keep all outputs: names of modules, * for any part"
+        (), description="layers that keep all outputs: names of modules; may contain *"
     )
     steps: Annotated[int, Option("Variants", "--prune-steps")] = Field(
         1, ge=1, le=100, description="number of pruning steps; importance is computed again before each"

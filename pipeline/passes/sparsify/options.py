@@ -17,10 +17,10 @@ class SparsifyOptions(BaseModel, frozen=True, extra="forbid"):
     """Choices of the weights that become zero, whatever the pattern."""
 
     scope: Scope = Field(
-        "global", description="unstructured: whether one threshold holds for all weights, or each layer has its own"
+        "global", description="unstructured: global uses one threshold for all weights, layer uses one for each layer"
     )
     protect: tuple[str, ...] = Field(
-        (), description="weights that stay dense: names of weights, nodes or modules, * for any part"
+        (), description="weights that stay dense: names of weights, nodes or modules; may contain *"
     )
 
 
