@@ -85,8 +85,8 @@ class OnnxRuntime(Engine):
     loads_graph: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     package_caution: ClassVar[str] = (
-        "what was measured is this graph as ONNX Runtime optimized it on the machine of the run; here it is optimized "
-        "when it is loaded, for the processor and the onnxruntime that are there"
+        "the package has the graph before ONNX Runtime's optimization; ONNX Runtime optimizes it again on the machine "
+        "that loads it, so its speed there may differ from the run's"
     )
     only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
 

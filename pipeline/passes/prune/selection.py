@@ -315,7 +315,7 @@ class PruneBudget:
         most = spell(self.target.kind, math.floor((1 - least) * 1000) / 1000)
         return EmptyLayer(
             f"--prune {self.target} would empty a layer: {root} has {group.units} {group.unit}s and must keep {stay}; "
-            f"at most {most} of the {_QUANTITIES[self.target.kind]} can be removed",
+            f"the largest possible target is {most}",
             "ask for less, or protect fewer layers",
         )
 
