@@ -14,21 +14,11 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 WEIGHTS, ACTIVATIONS, WORKSPACE, TRANSFERS, OUTPUTS = "weights", "activations", "workspace", "transfers", "outputs"
 """Tags: what a loaded engine keeps; what calls are planned to work in; what they ask for besides; inputs; outputs."""
 UNTAGGED = "untagged"
-
-
-class Memory(Protocol):
-    """Give out device memory."""
-
-    def take(self, size: int, stream: int) -> int:
-        """Take ``size`` bytes for work on that stream and return their address; 0 where there are not as many."""
-
-    def give(self, address: int) -> None:
-        """Give back what :meth:`take` gave."""
 
 
 class TorchMemory:
@@ -38,7 +28,7 @@ class TorchMemory:
         self._device = device
 
     def take(self, size: int, stream: int) -> int:
-        """Allocate the bytes and return their address; 0 where torch finds none."""
+        """Take ``size`` bytes for work on that stream and return their address; 0 where torch finds none."""
         import torch
 
         try:
@@ -81,7 +71,7 @@ class Account:
 class CudaAllocationTracker:
     """Take memory, give it back, and keep the account; may be asked from any thread."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: TorchMemory) -> None:
         self._memory = memory
         self._lock = threading.RLock()  # a collection of garbage inside may give back more
         self._live: dict[int, Block] = {}
@@ -182,7 +172,7 @@ def follow(tensor: Any, tag: str) -> None:
 
 
 @contextlib.contextmanager
-def counting(device: int, memory: Memory | None = None) -> Iterator[CudaAllocationTracker]:
+def counting(device: int, memory: TorchMemory | None = None) -> Iterator[CudaAllocationTracker]:
     """Count what engines that are opened and run meanwhile take on a device; ``memory`` is torch's if not given."""
     before = _active.get(device)
     ledger = _active[device] = CudaAllocationTracker(memory or TorchMemory(device))

@@ -28,7 +28,6 @@ class Settings:
     """Address of the cluster; None for the one that this machine is a node of."""
 
     def open_store(self) -> Store:
-        """Open the store."""
         return Store(self.store, reuse=self.reuse)
 
     def resume_command(self, folder: Path) -> str:

@@ -159,7 +159,6 @@ class Variant:
 
     @functools.cached_property
     def id(self) -> str:
-        """The printed name."""
         return str(self.name)
 
 

@@ -56,7 +56,7 @@ class Store:
         make: bool = True,
         tell: Callable[[str], None] = notify,
     ) -> None:
-        """Open a folder or URL, by default the one of :func:`default_root`; it is made if needed, and if ``make``.
+        """Open a folder or URL, by default the one of :func:`default_address`; it is made if needed, and if ``make``.
 
         With ``reuse`` false only entries that this object published are found. ``tell`` takes messages for people: a
         shared store that cannot be reached, say. A shared store is connected to now if this machine has no cache of it,
@@ -352,11 +352,6 @@ class Store:
             owner, _, host = folder.name.rpartition("-")[0].partition("@")
             if host == platform.node() and not Path("/proc", owner).exists():
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def default_root() -> Path:
-    """Return the folder on this machine of the store that is used if none is named."""
-    return default_address().folder
 
 
 def _read(folder: Path) -> Manifest | None:

@@ -110,7 +110,6 @@ def _read_first_core(name: str) -> str | None:
 
 
 def model() -> str:
-    """Read the processor's name."""
     return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
 
 

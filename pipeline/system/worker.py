@@ -93,7 +93,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid or 0
 
     def request(self, *message: Any, on_progress: Progress | None = None, timeout_seconds: float | None = None) -> Any:

@@ -241,7 +241,7 @@ def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor | None, said: s
 def test_what_a_loss_of_the_users_must_not_do_is_said(function: Callable[..., object], said: str) -> None:
     student = model().module
     with pytest.raises(DataError, match=said):
-        losses.UserLoss("own:loss", function)(student, student, batch())
+        losses.call_user_loss("own:loss", function, student, student, batch())
 
 
 def test_a_loss_of_the_users_gets_modules_and_arrays_by_name() -> None:
@@ -252,7 +252,7 @@ def test_a_loss_of_the_users_gets_modules_and_arrays_by_name() -> None:
         apart: torch.Tensor = student(batch["image"])["logits"] - teacher(batch["image"])["logits"]
         return apart.square().mean()
 
-    found = losses.UserLoss("own:loss", own)(student, teacher, batch(labels=torch.zeros(6)))
+    found = losses.call_user_loss("own:loss", own, student, teacher, batch(labels=torch.zeros(6)))
     assert found.requires_grad
     assert found.item() > 0
 

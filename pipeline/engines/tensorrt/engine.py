@@ -32,7 +32,7 @@ from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession, profi
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.store.store import default_root
+from enginesmith.pipeline.store.address import default_address
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.tensors import Point, ShapeRange, Signature
@@ -360,7 +360,7 @@ class TensorRT(WorkspaceEngine):
         if self.options.timing_cache:
             return Path(self.options.timing_cache)
         name = f"{here.target}-{here.name.replace(' ', '_')}-{versions.installed_version(self.flavour)}.cache"
-        return default_root() / "timing" / name
+        return default_address().folder / "timing" / name
 
     def facts(self, artifact: Artifact) -> EngineFacts:
         record = manifest.read(artifact.path)

@@ -30,7 +30,7 @@ from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptio
 from enginesmith.pipeline.engines.tensorrt.parser import load_plugins
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, module
 from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, ModelError, SignatureError, UsageError
-from enginesmith.pipeline.store.store import default_root
+from enginesmith.pipeline.store.address import default_address
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import cuda_device, driver
 
@@ -338,7 +338,7 @@ def _attach_kernels(opened: Opened, manifest: EngineManifest, device: Device) ->
     here = cuda_device(device.index)
     model = here.name.replace(" ", "_").replace("/", "_") if here else "unknown"
     name = f"{manifest.sha256[:24]}-{model}-{driver().version}.cache"
-    opened.cache_file = default_root() / _KERNELS / name
+    opened.cache_file = default_address().folder / _KERNELS / name
     opened.cache = opened.config.create_runtime_cache()
     try:
         stored = opened.cache_file.read_bytes()

@@ -111,7 +111,6 @@ class Node:
 
     @property
     def gpus(self) -> int:
-        """Declared GPUs."""
         return int(self.resources.get("GPU", 0))
 
     def fits(self, place: Place | None) -> bool:

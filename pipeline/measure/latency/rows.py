@@ -169,7 +169,6 @@ class LatencyBenchmark:
                 return
 
     def result(self) -> LatencyResult:
-        """Return all rows and samples."""
         return LatencyResult({name: self.rows(name) for name in self._rows}, self._samples)
 
 

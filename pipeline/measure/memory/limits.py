@@ -109,7 +109,6 @@ class HeadroomMonitor:
         self._thread: threading.Thread | None = None
 
     def start(self, worker: Worker) -> None:
-        """Begin to look."""
         self._thread = threading.Thread(target=self._watch, args=(worker.pid,), daemon=True)
         self._thread.start()
 

@@ -113,7 +113,6 @@ class Evaluator:
 
     @cached_property
     def teacher(self) -> float:
-        """The teacher's own metric."""
         return self.work.metric.value(self._theirs, self._theirs, self._labels)
 
     @cached_property

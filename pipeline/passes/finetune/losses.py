@@ -211,34 +211,30 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
     )
 
 
-@dataclass(frozen=True)
-class UserLoss:
-    """A function of the user's: ``(student, teacher, batch)`` with both modules, and arrays by name → a scalar."""
-
-    reference: str
-    function: Callable[..., Any]
-
-    def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
-        values = {**batch.inputs, **({} if batch.labels is None else {"labels": batch.labels})}
-        try:
-            loss = self.function(student.model, teacher.model, values)
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
-            if ran_out(error):
-                raise
-            raise DataError(
-                f"the loss {self.reference} raised {type(error).__name__}: {error}",
-                f"it was given two modules and a batch of {', '.join(values)}",
-            ) from error
-        free = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or free:
-            raise DataError(
-                f"the loss {self.reference} returned {_described(loss)}",
-                "return one number as a tensor that depends on the student's weights",
-            )
-        return loss.reshape(())
+def call_user_loss(
+    reference: str, function: Callable[..., Any], student: NamedForward, teacher: NamedForward, batch: Batch
+) -> Tensor:
+    """Call a function of the user's, ``(student, teacher, batch)`` with both modules, and arrays by name → a scalar."""
+    values = {**batch.inputs, **({} if batch.labels is None else {"labels": batch.labels})}
+    try:
+        loss = function(student.model, teacher.model, values)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
+        if ran_out(error):
+            raise
+        raise DataError(
+            f"the loss {reference} raised {type(error).__name__}: {error}",
+            f"it was given two modules and a batch of {', '.join(values)}",
+        ) from error
+    free = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or free:
+        raise DataError(
+            f"the loss {reference} returned {_described(loss)}",
+            "return one number as a tensor that depends on the student's weights",
+        )
+    return loss.reshape(())
 
 
-def user_loss(reference: str) -> UserLoss:
+def user_loss(reference: str) -> Loss:
     """Load the loss that ``module:function`` or ``file.py:function`` names; that code runs, as the user asked for it.
 
     Raises:
@@ -247,7 +243,7 @@ def user_loss(reference: str) -> UserLoss:
     function = user_code.find(reference, "loss")
     if not callable(function):
         raise DataError(f"the loss {reference} is no function", "give it as module:function or file.py:function")
-    return UserLoss(reference, function)
+    return functools.partial(call_user_loss, reference, function)
 
 
 def _described(value: Any) -> str:

@@ -140,7 +140,6 @@ class Trainer:
 
     @property
     def student(self) -> NamedForward:
-        """The module that learns."""
         return self.models.student.module
 
     def advance(self, *, smaller: bool = True) -> float:
@@ -269,7 +268,6 @@ class Progress(BaseModel, frozen=True):
 
     @property
     def best(self) -> Point:
-        """The point of the best weights."""
         return next(point for point in self.curve if point.step == self.best_step)
 
 
