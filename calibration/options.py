@@ -16,14 +16,14 @@ class DataOptions(BaseModel, frozen=True, extra="forbid"):
         None, description="images: the shorter side in pixels, or [height, width] exactly"
     )
     crop: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
-        None, description="images: size of the center that is cut out after that, in pixels or [height, width]"
+        None, description="images: size of the center to keep after resizing, in pixels or [height, width]"
     )
     rescale: float | None = Field(None, gt=0, description="images: factor for pixels of 0 to 255; 1/255 by default")
     mean: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
-        None, description="images: subtracted after rescaling, one number or one per channel"
+        None, description="images: mean to subtract after rescaling, one number or one per channel"
     )
     std: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
-        None, description="images: divisor after that, one number or one per channel"
+        None, description="images: divisor after subtracting the mean, one number or one per channel"
     )
     tokenizer: Annotated[str | None, Option(_DATA, metavar="PATH")] = Field(
         None, description="texts: a tokenizer.json, or a Hugging Face folder; by default the one beside the texts"

@@ -9,8 +9,8 @@ from enginesmith.pipeline.commands import parameters
 
 _HEAD = """# Commands
 
-Written by `make documents` from the help of each command: `enginesmith COMMAND --help` shows the same, `--help-all` the
-options for special cases, too (*in italics* here). `enginesmith --debug COMMAND` shows the whole
+Written by `make documents` from the help of each command: `enginesmith COMMAND --help` shows the same; `--help-all`
+also shows the options for special cases (*in italics* here). `enginesmith --debug COMMAND` shows the whole
 trace of an error. With `--json` a command writes one JSON document to standard output, and everything else to standard
 error. Exit codes: [stability.md](stability.md#exit-codes). MODEL and the recipe's fields: [recipe.md](recipe.md).
 """

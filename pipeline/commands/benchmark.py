@@ -13,22 +13,22 @@ from enginesmith.pipeline.commands import context, parameters
 @parameters.what_to_load
 @parameters.where_to_run
 @parameters.how_to_measure
-@click.option("--recipe", "recipe_file", type=parameters.PATH, help="Recipe; options change it.")
+@click.option("--recipe", "recipe_file", type=parameters.PATH, help="Recipe file; options override its fields.")
 @click.option(
     "--engine",
     "engines",
     multiple=True,
     type=parameters.EngineName("torch"),
-    help="Measure the baseline's module by this engine too.",
+    help="Measure the reference model with this engine too.",
 )
-@click.option("--precision", "precisions", multiple=True, help="fp32, fp16 or bf16: what those engines cast it to.")
+@click.option("--precision", "precisions", multiple=True, help="Precision for those engines: fp32, fp16 or bf16.")
 @parameters.how_to_work
 def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Measure latency and peak memory of MODELS side by side.
 
-    The first PyTorch model is the baseline, which runs as it is; without one, the first ONNX file.
+    The first PyTorch model, run without changes, is the reference; without one, the first ONNX file.
 
-    With --engine, that PyTorch model is measured in other ways too: --engine eager --engine compiled --precision fp16
+    With --engine, this model is measured with other engines too: --engine eager --engine compiled --precision fp16
 
     Example: enginesmith benchmark net.py:build net.onnx net.engine --batch 1,8,32
     """

@@ -14,7 +14,9 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 @click.option("-o", "--output", type=parameters.PATH, help="Engine file to write.")
 @click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
 @click.option("--check", is_flag=True, help="Only report for which targets it builds; nothing is written.")
-@click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
+@click.option(
+    "--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Engine to build."
+)
 @parameters.what_to_load
 @parameters.how_to_build
 @parameters.where_to_run

@@ -24,7 +24,7 @@ _which = parameters.together(
 @_which
 @parameters.as_json_option
 def cache_list(store: str | None, local: bool, as_json: bool) -> None:
-    """List the kept steps, the latest used first.
+    """List the stored steps, the most recently used first.
 
     Example: enginesmith cache list
     """
@@ -46,14 +46,14 @@ def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
 
 
 @cache.command("prune")
-@click.option("--max-size", metavar="SIZE", help="Keep the latest used up to this size.")
+@click.option("--max-size", metavar="SIZE", help="Keep the most recently used entries, up to this size.")
 @click.option("--max-age", metavar="TIME", help="Remove entries not used for this long: 30d.")
 @_which
 @parameters.as_json_option
 def cache_prune(max_size: str | None, max_age: str | None, store: str | None, local: bool, as_json: bool) -> None:
-    """Remove entries not used lately, and leftovers of killed processes.
+    """Remove old entries, and leftovers of killed processes.
 
-    Other machines lose the entries of a shared store, too: name it with --store.
+    --store names a shared store; the other machines that use it lose the entries, too.
 
     Example: enginesmith cache prune --max-size 5GiB --max-age 30d
     """

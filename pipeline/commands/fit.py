@@ -17,9 +17,9 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
     type=click.FloatRange(0, 1),
     default=0.95,
     show_default=True,
-    help="Share of the full speed that is enough.",
+    help="Share of the full speed that must remain.",
 )
-@click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
+@click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Engine to use.")
 @parameters.what_to_load
 @parameters.how_to_build
 @parameters.how_to_run_engines
@@ -30,9 +30,9 @@ def fit(
 ) -> int:
     """Find the largest batch of MODELS that fits a memory budget.
 
-    TensorRT's builder says what its engines take, without a GPU. For --engine onnxruntime batches are run.
+    TensorRT's builder reports the memory that engines need, without a GPU. For --engine onnxruntime, batches are run.
 
-    For a run directory with a workspace sweep: find the smallest workspace that keeps the speed.
+    For a run directory with a workspace sweep, find the smallest workspace that keeps the speed.
 
     Example: enginesmith fit net.onnx --memory 8GiB --target sm86
     """

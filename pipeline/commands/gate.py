@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @parameters.with_budgets
 @click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
 @click.option("--baseline", type=parameters.PATH, metavar="RUN", help="The run that this one is compared with.")
-@click.option("--tolerance", default="5%", show_default=True, help="By how much a number may be worse than there.")
-@click.option("--update-baseline", is_flag=True, help="If the budgets hold, make RUN the baseline.")
+@click.option("--tolerance", default="5%", show_default=True, help="How much worse than the baseline a number may be.")
+@click.option("--update-baseline", is_flag=True, help="If the budgets are met, make RUN the baseline.")
 @click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
 @click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
@@ -43,12 +43,13 @@ def gate(
     A difference from the baseline without a reliable interval is not judged: with --strict the exit code is 3, too.
     It is 1 if every requested engine failed.
 
-    Budgets are those of the run's recipe, and those given here. A regression is worse than the baseline by more than
-    the tolerance, and for certain: both engines are measured again, side by side, where that can be done.
+    Budgets are those of the run's recipe, and those given here. A regression is a number that is worse than the
+    baseline by more than the tolerance, and statistically significant. Both engines are measured again, side by side,
+    if this machine can run them.
 
     The checks are written to gate.json in RUN, and shown in its report.md (fleet.md) and junit.xml.
 
-    With --update-baseline only the budgets are checked: if they hold, RUN replaces the baseline. The baseline of a
+    With --update-baseline only the budgets are checked: if they are met, RUN replaces the baseline. The baseline of a
     fleet is a fleet, entry by entry.
 
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%

@@ -13,16 +13,16 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 
 @click.command(cls=parameters.Command)
 @parameters.model_argument
-@under(INPUTS, option("--recipe", "recipe_file", type=PATH, help="Recipe; options change it."))
+@under(INPUTS, option("--recipe", "recipe_file", type=PATH, help="Recipe file; options override its fields."))
 @parameters.recipe_options()
 @under(WORK, option("--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
 @under(WORK, option("--replace", is_flag=True, help="Move an earlier run in --out to OUT.1, OUT.2 …"), advanced=True)
 @parameters.how_to_work
 @under(
     WORK,
-    option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
+    option("--only", multiple=True, metavar="PATTERN", help="Fleets: entries to run, such as *@h100; repeatable."),
     option(
-        "--changed-since", type=PATH, metavar="FLEET", help="Fleets: take from that earlier one what has not changed."
+        "--changed-since", type=PATH, metavar="FLEET", help="Fleets: reuse unchanged entries of this earlier fleet."
     ),
 )
 def optimize(

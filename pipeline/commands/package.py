@@ -11,13 +11,13 @@ from enginesmith.pipeline.commands import context, parameters
 @parameters.run_argument
 @click.option("-f", "--format", "form", type=click.Choice(["bundle", "triton"]), required=True, help="What to write.")
 @click.option("-o", "--output", type=parameters.PATH, required=True, help="Folder to write; a new one.")
-@click.option("--variant", metavar="ID", help="Which variant; the run's winner without it.")
-@click.option("--no-samples", is_flag=True, help="Keep no sample of your data in a bundle: make its test vector up.")
+@click.option("--variant", metavar="ID", help="Variant to package; default: the winner.")
+@click.option("--no-samples", is_flag=True, help="Put random input into the bundle, not a sample of your data.")
 @parameters.as_json_option
 def package(run: Path, form: str, output: Path, variant: str | None, no_samples: bool, as_json: bool) -> None:
-    """Package the winner of RUN: a bundle with a script, or for Triton.
+    """Package the winner of RUN as a bundle with a script, or for Triton.
 
-    Everything in it is named by its sha256 in manifest.json. Engines are code: serve only what you trust.
+    manifest.json has the sha256 of every file. Engines are code: serve only what you trust.
 
     Example: enginesmith package runs/digits -f bundle -o digits-bundle
     """

@@ -162,7 +162,7 @@ as_json_option = option("--json", "as_json", is_flag=True, help="Print one JSON 
 model_argument, run_argument, file_argument = (
     *(click.argument("model"), click.argument("run", type=PATH), click.argument("file", type=PATH)),
 )
-store_option = option("--store", metavar="FOLDER|URL", help="Store, which may be shared; default $ENGINESMITH_STORE.")
+store_option = option("--store", metavar="FOLDER|URL", help="Store (cache of results); default $ENGINESMITH_STORE.")
 output_option = option("-o", "--output", type=PATH, required=True, help="File to write.")
 
 what_to_load = recipe_options("inputs", "shapes", "batch", "eval_data", "data_options", "seed", "allow_pickle")
@@ -179,7 +179,7 @@ how_to_measure = recipe_options("measure")
 how_to_work = together(
     under(
         WORK,
-        option("--jobs", type=click.IntRange(1), help="Steps at the same time; default 2, on one core 1."),
+        option("--jobs", type=click.IntRange(1), help="Parallel steps; default 2, on one core 1."),
         option("--no-cache", is_flag=True, help="Do every step again."),
         option("--time-limit", metavar="TIME", help="Stop after this long; what is missing can be resumed."),
         store_option,

@@ -13,7 +13,7 @@ from enginesmith.pipeline.commands import context, parameters
 @parameters.model_argument
 @parameters.output_option
 @click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
-@click.option("--engine", "engines", multiple=True, help="Made for this engine; without it, for all of them.")
+@click.option("--engine", "engines", multiple=True, help="Engine that the graph is for; default: all of them.")
 @parameters.recipe_options("min_sqnr_db")
 @parameters.what_to_load
 @parameters.how_to_export

@@ -10,17 +10,17 @@ from enginesmith.pipeline.commands import context, parameters
 
 @click.command(cls=parameters.Command)
 @parameters.model_argument
-@click.option("-o", "--output", type=parameters.PATH, required=True, help="Folder to write; it is a MODEL.")
+@click.option("-o", "--output", type=parameters.PATH, required=True, help="Folder to write.")
 @click.option(
     "--prune",
     required=True,
     metavar="TARGET",
     help="What is removed: 30% of the channels, macs=-50%, params=-50%, latency=-40%.",
 )
-@click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
+@click.option("--engine", "engines", multiple=True, help="Engine that measures latency=…; default onnxruntime.")
 @click.option("--measure-time", metavar="TIME", help="Longest time for one trial of latency=…, at most 6s.")
-@click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
-@click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
+@click.option("--data", "calibration", metavar="DATA", help="Data for taylor and recovery: embedded set, .npz …")
+@click.option("--samples", type=int, help="Samples that the importance taylor uses; default 128.")
 @parameters.how_to_prune
 @parameters.what_to_load
 @parameters.how_to_work

@@ -16,13 +16,13 @@ from enginesmith.pipeline.commands import context, parameters
     "formats",
     multiple=True,
     type=click.Choice(["html", "md", "junit", "json"]),
-    help="May be repeated; html, md and junit without it.",
+    help="Format; may be repeated; default: html, md and junit.",
 )
 @parameters.as_json_option
 def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bool) -> None:
     """Write the reports of a run or a fleet again.
 
-    They are made of run.json, samples.npz and gate.json in the run directory RUN.
+    They are made from run.json, samples.npz and gate.json in the run directory RUN.
 
     Example: enginesmith report runs/net -f html -o public
     """

@@ -18,9 +18,9 @@ from enginesmith.pipeline.commands import context, parameters
 def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Compare the outputs of an ONNX FILE with those of a model.
 
-    They are compared at the smallest, usual and largest shape.
+    The outputs are compared at the smallest, usual and largest shape.
 
-    Where FILE is a bundle that `package` wrote, check every file's digest and run its test vector.
+    If FILE is a bundle that `package` wrote, check every file's digest and run its test vector.
 
     Example: enginesmith verify net.onnx --against net.py:build; enginesmith verify net-bundle
     """

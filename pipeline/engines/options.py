@@ -48,7 +48,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     workspace: Annotated[
         tuple[str, ...], COMMA_LIST, Option("Building engines", everyday=True, metavar="SIZE,SIZE")
-    ] = Field((), description="TensorRT's workspace limits: 64MiB, max; or sweep")
+    ] = Field((), description="workspace of TensorRT: 64MiB, max; sweep tries many")
     tensorrt: BuildOptions = BuildOptions()
     tensorrt_run: RunOptions = RunOptions()
     eager: ModuleOptions = ModuleOptions()

@@ -32,7 +32,7 @@ class ExportOptions(Part):
         "fused", description="fused keeps the Attention operator of opset 23; decomposed is for engines that refuse it"
     )
     external_data_bytes: Annotated[Annotated[int, Field(ge=0), SIZE], Option("Variants", "--external-data")] = Field(
-        128 << 20, description="weights above this go to a file beside the graph"
+        128 << 20, description="weights above this size go to a file beside the graph"
     )
 
 
@@ -128,13 +128,13 @@ class QuantisationOptions(Part):
         False, description="equalize the ranges of channels across layers, for depthwise networks"
     )
     bias_correction: Annotated[bool, _QUANTISING] = Field(
-        False, description="take the mean error of quantized weights out of the biases"
+        False, description="correct biases by the mean error that quantized weights cause"
     )
     convert_io: Annotated[bool, _QUANTISING] = Field(
         False, description="convert inputs and outputs of fp16 and bf16 graphs, too"
     )
     search_limit_seconds: Annotated[Annotated[float, Field(ge=0), DURATION], Option(_DATA, "--search-limit")] = Field(
-        600.0, description="time for searching which groups stay in floating point"
+        600.0, description="time to search for the groups that stay in floating point"
     )
     search_steps: Annotated[int, _QUANTISING] = Field(
         12, ge=1, le=64, description="largest number of trials in that search"

@@ -52,7 +52,7 @@ class Recipe(EngineOptions, ModelOptions):
         ("fp32",), min_length=1, description=f"precision of the variants: {', '.join(KINDS)}"
     )
     batch: Annotated[tuple[int, ...], COMMA_LIST, Option(_INPUTS, everyday=True, metavar="N,N")] = Field(
-        (1, 8), min_length=1, description="batch sizes to measure, or sweep"
+        (1, 8), min_length=1, description="batch sizes to measure; sweep: larger until one does not fit"
     )
     simplify: Annotated[bool, Option("Variants", "--no-simplify")] = Field(True, description="clean the exported graph")
     passes: Annotated[tuple[str, ...], Option("Variants", "--pass", metavar="NAME")] = Field(
@@ -64,7 +64,7 @@ class Recipe(EngineOptions, ModelOptions):
         description="calibration data for ranges and recovery: an embedded set, .npz, .safetensors, images, texts …",
     )
     samples: Annotated[int, Option(_DATA, everyday=True)] = Field(
-        128, gt=0, description="samples of the calibration data that are used"
+        128, gt=0, description="samples of the calibration data to use"
     )
     synthetic_calibration: Annotated[bool, Option(_DATA)] = Field(
         False,

@@ -51,7 +51,7 @@ class BuildOptions(BaseModel, frozen=True, extra="forbid"):
     profiles: Annotated[tuple[str, ...], Option(_BUILDING, "--optimization-profile", metavar="DIM=MIN:OPT:MAX,…")] = (
         Field((), description="more optimization profiles: batch=1:1:1,seq=1:128:128; tried before the whole range")
     )
-    host_code: _Switch = Field(False, description="load engines that contain code for the host, too")
+    host_code: _Switch = Field(False, description="also load engines that contain code for the CPU")
 
     @field_validator("tiling", mode="before")
     @classmethod
@@ -72,7 +72,8 @@ class RunOptions(BaseModel, frozen=True, extra="forbid"):
         False, description="let all engines of a process work in one buffer for activations, one at a time"
     )
     weight_streaming_budget: Annotated[Annotated[int, Field(ge=0), SIZE] | None, _ADVANCED] = Field(
-        None, description="streamed weights kept on the device; for engines built with weight_streaming"
+        None,
+        description="size of the streamed weights that stay on the device; for engines built with weight_streaming",
     )
     kernel_cache: bool = Field(True, description="keep the kernels that TensorRT-RTX compiles at a first run")
 
