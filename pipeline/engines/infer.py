@@ -131,12 +131,12 @@ def main():
         model = Model()
         feeds = {name: np.load(file) for name, _, file in (text.partition("=") for text in given.input)}
         answers, wrong = (model(feeds), []) if feeds else model.check()
+        if given.output:
+            np.savez(given.output, **answers)
     except Exception as error:  # noqa: BLE001 - onnxruntime's own have no common class
         sys.exit(f"error: {error}")
     for name, value in answers.items():
         print(name, value.dtype, value.shape, value if feeds else "differs" if name in wrong else "matches")
-    if given.output:
-        np.savez(given.output, **answers)
     if wrong:
         sys.exit(f"error: {', '.join(wrong)} does not match the test vector")
     if not feeds:

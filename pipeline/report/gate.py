@@ -81,8 +81,9 @@ def summarize(gate: Gate | FleetGate) -> str:
 
 def render(gate: Gate | FleetGate) -> str:
     """Render a gate as a section of Markdown, with checks that fail first."""
-    word = "failed" if gate.exit_code else "passed" if gate.passed else "not all judged"
     rows = sorted(tabulate(gate), key=lambda row: (not row[1].fails, row[1].passed))
+    word = ("passed" if rows else "nothing to judge") if gate.passed else "not all judged"
+    word = "failed" if gate.exit_code else word
     cells = [
         {
             "check": f"{entry} {name_check(check)}".strip(),

@@ -150,11 +150,14 @@ def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     """Fail a variant that was not measured or must not be used, whatever its numbers are, and judge its budgets."""
     if reason := why_ineligible(after.record):
         yield GateCheck(name="status", against="run", state="failed", text=reason)
-    sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
-    for verdict in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
+    eager, sqnr = after.record.id == after.run.baseline.id, demands.min_sqnr_db
+    if eager and sqnr is not None:
+        text = "fidelity has no SQNR: eager is what the variants are compared with"
+        yield GateCheck(name="min_sqnr_db", against="budget", state="passed", text=text, limit=sqnr)
+    for verdict in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, None if eager else sqnr):
         state: CheckState = "passed" if verdict.passed else "unjudged" if verdict.actual is None else "failed"
-        advice = _advise_on_p99(after) if verdict.budget == "max_p99_ms" else ""
-        common = {"text": verdicts.format_verdict(verdict) + advice, "limit": verdict.limit, "actual": verdict.actual}
+        text = verdicts.format_verdict(verdict) + (_advise_on_p99(after) if verdict.budget == "max_p99_ms" else "")
+        common = {"text": text, "limit": verdict.limit, "actual": verdict.actual}
         yield GateCheck.model_validate({"name": verdict.budget, "against": "budget", "state": state, **common})
 
 

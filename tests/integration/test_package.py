@@ -58,6 +58,8 @@ def test_a_bundle_answers_elsewhere(bundle: Path, cli: Cli, tmp_path: Path) -> N
         np.save(tmp_path / "x.npy", np.zeros((3, 1, 8, 8), np.float32))
         asked = infer(bundle, "--input", f"image={tmp_path / 'x.npy'}", "--output", tmp_path / "y.npz")
         assert "(3, 10)" in asked.stdout, asked.stderr
+        nowhere = infer(bundle, "--output", tmp_path / "no folder" / "y.npz")
+        assert (nowhere.returncode, nowhere.stderr.count("\n")) == (1, 1), "one sentence, no traceback"
         assert np.load(tmp_path / "y.npz")["logits"].shape == (3, 10)
         usage = infer(bundle, "--help")
         assert (usage.returncode, "--input NAME=FILE.npy" in usage.stdout) == (0, True), usage.stderr

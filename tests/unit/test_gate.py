@@ -89,6 +89,17 @@ def test_a_budget_whose_number_is_unknown_is_not_judged_and_fails_the_gate(tmp_p
     assert found.breaches[0].text == "accuracy drop is unknown (no labels), and has to be at most 0.1000"
 
 
+def test_eager_meets_any_limit_of_fidelity(tmp_path: Path) -> None:
+    found = gate.gate(write(tmp_path / "run", winner="eager"), replace(demands(), min_sqnr_db=20))
+    assert (judged(found), found.exit_code) == ({"min_sqnr_db": True}, 0)
+    assert found.cautions == (), "it was judged"
+
+
+def test_a_gate_without_checks_is_not_called_passed(tmp_path: Path) -> None:
+    assert said("gate", str(write(tmp_path / "run", record())))[0] == 0
+    assert "## Gate: nothing to judge" in (tmp_path / "run" / "report.md").read_text()
+
+
 SHORT = {"batch": 1, "p50_ms": 1.0, "n": 331, "reasons": {"p99_ms": "p99 takes 662 samples, and there are 331"}}
 
 
