@@ -123,7 +123,16 @@ COMMA_LIST = _of_text(lambda text: [part.strip() for part in text.split(",")])
 """Annotates lists that may be written as ``1,8,64``."""
 SIZE = _of_text(parse_bytes)
 DURATION = _of_text(parse_seconds)
-_MILLISECONDS = _of_text(lambda text: parse_seconds(text) * 1e3)
+
+
+def _parse_milliseconds(text: str) -> float:
+    """Read milliseconds. A number alone is refused: seconds are meant elsewhere, and 5 s is no limit for 5 ms."""
+    if _split(text, "duration", "5ms or 1s")[1] == "":
+        raise UsageError(f"{text!r} has no unit", f"write {text}ms or {text}s")
+    return parse_seconds(text) * 1e3
+
+
+_MILLISECONDS = _of_text(_parse_milliseconds)
 METAVARS = {SIZE: "SIZE", DURATION: "TIME", _MILLISECONDS: "TIME"}
 """Unit → word of ``--help`` for a value in it."""
 

@@ -97,6 +97,9 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
         *(_check_regressions(before, after, demands) if before else ()),
     ]
     if demands.strict:
+        if not checks:
+            text = "nothing was judged: there is no budget and no baseline"
+            checks = [GateCheck(name="budgets", against="run", state="unjudged", text=text)]
         checks = [check.model_copy(update={"required": True}) for check in checks]
     return Gate(
         run=str(folder),

@@ -273,6 +273,11 @@ def find_record(run: Run, name: str) -> VariantRecord:
     raise UsageError(f"the run has no variant {name!r}", f"did you mean {' or '.join(near)}?")
 
 
+def has_results(run: Run) -> bool:
+    """Tell whether anything was built or measured, eager included."""
+    return any(record.status in ("measured", "built") for record in run.records)
+
+
 def list_losses(before: Run, after: Run) -> list[str]:
     """List the results of usable variants that a run has and a later state of it lacks, with the variant's reason.
 

@@ -52,7 +52,9 @@ class RunDirectory:
         self._sampled = ""
         """Digest of the latency measurement whose samples are in the folder."""
         _restore_engines(folder)
-        self._before = before = runs.read(folder) if (folder / "run.json").exists() else None
+        before = runs.read(folder) if (folder / "run.json").exists() else None
+        before = before if before and before.recipe == recipe else None  # one of another recipe has no results
+        self._before = before
         """The run as an earlier process left it; None once this one has all of its results."""
         self.losses: list[str] = []
         """Results of that run which are not there again yet."""
@@ -191,7 +193,8 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
         with storage_errors(f"the run directory {out}"):
             (out / "logs").mkdir(exist_ok=True)
             (out / "variants").mkdir(exist_ok=True)
-        if (out / "run.json").exists() and runs.read(out).recipe != recipe:
+        before = runs.read(out) if (out / "run.json").exists() else None
+        if before and before.recipe != recipe and runs.has_results(before):
             raise UsageError(
                 f"{out} holds a run of another recipe",
                 f"choose another --out, move that run away with --replace, or continue it: `enginesmith resume {out}`",

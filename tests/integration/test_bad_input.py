@@ -430,6 +430,7 @@ def test_a_run_at_work_keeps_others_out(cli, folder: Path) -> None:
 
 
 def test_a_folder_that_holds_another_run_is_left_alone(cli, folder: Path) -> None:
+    assert cli(*completed("optimize net.py:buidl")).code == 2  # it leaves no result, and so does not stop the next
     assert cli(*completed("optimize net.py:build")).code == 0
     before = (folder / "out" / "run.json").read_bytes()
     answer = cli(*completed("optimize net.py:build --batch 3"))

@@ -96,8 +96,10 @@ def test_eager_meets_any_limit_of_fidelity(tmp_path: Path) -> None:
 
 
 def test_a_gate_without_checks_is_not_called_passed(tmp_path: Path) -> None:
-    assert said("gate", str(write(tmp_path / "run", record())))[0] == 0
+    words = "gate", str(write(tmp_path / "run", record()))
+    assert said(*words)[0] == 0
     assert "## Gate: nothing to judge" in (tmp_path / "run" / "report.md").read_text()
+    assert said(*words, "--strict")[0] == 3
 
 
 SHORT = {"batch": 1, "p50_ms": 1.0, "n": 331, "reasons": {"p99_ms": "p99 takes 662 samples, and there are 331"}}

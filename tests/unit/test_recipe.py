@@ -37,6 +37,9 @@ def test_sizes_and_durations_may_be_text() -> None:
     )
     assert (recipe.budgets.max_memory_bytes, recipe.budgets.max_latency_ms) == (2 << 30, pytest.approx(5.0))
     assert (recipe.measure.seconds, recipe.export.external_data_bytes) == (60, 1024)
+    assert make({"model": "digits", "budgets": {"max_p99_ms": 5}}).budgets.max_p99_ms == 5
+    with pytest.raises(UsageError, match="'5' has no unit"):  # seconds or milliseconds?
+        make({"model": "digits", "budgets": {"max_latency_ms": "5"}})
 
 
 def test_repeated_choices_count_once() -> None:

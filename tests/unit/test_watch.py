@@ -178,7 +178,7 @@ def test_what_is_there_or_cannot_be_known_is_let_through_and_not_run(name: str) 
         ("own_cod.py:loss", "there is no file own_cod.py", "check the path"),
         ("own_cod:loss", "there is no module 'own_cod'", "give the loss as module:function or file.py:function"),
         ("own_code.inner:loss", "there is no module 'own_code.inner'", "give the loss as module:function"),
-        ("own_broken:loss", "invalid syntax", "mend it"),
+        ("own_broken:loss", "invalid syntax", "fix it"),
     ],
 )
 def test_what_is_not_there_is_said(name: str, said: str, remedy: str) -> None:
