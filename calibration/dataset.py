@@ -197,7 +197,7 @@ def open_dataset(
                 f"{found.name} has no labels {missing[0]!r}; it holds {', '.join(map(repr, found.arrays))}",
                 "name one of them with --labels, several as --labels A,B, or omit it",
             )
-    feeds = check_arrays(found.name, arrays, inputs)
+    feeds = check_arrays(found.name, arrays, inputs, [key for key in options.label_keys if key in own])
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)

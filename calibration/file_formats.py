@@ -28,13 +28,17 @@ _LIKELY_LABELS = ("label", "y", "target", "targets", "class", "classes", LABELS)
 _REAL = "give samples like those that the model will see"
 
 
-def check_arrays(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> dict[str, Rows]:
+def check_arrays(
+    source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec], labels: Sequence[str] = ()
+) -> dict[str, Rows]:
     """Check arrays, and return them in the order of ``inputs``, cast where that is safe.
+
+    ``labels`` are the names of labels that were asked for and are there.
 
     Raises:
         DataError: names ``source`` and says what was given, what was expected, and what to do.
     """
-    _check_names(source, arrays, [spec.name for spec in inputs])
+    _check_names(source, arrays, [spec.name for spec in inputs], labels)
     feeds: dict[str, Rows] = {}
     sizes: dict[str, int] = {}
     for spec in inputs:
@@ -54,22 +58,28 @@ def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec],
     """
     wanted = [spec.name for spec in inputs]
     if wanted:
-        _check_names(source, {*names} - ({*(labels or [LABELS])} - {*wanted}), wanted)
+        given = {*names}
+        right = [name for name in labels if name in given and name not in wanted]
+        _check_names(source, given - ({*(labels or [LABELS])} - {*wanted}), wanted, right)
 
 
-def _check_names(source: str, names: Iterable[str], wanted: Sequence[str]) -> None:
+def _check_names(source: str, names: Iterable[str], wanted: Sequence[str], labels: Sequence[str]) -> None:
     if set(names) != set(wanted):
         raise DataError(
             f"{source} holds {_join(names)}, and the model takes {_join(wanted)}",
-            _likely_labels(names, wanted)
+            _likely_labels(names, wanted, labels)
             + "name the arrays after the model's inputs, and leave out what is neither an input nor the labels",
         )
 
 
-def _likely_labels(given: Iterable[str], wanted: Sequence[str]) -> str:
-    """Suggest the array that may hold the labels, where all inputs are there: of a usual name, or the only other."""
+def _likely_labels(given: Iterable[str], wanted: Sequence[str], labels: Sequence[str]) -> str:
+    """Suggest arrays that may hold labels, where all inputs are there; ``labels`` were named already."""
     others = sorted({*given} - {*wanted}) if {*wanted} <= {*given} else []
     likely = [name for name in _LIKELY_LABELS if name in others] or (others if len(others) == 1 else [])
+    if labels and others:
+        return f"did you mean --labels {','.join([*labels, *others])}? Else "
+    if others and not likely:
+        return f"if some hold labels, name them, as --labels {','.join(others)}. Else "
     return f"did you mean --labels {likely[0]}? Else " if likely else ""
 
 

@@ -66,7 +66,9 @@ def check_reference(text: str, what: str) -> None:
     names, first = _list_names(path, what), name.partition(".")[0]
     if names is not None and first not in names:
         near = difflib.get_close_matches(first, names, n=1)
-        remedy = f"did you mean {place}:{near[0]}?" if near else f"give the {what} as module:function"
+        functions = re.findall(r"^(?:async )?def ([A-Za-z]\w*)", path.read_text(), re.MULTILINE)
+        listed = f"; {path.name} has {', '.join(functions)}" if functions else ""
+        remedy = f"did you mean {place}:{near[0]}?" if near else f"give the {what} as module:function{listed}"
         raise DataError(f"{place} has no function {name!r}", remedy)
 
 

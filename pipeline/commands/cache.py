@@ -28,9 +28,13 @@ def cache_list(store: str | None, local: bool, as_json: bool) -> None:
 
     Example: enginesmith cache list
     """
+    from enginesmith.pipeline.units import format_bytes
     from enginesmith.pipeline.workflows import inspect
 
-    context.terminal().show_table(inspect.cached(_opened(store, local)), as_json)
+    opened = _opened(store, local)
+    context.terminal().show_table(inspect.cached(opened), as_json)
+    if not as_json:
+        click.echo(f"total: {format_bytes(opened.size())}")
 
 
 @cache.command("verify")
@@ -46,7 +50,7 @@ def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
 
 
 @cache.command("prune")
-@click.option("--max-size", metavar="SIZE", help="Keep the most recently used entries, up to this size.")
+@click.option("--max-size", metavar="SIZE", help="Keep what was used most recently, up to this size.")
 @click.option("--max-age", metavar="TIME", help="Remove entries not used for this long: 30d.")
 @_which
 @parameters.as_json_option
@@ -59,25 +63,32 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
     """
     from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.store.address import default_address
-    from enginesmith.pipeline.units import parse_bytes, parse_seconds
+    from enginesmith.pipeline.store.manifest import SMALL_FILE
+    from enginesmith.pipeline.units import format_bytes, parse_bytes, parse_seconds
 
     if store is None and not local and default_address().url:
         raise UsageError(
             f"$ENGINESMITH_STORE is {default_address().text}, which others use, too",
             "say which one: --local for what this machine keeps of it, --store URL for the store itself",
         )
-    removed = _opened(store, local).prune(
+    opened = _opened(store, local)
+    removed = opened.prune(
         max_bytes=parse_bytes(max_size) if max_size else None,
         max_age_seconds=parse_seconds(max_age) if max_age else None,
     )
-    freed = sum(entry.bytes for entry in removed)
-    context.terminal().show_facts({"removed": len(removed), "freed_bytes": freed}, as_json)
+    files = sum(entry.kind == SMALL_FILE for entry in removed)
+    sizes = {"freed": sum(entry.bytes for entry in removed), "left": opened.size()}
+    facts: dict[str, object] = {"removed": len(removed) - files, "removed_files": files}
+    facts |= {f"{key}_bytes" if as_json else key: n if as_json else format_bytes(n) for key, n in sizes.items()}
+    context.terminal().show_facts(facts, as_json)
 
 
 def _opened(store: str | None, local: bool) -> "Store":
+    from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.store.address import default_address, parse_address
     from enginesmith.pipeline.store.store import Store
 
-    if not local:
-        return Store(store, make=False)
-    return Store((parse_address(store) if store else default_address()).folder, make=False)
+    address = parse_address(store) if store else default_address()
+    if store and not address.url and not (address.folder / "objects").is_dir():
+        raise UsageError(f"there is no store in {address.folder}", "check the path of --store")
+    return Store(address.folder if local else address.text, make=False)

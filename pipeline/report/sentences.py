@@ -1,8 +1,6 @@
 """Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
 variant."""
 
-import math
-import re
 from collections.abc import Iterator
 
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
@@ -16,7 +14,6 @@ from enginesmith.pipeline.units import format_bytes, ms
 _MOST_NAMED = 3
 LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
-_MARGIN = 1.2
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
 
@@ -35,10 +32,7 @@ def _explain_p99(run: Run) -> Iterator[str]:
     rows = [row for record in run.records for row in record.latency if row.p50_ms and row.n and row.p99_ms is None]
     if rows:
         row, least = min(rows, key=lambda row: row.n or 0), SAMPLE_FLOORS[99.0]
-        remedy = "a smaller --precision-target"
-        if limit := re.search(r"time limit of ([\d.]+) s", row.stopped_because or ""):
-            seconds = _MARGIN * float(limit[1]) * least / (row.n or 1)
-            remedy = f"--measure-time {5 * math.ceil(seconds / 5)}s"
+        remedy = f"{verdicts.options_for_more(run, row, least / (row.n or 1))} --replace"
         yield f"no p99 (–): it needs {least} calls, and there were as few as {row.n}; {remedy} should be enough"
 
 

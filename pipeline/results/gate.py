@@ -5,7 +5,6 @@ too imprecise is not judged, which is neither passed nor failed. The gate fails 
 from the baseline that is within the tolerance by its estimate alone; ``strict`` fails on that, too.
 """
 
-import math
 import re
 import shutil
 import tempfile
@@ -164,26 +163,16 @@ def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
         yield GateCheck.model_validate({"name": verdict.budget, "against": "budget", "state": state, **common})
 
 
-_LONGER = 1.5
-"""Share of measuring time to advise beyond what the number of samples or launches asks for."""
-
-
 def _advise_on_p99(stored: Stored) -> str:
     """Name the command that measures enough samples for a p99; empty where that is not what is missing."""
     row, floor = stored.record.row(stored.run.deciding_batch), SAMPLE_FLOORS[99.0]
     if row is None or row.p99_ms is not None or not row.n:
         return ""
-    options = ""
-    if (row.stopped_because or "").startswith("every median"):  # more time alone would not be used
-        target = stored.run.recipe.measure.precision * math.sqrt(row.n / floor) / _LONGER
-        options = f" --precision-target {target:.2g}"
-    return f"; measure for longer: {_command(stored, floor / row.n, options)}"
+    return f"; measure for longer: {_command(stored, verdicts.options_for_more(stored.run, row, floor / row.n))}"
 
 
-def _command(stored: Stored, factor: float, options: str = "") -> str:
-    seconds = math.ceil(stored.run.recipe.measure.seconds * max(factor * _LONGER, 1.0))
-    words = f"--measure-time {seconds}s{options} --out {stored.folder} --replace"
-    return f"`enginesmith optimize {stored.run.model.source} … {words}`"
+def _command(stored: Stored, options: str) -> str:
+    return f"`enginesmith optimize {stored.run.model.source} … {options} --out {stored.folder} --replace`"
 
 
 def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
@@ -257,9 +246,10 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
         ratio = Interval(median=change.median, low=change.low, high=change.high)
         return _judge_ratio(ratio, before_ms, after_ms, demands.tolerance, basis)
     advice = [
-        f"measure the {which} again for longer: {_command(side, LEAST_LAUNCHES / (row.launches or 1))}"
+        f"measure the {which} again for longer: {_command(side, option)}"
         for which, side, row in (("baseline", before, rows[0]), ("run", after, rows[1]))
         if row and (row.launches or 0) < LEAST_LAUNCHES
+        for option in [verdicts.options_for_more(side.run, row, LEAST_LAUNCHES / (row.launches or 1))]
     ]
     text = "; ".join([f"latency is {change.median - 1:+.1%} of the baseline's by its estimate alone", basis, *advice])
     common = {"before": before_ms, "actual": after_ms, "basis": basis}

@@ -6,16 +6,33 @@ A variant cannot be used if nothing of it is in the precision that it is called 
 win only if it is measurably faster than its dense sibling, for a loss that is allowed. What is unknown keeps no budget.
 """
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from enginesmith.pipeline.engines import BASELINES
 from enginesmith.pipeline.errors import WrongEngine
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.recipe.options import Budgets, Objective
 from enginesmith.pipeline.results.explain import find_shortfall
 from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.units import format_bytes, format_seconds
+
+_LONGER = 1.5
+"""Factor of measuring time to advise beyond what the number of samples or launches asks for."""
+
+
+def options_for_more(run: Run, row: LatencyRow, factor: float) -> str:
+    """Name the options that measure ``factor`` times as many samples or launches as the row has."""
+    limit, factor = re.search(r"time limit of ([\d.]+) s", row.stopped_because or ""), max(factor * _LONGER, 1.0)
+    seconds = factor * (float(limit[1]) if limit else run.recipe.measure.seconds)
+    option = f"--measure-time {5 * math.ceil(seconds / 5)}s"
+    if (row.stopped_because or "").startswith("every median"):  # more time alone would not be used
+        option += f" --precision-target {run.recipe.measure.precision / math.sqrt(factor * _LONGER):.2g}"
+    return option
+
 
 # Budgets, with one row for each.
 
@@ -329,7 +346,8 @@ def select_winner(
         return Selection(None, f"no variant meets every budget; of the best, {ranked[0].id}, {missed}", pareto, best)
     waiting = [record for record in records if record.status == "built" and record.reason]
     if waiting:
-        left = f"{len(waiting)} variants are built and not measured: {waiting[0].reason}"
+        are = "variant is" if len(waiting) == 1 else "variants are"
+        left = f"{len(waiting)} {are} built and not measured: {waiting[0].reason}"
         return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
     return Selection(None, explain_failure(requested) or f"nothing was measured that has a {objective}", pareto, ())
 

@@ -62,6 +62,8 @@ DAY_SECONDS = 86400.0
 """Time between two notes of a use in a shared store."""
 UNFINISHED = "unfinished"
 """The kind of an entry with partial work of a step."""
+SMALL_FILE = "file"
+"""The kind of a file beside the entries, which is made again when it is needed."""
 
 
 class Manifest(BaseModel, frozen=True):

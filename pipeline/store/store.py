@@ -19,9 +19,10 @@ import fcntl
 import os
 import platform
 import shutil
-import time
+import stat
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
@@ -30,6 +31,7 @@ from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord, export_candidate, publish_candidate
 from enginesmith.pipeline.store.manifest import (
     MANIFEST,
+    SMALL_FILE,
     UNFINISHED,
     Entry,
     Manifest,
@@ -43,6 +45,9 @@ from enginesmith.pipeline.store.manifest import (
 from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.retry import notify
 from enginesmith.pipeline.tensors import Signature
+
+_SMALL_FILES = ("reads", "timing", "kernels")
+"""Folders of files that are made again when they are needed; TensorRT's timings and kernels are in the last two."""
 
 
 class Store:
@@ -227,12 +232,16 @@ class Store:
         for path in self.root.glob(f"objects/*/*/{MANIFEST}"):
             folder = path.parent
             with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
-                entries.append(entry_of(folder.name, _read(folder), folder.stat().st_mtime))
+                entry = entry_of(folder.name, _read(folder), folder.stat().st_mtime)
+                entries.append(replace(entry, bytes=_measure(folder)))
         for folder in self.root.glob("begun/*"):
             with contextlib.suppress(FileNotFoundError):  # its step has ended meanwhile
-                total = sum((folder / name).stat().st_size for name in files_below(folder))
-                entries.append(Entry(folder.name, "unfinished", UNFINISHED, total, folder.stat().st_mtime))
+                entries.append(Entry(folder.name, "unfinished", UNFINISHED, _measure(folder), folder.stat().st_mtime))
         return sorted(entries, key=lambda entry: -entry.used)
+
+    def size(self) -> int:
+        """Measure all files in the folder of the store, or the entries of a shared store, in bytes."""
+        return _measure(self.root) if self._shared is None else sum(entry.bytes for entry in self.entries())
 
     def verify(self) -> list[str]:
         """Hash every file of every entry; remove the damaged entries and return their keys."""
@@ -247,22 +256,27 @@ class Store:
         return damaged
 
     def prune(self, *, max_bytes: int | None = None, max_age_seconds: float | None = None) -> list[Entry]:
-        """Remove entries not used for so long, then the least recently used until the rest fits; return them.
+        """Remove entries and small files not used for so long, then the least recently used until the rest fits.
 
-        The workspaces of killed processes, and candidates not looked up for so long, go as well.
+        Returns them. The lists that are older than every entry are those of entries that are gone, and go first. The
+        workspaces of killed processes are removed as well.
         """
         if self._shared is not None:
             return self._shared.prune(max_bytes, max_age_seconds)
-        removed = prune_entries(self.entries(), self._try_remove, max_bytes, max_age_seconds)
+        entries = sorted((*self.entries(), *self._small_files()), key=lambda entry: -entry.used)
+        removed = prune_entries(entries, self._try_remove, max_bytes, max_age_seconds)
         self._remove_abandoned()
-        if max_age_seconds is None:
-            return removed
-        for path in self.root.glob("reads/*/*.json"):
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < time.time() - max_age_seconds:
-                    path.unlink()
-                    path.parent.rmdir()
         return removed
+
+    def _small_files(self) -> Iterator[Entry]:
+        """Yield the files beside the entries that are made again when they are needed, but those being written."""
+        for folder in _SMALL_FILES:
+            for path in (self.root / folder).rglob("[!.]*"):
+                with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
+                    if stat.S_ISREG((status := path.lstat()).st_mode):
+                        yield Entry(
+                            str(path.relative_to(self.root)), folder, SMALL_FILE, status.st_size, status.st_mtime
+                        )
 
     def stop(self) -> None:
         """Wait no longer for a shared store that cannot be reached: present and later calls fail."""
@@ -336,6 +350,12 @@ class Store:
 
     def _try_remove(self, entry: Entry) -> bool:
         """Remove an entry and return whether it could be: partial work that a process is at stays."""
+        if entry.kind == SMALL_FILE:
+            path = self.root / entry.key
+            with contextlib.suppress(OSError):  # it is gone, or its folder has other files
+                path.unlink()
+                path.parent.rmdir()
+            return not path.exists()
         if entry.kind != UNFINISHED:
             shutil.rmtree(self._folder(entry.key), ignore_errors=True)
             return True
@@ -352,6 +372,16 @@ class Store:
             owner, _, host = folder.name.rpartition("-")[0].partition("@")
             if host == platform.node() and not Path("/proc", owner).exists():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure(folder: Path) -> int:
+    """Measure all files below a folder, in bytes."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
+                total += Path(parent, name).lstat().st_size
+    return total
 
 
 def _read(folder: Path) -> Manifest | None:

@@ -127,7 +127,8 @@ class Latency(_Measurement):
         np.savez_compressed(out / SAMPLES, **result.samples)  # type: ignore[arg-type]
         failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
         measured = sorted({row.batch for rows in result.rows.values() for row in rows})
-        summary = f"{len(candidates)} variants at batch {', '.join(map(str, measured))}"
+        variants = "variant" if len(candidates) == 1 else "variants"
+        summary = f"{len(candidates)} {variants} at batch {', '.join(map(str, measured))}"
         return Effect(file=RECORDS, summary="; ".join([summary, *failed]), incomplete=bool(failed))
 
 

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from enginesmith.calibration.dataset import Dataset, embedded, open_dataset, synthetic
+from enginesmith.calibration.file_formats import Request, check_readable
 from enginesmith.calibration.lazy_arrays import Cast, Picked
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.errors import DataError, SignatureError
@@ -248,6 +249,18 @@ class TestOpen:
     def test_the_key_that_may_hold_the_labels_is_named(self, saved, name):
         with pytest.raises(DataError, match=f"'{name}'.*\n.*did you mean --labels {name}"):
             open_dataset(saved(**{"image": rows(), name: np.arange(5)}), IMAGE)
+
+    @pytest.mark.parametrize(
+        ("labels", "advice"),
+        [("category", "did you mean --labels category,score"), ("", "name them, as --labels category,score")],
+    )
+    def test_several_arrays_that_may_hold_labels_are_named(self, saved, labels, advice):
+        place = saved(image=rows(), score=np.arange(5), category=np.arange(5))
+        options = DataOptions(labels=labels or None)
+        request = Request(IMAGE, "test", options)
+        for check in (lambda: open_dataset(place, IMAGE, options=options), lambda: check_readable(place, request)):
+            with pytest.raises(DataError, match=advice):
+                check()
 
     def test_labels_that_are_asked_for_and_not_there(self, saved):
         place, options = saved(image=rows()), DataOptions(labels="y")

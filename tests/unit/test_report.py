@@ -99,7 +99,13 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
 
 @pytest.mark.parametrize(
     ("stopped", "remedy"),
-    [("the time limit of 18 s, 3 times what was asked for", "--measure-time 160s"), ("±2%", "a smaller --precision-t")],
+    [
+        ("the time limit of 18 s, 3 times what was asked for", "--measure-time 200s --replace should"),
+        (
+            "every median's 95 % interval is within ±2%",
+            "--measure-time 225s --precision-target 0.0049 --replace should",
+        ),
+    ],
 )
 def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy: str) -> None:
     row = LatencyRow(batch=1, n=90, p50_ms=1.0, stopped_because=stopped)

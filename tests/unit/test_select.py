@@ -71,7 +71,7 @@ def test_eager_alone_is_no_result_of_requested_engines() -> None:
             == "every requested engine failed: fast: quality-fast: the metric raised KeyError (and 1 more)"
         )
     built = FAST.model_copy(update={"status": "built", "reason": "no GPU"})
-    assert select_winner([EAGER, built, failed], Budgets(), "latency", 1).reason.startswith("1 variants are built")
+    assert select_winner([EAGER, built, failed], Budgets(), "latency", 1).reason.startswith("1 variant is built")
     assert select_winner([EAGER], Budgets(), "latency", 1).winner == "eager", "nothing else was requested"
 
 

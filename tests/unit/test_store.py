@@ -2,13 +2,16 @@
 
 import contextlib
 import errno
+import json
 import os
 import platform
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from enginesmith.cli import main
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.store import inputs
@@ -117,8 +120,29 @@ def test_prune_removes_what_was_not_used_lately(store: Store) -> None:
     for age, key in ((3, "ab" * 32), (2, "cd" * 32), (1, "ef" * 32)):
         os.utime(store.root / "objects" / key[:2] / key, (now - age * 1000,) * 2)
     assert [entry.key for entry in store.prune(max_age_seconds=2500)] == ["ab" * 32]
-    assert [entry.key for entry in store.prune(max_bytes=6)] == ["cd" * 32]
+    assert [entry.key for entry in store.prune(max_bytes=store.size() - 1)] == ["cd" * 32]
     assert [entry.key for entry in store.entries()] == ["ef" * 32]
+
+
+def test_prune_counts_and_removes_small_files_too(store: Store) -> None:
+    put(store, key := "ab" * 32)
+    now = time.time()
+    files = {"reads/x/gone.json": 9, "timing/sm86.cache": 5, "kernels/k.cache": 3, "reads/y/new.json": 0}
+    for name, age in files.items():
+        (store.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (store.root / name).write_bytes(b"x" * 1000)
+        os.utime(store.root / name, (now - age * 1000,) * 2)
+    os.utime(store.root / "objects/ab" / key, (now - 4000,) * 2)
+    prune = ["cache", "prune", "--json", "--store", str(store.root), "--max-size"]
+    limit = store.size() - 1500  # the list of an entry that is gone is removed first
+    facts = json.loads(CliRunner().invoke(main, [*prune, f"{limit}B"]).output)
+    assert facts == {"removed": 0, "removed_files": 2, "freed_bytes": 2000, "left_bytes": limit - 500}
+    assert [entry.key for entry in store.prune(max_bytes=2500)] == [key]
+    assert "total: 1.95 KiB" in CliRunner().invoke(main, ["cache", "list", "--store", str(store.root)]).output
+    told = CliRunner().invoke(main, [*prune[:2], *prune[3:], "0B"]).output
+    assert told == "removed: 0\nremoved_files: 2\nfreed: 1.95 KiB\nleft: 0 B\n"
+    wrong = CliRunner().invoke(main, ["cache", "list", "--store", str(store.root / "reads")])
+    assert (wrong.exit_code, "there is no store in" in wrong.output) == (2, True)
 
 
 def test_opening_clears_up_after_dead_processes_of_this_machine_only(store: Store) -> None:

@@ -189,7 +189,7 @@ def test_the_builder_gets_a_target(engine: TensorRT, here: CudaDevice | None, ex
     ("engine", "here", "error", "message"),
     [
         (TensorRTRTX(), None, UsageError, "needs a target"),
-        (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'"),
+        (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'\n.*docs/tensorrt.md"),
         (TensorRTRTX(), HOPPER, MissingCapability, "no target sm90 \\(NVIDIA H100\\)"),
         (TensorRT(target="sm86"), None, UsageError, "builds for the device that is here"),
         (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),

@@ -143,6 +143,7 @@ try:
     def loss(student, teacher, batch): return 0
 except ImportError:
     from other import loss
+def zoom(): return 1
 class Metrics:
     def top1(self): return print
 """
@@ -174,6 +175,7 @@ def test_what_is_there_or_cannot_be_known_is_let_through_and_not_run(name: str) 
     ("name", "said", "remedy"),
     [
         ("own_code.py:los", "own_code.py has no function 'los'", "did you mean own_code.py:loss?"),
+        ("own_code.py:f2", "own_code.py has no function 'f2'", "module:function; own_code.py has zoom"),
         ("own_package.inner:print", "own_package.inner has no function 'print'", "give the loss as module:function"),
         ("own_cod.py:loss", "there is no file own_cod.py", "check the path"),
         ("own_cod:loss", "there is no module 'own_cod'", "give the loss as module:function or file.py:function"),

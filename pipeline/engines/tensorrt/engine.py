@@ -350,7 +350,9 @@ class TensorRT(WorkspaceEngine):
                 raise MissingCapability(told, f"its targets are {choices}; on this device use the engine tensorrt")
             return (here.target,)
         if self.target not in (*known.targets, PORTABLE):
-            raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
+            raise UsageError(
+                f"{self.name} has no target {self.target!r}", f"use one of {choices}; docs/tensorrt.md lists their GPUs"
+            )
         return compute_capabilities(self.target, known)
 
     def _timing_cache(self, known: Capabilities, here: nvidia.CudaDevice | None) -> Path | None:

@@ -141,7 +141,7 @@ def _summarize_limits(cast: Cast, rows: Mapping[str, LimitRow]) -> str:
     unnamed = cast.unnamed(rows, "in the table only")
     known = [record for record in cast.select(rows) if rows[record.id].measured_over_floor is not None]
     if not known:
-        return f"Floors of {len(rows)} variants are known, and none was measured{unnamed}."
+        return f"Floors of {len(rows)} variant{'s' if len(rows) > 1 else ''} are known, and none was measured{unnamed}."
     nearest = min(known, key=lambda record: rows[record.id].measured_over_floor or 0.0)
     text = f"{short_name(nearest)} is nearest to the device's limit: {_describe_limit(rows[nearest.id])}"
     baseline = cast.run.baseline
