@@ -289,11 +289,13 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = Non
 
 
 def is_finished(run: Run, folder: Path) -> bool:
-    """Tell whether nothing is left to do on this machine, with its versions; running out of memory is a result."""
+    """Tell whether nothing is left to do on this machine, with its versions; not to fit below a limit is a result."""
     here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
     same = not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
     rows = (row for record in run.records for row in record.latency)
-    failed = any(step.status == "failed" for step in run.steps) or any(row.failure and not row.oom for row in rows)
+    failed = any(step.status == "failed" for step in run.steps) or any(
+        row.failure and not (row.oom and row.oom.limit_bytes) for row in rows
+    )
     built = [record for record in run.variants if record.artifact]
     older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 def build():
-    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     return nn.Sequential(*layers), {"x": torch.rand(2, 3, 8, 8)}
 
 def feeds():

@@ -199,8 +199,8 @@ def test_a_ray_worker_that_is_killed_is_no_failure(order: Teller, tmp_path: Path
 @pytest.mark.thorough
 def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor: RayExecutor) -> None:
     either = Place(resources=(("either", 1),))
-    with ThreadPoolExecutor(2) as pool:  # each on a node of its own, and one of those has no space left
-        both = [pool.submit(order, f"room-{i}", ray_tasks.WriteWithRoom(number=i), either) for i in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:  # each on its own node, one of which has no space left
+        both = [pool.submit(order, f"room-{i}", ray_tasks.WriteWithRoom(number=i, seconds=3), either) for i in (1, 2)]
         assert [written(one.result()) for one in both] == ["1\n", "2\n"]
     moved = [name for name in ("room-1", "room-2") if "is full; it is run on another node" in str(order.notes[name])]
     assert len(moved) == 1
