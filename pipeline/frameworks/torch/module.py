@@ -152,6 +152,20 @@ def _suggest_dynamic_sizes(module: Forward, signature: Signature, example: Mappi
         yield f"only the batch is dynamic, and the model runs with other sizes, too; for those: {words}"
 
 
+@contextlib.contextmanager
+def by_operators() -> Iterator[None]:
+    """Make transformers of torch.nn run by single operators.
+
+    In eval mode one fused operator hides what is inside, and makes nested tensors of inputs with a padding mask.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
 

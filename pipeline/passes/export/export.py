@@ -59,9 +59,10 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         ExportError: neither exporter can do it, or a dynamic dimension would come out fixed.
     """
     from enginesmith.pipeline.frameworks.onnx import model_file
+    from enginesmith.pipeline.frameworks.torch.module import by_operators
     from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 
-    with warnings.catch_warnings(), _fused_encoders_off():
+    with warnings.catch_warnings(), by_operators():
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
         model, exporter, notes = _capture(loaded, out, options, progress)
         edit.tidy(model, wrapper="model")
@@ -78,19 +79,6 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         notes=tuple(notes),
         signature=model_file.signature(out / edit.FILE),
     )
-
-
-@contextlib.contextmanager
-def _fused_encoders_off() -> Iterator[None]:
-    """Have torch's encoder layers run as plain operators: a padding mask would make nested tensors of their inputs."""
-    import torch
-
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _capture(

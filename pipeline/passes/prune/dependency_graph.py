@@ -5,7 +5,6 @@ torch_pruning follows the values that autograd recorded (Fang et al., "DepGraph:
 values, and another input takes another way. Layers may not be called at all.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.torch import file_tracking
+from enginesmith.pipeline.frameworks.torch.module import by_operators
 
 if TYPE_CHECKING:
     from torch_pruning import DependencyGraph
@@ -251,17 +251,6 @@ def _with_gradients(outputs: tuple[Tensor, ...], hooks: ForwardHooks) -> list[Te
             "take torch.no_grad(), detach(), NumPy and argmax out of forward, and out of what it calls",
         )
     return followed
-
-
-@contextlib.contextmanager
-def by_operators() -> Iterator[None]:
-    """Make transformers of torch.nn run by single operators: in eval mode one fused operator hides what is inside."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def run_or_explain(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]:

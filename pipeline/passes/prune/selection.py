@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
-from enginesmith.pipeline.passes.prune.dependency_graph import by_operators
+from enginesmith.pipeline.frameworks.torch.module import by_operators
 from enginesmith.pipeline.passes.prune.options import Importance, PruneTarget, spell
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, cut_for_now
 
