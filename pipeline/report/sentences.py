@@ -84,7 +84,7 @@ def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int)
         return f"{record.id} takes {medians}, in too few rounds for an interval"
     times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
     if mine.speedup.too_noisy:
-        return f"whether {record.id} is faster than {beside} is {times}"
+        return f"{record.id} has a speed-up over {beside} that is {times}"
     if mine.speedup.low > 1:
         return f"{record.id} is {times} faster than {beside}"
     unsure = " (which may be no difference)" if mine.speedup.high >= 1 else ""

@@ -112,7 +112,7 @@ def explain_gain(record: VariantRecord, siblings: Sequence[VariantRecord], given
     if ratio is None:
         return (f"too few rounds to tell whether {low} pays against {against}",)
     if ratio.too_noisy:
-        return (f"whether {low} pays against {against} is {TOO_NOISY}",)
+        return (f"the gain of {low} over {against} is {TOO_NOISY}",)
     said = f"{ratio.times()} the speed of {against}"
     if ratio.low > 1:
         return (f"{low} pays: {said}" + (f", with {evidence[0]}" if evidence else ""),)
