@@ -5,7 +5,7 @@
 #     enginesmith optimize net.py:build --out runs/net
 # Build arguments:
 #   EXTRAS=hf,timm           extras of pyproject.toml, beside those of the flavor
-#   PACKAGES=g++             packages of Debian, separated by spaces; the engine `compiled` needs a C++ compiler
+#   PACKAGES=g++             packages of Debian, separated by spaces; the engine `compiled` needs a C++ compiler on CPUs
 #   PIP_EXTRA_INDEX_URL=…    PyTorch's CPU index: on PyPI, torch for Linux comes with CUDA (gigabytes)
 ARG PYTHON=3.12.12-slim-bookworm
 
@@ -44,6 +44,9 @@ FROM base AS gpu
 ARG EXTRAS=
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# The engine `compiled`: Triton compiles the code that starts its kernels when it runs. Python's headers are in the image.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir -c constraints.txt ".[gpu,tensorrt${EXTRAS:+,${EXTRAS}}]"
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/*.whl

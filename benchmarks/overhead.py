@@ -60,7 +60,7 @@ def once(model: str) -> dict[str, float]:
     """One round: empty store, full store, raw."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "ENGINESMITH_STORE": f"{folder}/store"}
-        optimize = [*CLI, "optimize", model, "--measure-time", "5s", "--quiet", "--out"]
+        optimize = [*CLI, "optimize", model, "--engine", "onnxruntime", "--measure-time", "5s", "--quiet", "--out"]
         cold = timed([*optimize, f"{folder}/cold"], environment)
         warm = timed([*optimize, f"{folder}/warm"], environment)
         raw = timed([sys.executable, "-c", RAW, model], environment)

@@ -65,7 +65,7 @@ def resnet50(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         folder = work / "resnet50" / name.replace(" ", "-").replace(",", "")
         answer = _optimised(
             *("resnet50", "--precision", "fp32", "--precision", "int8", "--synthetic-calibration"),
-            *("--samples", "8", "--search-steps", "1", "--search-limit", "1m", "--no-memory"),
+            *("--samples", "8", "--search-steps", "1", "--no-memory"),
             *("--measure-time", f"{options.seconds:g}s", *words),
             folder=folder,
             store=work / "resnet50" / "store",

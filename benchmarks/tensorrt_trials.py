@@ -91,7 +91,7 @@ def build(path: Path, folder: Path, *options: str) -> Answer:
 
 
 def _options(folder: Path) -> tuple[str, ...]:
-    return ("--target", _TARGET, "--time-limit", _LIMIT, "--store", str(folder / "store"))
+    return ("--target", _TARGET, "--time", _LIMIT, "--store", str(folder / "store"))
 
 
 def row(answer: Answer, folder: Path, **more: object) -> dict[str, Any]:

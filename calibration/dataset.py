@@ -1,7 +1,7 @@
 """Open sets of samples, which a model is calibrated and evaluated on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from enginesmith.calibration.file_formats import (
     check_labels,
     check_variety,
     check_zeros,
+    has_splits,
     read,
     read_embedded,
 )
 from enginesmith.calibration.lazy_arrays import Rows, digest, pick
-from enginesmith.calibration.options import AS_FOUND, DataOptions
+from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, PartOptions
 from enginesmith.calibration.ranges import Provenance
 from enginesmith.calibration.sources import Request, Split
 from enginesmith.pipeline.errors import DataError
@@ -28,6 +29,11 @@ __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synth
 Labels = Array | Mapping[str, Array]
 """One array, or several by name; the first axis of each is the sample."""
 _OWN = "give data of your own"
+_SPLIT_SEED = 0
+"""Whatever the recipe's seed is, a sample stays in its part."""
+_LEAST_IN_PART = 8
+"""Fidelity is judged on as many; fewer tell nothing of a metric either."""
+_MOST_COMPARED = 1 << 16
 
 
 def count_rows(labels: Labels) -> int:
@@ -73,6 +79,8 @@ class Dataset:
     """Row numbers in ``source``; None for all of them."""
     source: "Dataset | None" = None
     """The set that this one was drawn from."""
+    parts: Mapping[PartName, Array] = field(default_factory=dict)
+    """Row numbers in ``source`` of each part, where the set is a part of it."""
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -92,6 +100,18 @@ class Dataset:
     def one_label(self) -> Array | None:
         """The labels, where they are one array."""
         return None if isinstance(self.labels, Mapping) else self.labels
+
+    @property
+    def class_labels(self) -> Array | None:
+        """The labels, where they are one whole number for each sample."""
+        labels = self.one_label
+        return labels if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu" else None
+
+    @property
+    def classes(self) -> Array:
+        """The samples' classes, counted from 0; one class for all where the labels are none."""
+        labels = self.class_labels
+        return np.zeros(len(self), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
 
     @property
     def whole(self) -> "Dataset":
@@ -135,11 +155,7 @@ class Dataset:
         if count > len(self):
             note = f"{count} samples are asked for, and {self.name} has {len(self)}"
             return replace(self, notes=(*self.notes, note), source=self.whole)
-        rng = np.random.default_rng(seed)
-        classes = np.zeros(len(self), np.int64)
-        if (labels := self.one_label) is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
-            classes = np.unique(labels, return_inverse=True)[1]
-        rows = np.sort(_draw_stratified(classes, count, rng))
+        rows = np.sort(_draw_stratified(self.classes, count, np.random.default_rng(seed)))
         return self.take(rows, f"{self.name} ({count} of {len(self)}, seed {seed})")
 
     def take(self, rows: Array, name: str) -> "Dataset":
@@ -201,7 +217,75 @@ def open_dataset(
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
-    return Dataset(found.name, feeds, held, (*found.notes, *check_zeros(found.name, feeds)), folders=found.folders)
+    data = Dataset(found.name, feeds, held, (*found.notes, *check_zeros(found.name, feeds)), folders=found.folders)
+    return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
+
+
+def take_part(data: Dataset, options: PartOptions, *, splits: bool = False) -> Dataset:
+    """Take the rows of one part; of an embedded set, which comes in ``splits``, calibration has one of its own.
+
+    Raises:
+        DataError: there are too few samples to split.
+    """
+    sharing = [name for name in options.shared_by if not (splits and name == "calibration")]
+    if options.part not in sharing:
+        return data
+    parts = split_rows(data, sharing, options.calibration_samples)
+    rows = parts[options.part]
+    return replace(data.take(rows, f"{data.name} ({options.part}: {len(rows)} of {len(data)})"), parts=parts)
+
+
+def split_rows(data: Dataset, sharing: Sequence[PartName], most: int | None) -> dict[PartName, Array]:
+    """Split the rows of a set, each class in proportion to its share: the same set is always split in the same way.
+
+    Calibration gets ``most`` rows, at most an equal share. Choice and judgement get half of the others each: the drop
+    that was searched for and the drop that is reported then differ least by chance, as the variance of the difference
+    is in proportion to 1 / choice + 1 / judgement.
+
+    Raises:
+        DataError: there are too few samples.
+    """
+    count, needed = len(data), _LEAST_IN_PART * len(sharing)
+    if count < needed:
+        raise DataError(
+            f"{data.name} has {count} samples, and {needed} are needed: {_LEAST_IN_PART} each for {', '.join(sharing)}",
+            "give more samples, or data for each use: --calibration DATA and --eval DATA",
+        )
+    rng, classes = np.random.default_rng(_SPLIT_SEED), data.classes
+    left, parts = np.arange(count), dict[PartName, Array]()
+    for index, name in enumerate(sharing):
+        equal = len(left) // (len(sharing) - index)
+        size = min(most or equal, equal) if name == "calibration" else equal
+        parts[name] = rng.permutation(left[_draw_stratified(classes[left], size, rng)])
+        left = np.setdiff1d(left, parts[name])
+    return parts
+
+
+def count_parts(data: Dataset, reference: str, options: PartOptions) -> dict[str, int]:
+    """Count the samples of each part of the data that ``data`` is a part of."""
+    own = [name for name in options.shared_by if name not in data.parts]  # what an embedded set has a split for
+    counts: dict[str, int] = {name: len(embedded(reference, "calibration")) for name in own}
+    return counts | {name: len(rows) for name, rows in data.parts.items()}
+
+
+def check_parts(data: Dataset) -> tuple[str, ...]:
+    """Note what makes the parts of a set tell less than they seem to: copies of samples, and classes that are too rare.
+
+    Copies are looked for in up to 65,536 samples of at most 1 GiB.
+    """
+    whole, notes = data.whole, list[str]()
+    arrays = sorted(whole.arrays.items())
+    if len(whole) <= _MOST_COMPARED and sum(array.size * array.dtype.itemsize for _, array in arrays) <= 1 << 30:
+        rows = ([(name, pick(array, np.array([row]))) for name, array in arrays] for row in range(len(whole)))
+        if copies := len(whole) - len(set(map(digest, rows))):
+            notes.append(f"{copies} of {len(whole)} samples of {whole.name} are copies of others: parts may share them")
+    if (labels := whole.class_labels) is not None:
+        sizes = np.unique(labels, return_counts=True)[1]
+        if len(sizes) == 1:
+            notes.append(f"all samples of {whole.name} have the label {labels[0]}: no metric tells models apart")
+        elif rare := int((sizes < len(data.parts)).sum()):
+            notes.append(f"{rare} of {len(sizes)} classes of {whole.name} have too few samples to be in every part")
+    return tuple(notes)
 
 
 def validate_for_calibration(data: Dataset) -> Dataset:
@@ -240,7 +324,10 @@ def _draw_like(
         return rng.choice(example.ravel(), shape)
     values = example.astype(np.float64)
     if not np.isfinite(values).all():
-        raise DataError(f"the example of the input {spec} holds NaN or infinity", _OWN)
+        raise DataError(
+            f"the example input {spec} has NaN or infinity, and random samples are made from it",
+            "return an example with finite numbers from the factory, or give data: --eval DATA",
+        )
     rows = rng.standard_normal(shape, np.float32)
     rows *= np.float32(values.std())
     rows += np.float32(values.mean())

@@ -250,6 +250,11 @@ def is_embedded(reference: str) -> bool:
     return reference.partition("/")[0] in _EMBEDDED
 
 
+def has_splits(reference: str) -> bool:
+    """Check whether the reference names an embedded set, and none of its splits."""
+    return reference in _EMBEDDED
+
+
 def _open_embedded(reference: str, request: Request) -> RawData:
     name, _, part = reference.partition("/")
     chosen: Split = part or request.split  # type: ignore[assignment]  # read_embedded refuses any other word

@@ -70,3 +70,16 @@ class DataOptions(BaseModel, frozen=True, extra="forbid"):
 
 
 AS_FOUND = DataOptions()
+
+
+PartName = Literal["calibration", "choice", "judgement"]
+PARTS: tuple[PartName, ...] = ("calibration", "choice", "judgement")
+
+
+class PartOptions(DataOptions):
+    """Options of reading one part of data that several parts share; no row is in two of them."""
+
+    part: PartName
+    shared_by: tuple[PartName, ...] = PARTS
+    calibration_samples: int | None = None
+    """Most samples that calibration gets; None where training wants all that it can get."""

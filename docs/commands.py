@@ -6,6 +6,7 @@ import click
 
 from enginesmith.cli import _SECTIONS
 from enginesmith.pipeline.commands import parameters
+from enginesmith.pipeline.recipe.cli_options import list_options
 
 _HEAD = """# Commands
 
@@ -13,12 +14,15 @@ Written by `make documents` from the help of each command: `enginesmith COMMAND 
 also shows the options for special cases (*in italics* here). `enginesmith --debug COMMAND` shows the whole
 trace of an error. With `--json` a command writes one JSON document to standard output, and everything else to standard
 error. Exit codes: [stability.md](stability.md#exit-codes). MODEL and the recipe's fields: [recipe.md](recipe.md).
+
+These options may be repeated: {repeatable}.
 """
 
 
 def command_reference() -> str:
     """Write the reference as Markdown."""
-    lines = [_HEAD]
+    repeatable = (f"`{row['flags']}`" for row in list_options() if row["kind"] in ("list", "mapping"))
+    lines = [_HEAD.format(repeatable=", ".join(repeatable))]
     for heading, commands in _SECTIONS.items():
         lines += [f"\n## {heading}\n"]
         for command in commands:

@@ -1,10 +1,11 @@
 """Artifacts, which passes hand to each other: files with a digest and a history, never live objects."""
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +84,23 @@ def write_whole(file: Path, data: bytes) -> None:
             path.replace(file)
         except OSError:
             path.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def replace_folder(target: Path) -> Iterator[Path]:
+    """Yield the path of a folder to make, which then takes the place of ``target``, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        whole, old = Path(scratch, target.name), Path(scratch, "old")
+        yield whole
+        if target.exists():
+            target.rename(old)
+        try:
+            whole.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
             raise
 
 

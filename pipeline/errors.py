@@ -1,7 +1,7 @@
 """Every error that enginesmith raises on purpose.
 
     EnginesmithError        exit code 1   a stage failed
-    ├── UsageError          exit code 2   SourceError, SignatureError, DataError, EmptyLayer
+    ├── UsageError          exit code 2   SourceError, SignatureError (ShapeError), DataError, EmptyLayer
     ├── GateBreach          exit code 3
     ├── MissingCapability   exit code 4
     ├── ModelError                        InvalidGraph, ExportError, FidelityError
@@ -53,6 +53,10 @@ class SourceError(UsageError):
 
 class SignatureError(UsageError):
     """Names, dtypes or shapes that do not fit the model's inputs."""
+
+
+class ShapeError(SignatureError):
+    """Sizes that the model, or the engine that was built of it, does not take."""
 
 
 class DataError(UsageError):
@@ -140,6 +144,10 @@ class StepKilled(StepOutOfMemory):
 
 class StepTimeout(StepError, failure="timeout"):
     """The process ran past its time limit."""
+
+
+NO_TIME = "no time was left to try it"
+"""Reason of what was not begun, or was ended, because the time of the whole run was over."""
 
 
 def install_command(distribution: str, *flags: str) -> str:

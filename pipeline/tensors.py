@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
-from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.errors import ShapeError, SignatureError, UsageError
 
 Feeds = Mapping[str, np.ndarray[Any, np.dtype[Any]]]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -113,6 +113,9 @@ class Signature(BaseModel, frozen=True):
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    returns: JsonValue = None
+    """Form in which a module returns its outputs: their names, in lists for tuples and objects for mappings and data
+    classes, with null for None; null alone where it is not known."""
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -128,7 +131,7 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
     """Compare dtype and shape by name with inputs: names, dtypes, ranks, fixed and shared sizes.
 
     Raises:
-        SignatureError: says what was given and what was expected.
+        SignatureError: says what was given and what was expected; ShapeError where only sizes differ.
     """
     expected = [spec.name for spec in specs]
     if set(given) != set(expected):
@@ -140,13 +143,15 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
     for spec in specs:
         dtype, shape = given[spec.name]
         message, remedy = f"input {spec.name!r} is {dtype}{list(shape)}, expected {spec}", f"give it as {spec}"
-        if dtype != spec.dtype or len(shape) != len(spec.shape):
+        if dtype != spec.dtype:
             raise SignatureError(message, remedy)
+        if len(shape) != len(spec.shape):
+            raise ShapeError(message, remedy)
         for dim, size in zip(spec.shape, shape, strict=True):
             wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
             if size != wanted:
                 same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
-                raise SignatureError(message + same, remedy)
+                raise ShapeError(message + same, remedy)
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from enginesmith.pipeline.errors import UsageError
 
@@ -80,6 +81,16 @@ def ms(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+def count_words(number: int, singular: str) -> str:
+    """Write a count with its noun: ``1 variant``, ``3 variants``."""
+    return f"{number} {singular}{'' if number == 1 else 's'}"
+
+
+def shorten(text: str, longest: int = 400) -> str:
+    """Cut text to so many characters."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 # Metadata of a recipe's fields: the units that text is read in, and the options of the command line.
 
 Heading = Literal[
@@ -115,8 +126,15 @@ def flag_of(part: type[BaseModel], field: str) -> str:
 
 
 def _of_text(read: Callable[[str], Any]) -> BeforeValidator:
-    """Make a validator that reads text and leaves other values alone."""
-    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+    """Make a validator that reads text and leaves other values alone; its errors become pydantic's, with a remedy."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return read(value) if isinstance(value, str) else value
+        except UsageError as error:
+            raise PydanticCustomError("unit", "{said}", {"said": error.message, "remedy": error.remedy}) from error
+
+    return BeforeValidator(validate)
 
 
 COMMA_LIST = _of_text(lambda text: [part.strip() for part in text.split(",")])

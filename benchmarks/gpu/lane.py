@@ -96,11 +96,12 @@ def flavour(lane: Lane, name: str, models: list[str], seconds: int, scratch: Pat
         ):
             continue
         _engine(lane, of_model, kind, graph, scratch / f"{model}-{name}.engine")
-        for graphs in ((), ("--cuda-graphs",)):
-            words = ("optimize", model, "--device", "cuda", "--engine", name, "--batch", _BATCHES, *graphs)
-            more = ("--workspace", "max" if graphs else "max,sweep", "--measure-time", f"{seconds}s")
-            run = scratch / f"{model}-{name}{'-graphs' if graphs else ''}"
-            title = "optimize with CUDA graphs" if graphs else "optimize"
+        for graphs in ("off", "on"):
+            words = ("optimize", model, "--device", "cuda", "--engine", name, "--batch", _BATCHES)
+            more = ("--workspace", "max,sweep" if graphs == "off" else "max", "--measure-time", f"{seconds}s")
+            more += ("--cuda-graphs", graphs)
+            run = scratch / f"{model}-{name}{'' if graphs == 'off' else '-graphs'}"
+            title = "optimize" if graphs == "off" else "optimize with CUDA graphs"
             lane.note(of_model, title, *_enginesmith(*words, *more, "--out", str(run)))
 
 

@@ -24,11 +24,11 @@ from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, TRANSFERS, WEIGHTS, CudaAllocationTracker, counting
 from enginesmith.pipeline.engines.tensorrt import manifest
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
-from enginesmith.pipeline.engines.tensorrt.options import RunOptions
+from enginesmith.pipeline.engines.tensorrt.options import RunOptions, SessionOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.memory.peak import read_moment, read_peaks
+from enginesmith.pipeline.measure.memory.cuda import read_moment, read_peaks
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
 
@@ -64,7 +64,7 @@ class Lines:
         self._ledger.reset_peak()
 
 
-def account(file: Path, batch: int, options: RunOptions) -> dict[str, Any]:
+def account(file: Path, batch: int, options: SessionOptions) -> dict[str, Any]:
     """Open the engine, run it, close it."""
     artifact, engine = _opened_by(file, options)
     assert artifact.signature is not None
@@ -107,7 +107,7 @@ def account(file: Path, batch: int, options: RunOptions) -> dict[str, Any]:
     }
 
 
-def _opened_by(file: Path, options: RunOptions) -> tuple[Artifact, Engine]:
+def _opened_by(file: Path, options: SessionOptions) -> tuple[Artifact, Engine]:
     """The file, and the engine that opens it: the one that built it, or ONNX Runtime."""
     digest, size = file_digest(file), file.stat().st_size
     if file.suffix == ".onnx":
@@ -118,7 +118,8 @@ def _opened_by(file: Path, options: RunOptions) -> tuple[Artifact, Engine]:
     kind = engine_class(found.engine)
     assert issubclass(kind, TensorRT)
     built = Artifact(kind="engine", path=file, sha256=digest, bytes=size, signature=found.signature)
-    return built, kind(run=options)
+    own = {name: getattr(options, name) for name in RunOptions.model_fields}
+    return built, kind(run=RunOptions(**own), cuda_graphs=options.cuda_graphs)
 
 
 def _feeds(inputs: tuple[TensorSpec, ...], batch: int) -> Feeds:
@@ -161,7 +162,7 @@ def main() -> int:
     parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--weight-streaming-budget", type=int)
     given = parser.parse_args()
-    options = RunOptions(cuda_graphs=given.cuda_graphs, weight_streaming_budget=given.weight_streaming_budget)
+    options = SessionOptions(cuda_graphs=given.cuda_graphs, weight_streaming_budget=given.weight_streaming_budget)
     try:
         found = account(given.engine, given.batch, options)
     except EnginesmithError as error:

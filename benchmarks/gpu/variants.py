@@ -8,7 +8,6 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
-from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant, VariantName, verify_step
@@ -27,7 +26,7 @@ OF_MODULES: Mapping[str, Engine] = {
     "compiled-fp16": Compiled(dtype="float16"),
     "compiled-fp16-graphs": Compiled(dtype="float16", cuda_graphs=True),
 }
-"""Beside the baseline ``eager``, which is float32 without TF32."""
+"""Beside the baseline ``eager``, which is float32 as torch ships it."""
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
 
 
@@ -47,8 +46,9 @@ def field(values: Mapping[str, Any], only: Sequence[str] = ()) -> Field:
     where = make(dict(values)).where
     refused = {name: found.reason for name in FLAVOURS if not (found := engine_class(name).available(where)).ok}
     engines = ["onnxruntime", *(name for name in FLAVOURS if name not in refused)]
-    nothing = {"latency": False, "memory": False, "limits": False}
-    recipe = make({**values, "engines": engines, "measure": nothing, "precisions": ["fp32", "fp16"]})
+    nothing = {"latency": False, "memory": False, "limits": False, "references": False}
+    own = {"engines": engines, "measure": nothing, "precisions": ["fp32", "fp16"]}
+    recipe = make({**values, **own, "cuda_graphs": "off"})
     made = plan(resolve_recipe(recipe))
     checks = {step.id: step for step in made.steps if isinstance(step.task, Verify)}
     variants, steps = [made.baseline], list(made.steps)
@@ -71,10 +71,8 @@ def _forms(recipe: Recipe, variant: Variant, checks: Mapping[str, Step]) -> list
     found: list[tuple[Variant, list[Step]]] = [(variant, [])]
     engine = variant.engine
     if isinstance(engine, TensorRT):
-        graphs = engine.model_copy(update={"run": RunOptions(cuda_graphs=True)})
-        found.append(
-            _checked(recipe, replace(variant, name=replace(variant.name, mode="graphs"), engine=graphs), checks)
-        )
+        graphs = engine.model_copy(update={"cuda_graphs": True})
+        found.append(_checked(recipe, replace(variant, name=replace(variant.name, graphs=True), engine=graphs), checks))
     if isinstance(engine, OnnxRuntime) and variant.precision == "fp32":
         tf32 = engine.model_copy(update={"tf32": True})
         found.append(

@@ -4,6 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.generic]
+_TEXT = 0.3
+"""Probability above which PaddleOCR counts a pixel as text (its DBPostProcess, thresh)."""
 
 
 def overlap(outputs: dict[str, Array], labels: Array) -> Array:
@@ -23,3 +25,20 @@ def cosine(outputs: dict[str, Array], labels: Array) -> Array:
 
 def _first(outputs: dict[str, Array]) -> Array:
     return next(iter(outputs.values()))
+
+
+def text_overlap(outputs: dict[str, Array], labels: Array) -> Array:
+    """Intersection over union of the text found (probability above 0.3) and the original's, both [samples, 1, h, w]."""
+    found, wanted = _first(outputs) > _TEXT, labels > _TEXT
+    both, either = (np.count_nonzero(mask.reshape(len(found), -1), axis=1) for mask in (found & wanted, found | wanted))
+    return np.asarray((both + 1) / (either + 1))
+
+
+def same_text(outputs: dict[str, Array], labels: Array) -> Array:
+    """Share of the positions whose most likely letter is the original's; outputs [samples, positions, letters]."""
+    return np.asarray((_first(outputs).argmax(-1) == labels).mean(axis=1))
+
+
+def close(outputs: dict[str, Array], labels: Array) -> Array:
+    """1 less the largest distance from the original's probability, [samples, 1]."""
+    return np.asarray(1 - np.abs(_first(outputs) - labels).max(axis=1), np.float64)

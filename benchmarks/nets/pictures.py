@@ -45,7 +45,7 @@ def pictures(split: Split, count: int, size: int, seed: int, rows: slice = slice
     images, labels = data.arrays["image"][rows], data.labels[rows]
     order = np.concatenate([generator.permutation(len(images)) for _ in range(math.ceil(count / len(images)))])[:count]
     ink = _placed(torch.from_numpy(images[order]), size, generator)
-    image = _coloured(ink, _crops(count, size, generator), generator)
+    image = _coloured(ink, crops(count, size, generator), generator)
     return Pictures(image, ink, torch.from_numpy(labels[order]))
 
 
@@ -75,12 +75,12 @@ def _coloured(ink: Tensor, ground: Tensor, generator: np.random.Generator) -> Te
     return (image - mean) / std
 
 
-def _crops(count: int, size: int, generator: np.random.Generator) -> Tensor:
+def crops(count: int, size: int, generator: np.random.Generator) -> Tensor:
     """Squares of the photographs, mirrored at random."""
     found = []
     for _ in range(count):
         photo = _photos()[generator.integers(2)]
-        edge = int(generator.integers(size, 3 * size))
+        edge = int(generator.integers(size, min(3 * size, *photo.shape[1:])))
         top, left = (int(generator.integers(room - edge)) for room in photo.shape[1:])
         crop = photo[:, top : top + edge, left : left + edge]
         crop = F.interpolate(crop[None], size=(size, size), mode="area")[0]

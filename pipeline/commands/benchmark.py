@@ -18,7 +18,7 @@ from enginesmith.pipeline.commands import context, parameters
     "--engine",
     "engines",
     multiple=True,
-    type=parameters.EngineName("torch"),
+    type=parameters.EngineName(),
     help="Measure the reference model with this engine too.",
 )
 @click.option("--precision", "precisions", multiple=True, help="Precision for those engines: fp32, fp16 or bf16.")

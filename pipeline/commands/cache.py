@@ -31,8 +31,8 @@ def cache_list(store: str | None, local: bool, as_json: bool) -> None:
     from enginesmith.pipeline.units import format_bytes
     from enginesmith.pipeline.workflows import inspect
 
-    opened = _opened(store, local)
-    context.terminal().show_table(inspect.cached(opened), as_json)
+    opened = _open_store(store, local)
+    context.terminal().show_table(inspect.list_entries(opened), as_json)
     if not as_json:
         click.echo(f"total: {format_bytes(opened.size())}")
 
@@ -45,16 +45,16 @@ def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
 
     Example: enginesmith cache verify
     """
-    damaged = _opened(store, local).verify()
+    damaged = _open_store(store, local).verify()
     context.terminal().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
 
 
 @cache.command("prune")
-@click.option("--max-size", metavar="SIZE", help="Keep what was used most recently, up to this size.")
-@click.option("--max-age", metavar="TIME", help="Remove entries not used for this long: 30d.")
+@click.option("--max-size", callback=parameters.SIZE, metavar="SIZE", help="Keep what was used last, up to this size.")
+@click.option("--max-age", callback=parameters.TIME, metavar="TIME", help="Remove entries not used for this long: 30d.")
 @_which
 @parameters.as_json_option
-def cache_prune(max_size: str | None, max_age: str | None, store: str | None, local: bool, as_json: bool) -> None:
+def cache_prune(max_size: int | None, max_age: float | None, store: str | None, local: bool, as_json: bool) -> None:
     """Remove old entries, and leftovers of killed processes.
 
     --store names a shared store; the other machines that use it lose the entries, too.
@@ -64,18 +64,15 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
     from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.store.address import default_address
     from enginesmith.pipeline.store.manifest import SMALL_FILE
-    from enginesmith.pipeline.units import format_bytes, parse_bytes, parse_seconds
+    from enginesmith.pipeline.units import format_bytes
 
     if store is None and not local and default_address().url:
         raise UsageError(
             f"$ENGINESMITH_STORE is {default_address().text}, which others use, too",
             "say which one: --local for what this machine keeps of it, --store URL for the store itself",
         )
-    opened = _opened(store, local)
-    removed = opened.prune(
-        max_bytes=parse_bytes(max_size) if max_size else None,
-        max_age_seconds=parse_seconds(max_age) if max_age else None,
-    )
+    opened = _open_store(store, local)
+    removed = opened.prune(max_bytes=max_size, max_age_seconds=max_age)
     files = sum(entry.kind == SMALL_FILE for entry in removed)
     sizes = {"freed": sum(entry.bytes for entry in removed), "left": opened.size()}
     facts: dict[str, object] = {"removed": len(removed) - files, "removed_files": files}
@@ -83,7 +80,7 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
     context.terminal().show_facts(facts, as_json)
 
 
-def _opened(store: str | None, local: bool) -> "Store":
+def _open_store(store: str | None, local: bool) -> "Store":
     from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.store.address import default_address, parse_address
     from enginesmith.pipeline.store.store import Store

@@ -39,12 +39,12 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
 def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
     """Compare a fleet with an earlier one, entry by entry."""
     from enginesmith.pipeline.report.fleet import render_changes
-    from enginesmith.pipeline.results import fleet
+    from enginesmith.pipeline.results import earlier_fleet, fleet
 
     if len(paths) != 2:
         raise click.UsageError("fleets are compared two at a time: compare BEFORE AFTER")
-    before, after = map(fleet.open_fleet, paths)
-    changes = fleet.compare_fleets(before, after, any_device=any_device)
+    before, after = map(earlier_fleet.open_fleet, paths)
+    changes = earlier_fleet.compare_fleets(before, after, any_device=any_device)
     if output is not None:
         fleet.write_text(output, "\n\n".join(render_changes(changes, linked=False)) + "\n")
     context.terminal().show_fleets(changes, as_json)

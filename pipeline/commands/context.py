@@ -29,9 +29,7 @@ def open_settings(options: dict[str, Any], quiet: bool, folder: Path | None = No
     """Make settings, and show progress; on Ctrl-C name the command that resumes a run that has begun in ``folder``."""
     from enginesmith.pipeline.execution.settings import Settings
     from enginesmith.pipeline.report import progress
-    from enginesmith.pipeline.units import parse_seconds
 
-    limit = options["time_limit"]
     if options["ray_address"] and options["executor"] != "ray":
         raise click.UsageError("--ray-address names a Ray cluster, and steps run here: add --executor ray")
     with progress.show_progress(quiet) as listener:
@@ -39,7 +37,7 @@ def open_settings(options: dict[str, Any], quiet: bool, folder: Path | None = No
             store=options["store"],
             reuse=not options["no_cache"],
             jobs=options["jobs"] or Settings().jobs,
-            time_limit_seconds=parse_seconds(limit) if limit else None,
+            time_limit_seconds=options.get("time_limit"),
             listener=listener,
             executor=options["executor"],
             ray_address=options["ray_address"],
@@ -52,13 +50,14 @@ def open_settings(options: dict[str, Any], quiet: bool, folder: Path | None = No
             raise KeyboardInterrupt(hint) from None
 
 
-def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
-    """Make a recipe from a file, if any, and the given options."""
+def recipe_of(model: str, file: Path | None, options: dict[str, Any], *, listed: bool = True) -> "Recipe":
+    """Make a recipe from a file, if any, and the given options; unless ``listed``, variants are found."""
     from enginesmith.pipeline import recipe
 
     values = set_fields(recipe.read(file) if file else {}, options)
     values["model"] = model
-    return recipe.make(values)
+    made = recipe.make(values, set_fields({}, options), listed=listed)
+    return made if options.get("executor") in (None, "local") else made.for_other_machines()
 
 
 def set_fields(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -84,11 +83,11 @@ def set_fields(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
 
 def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
     """Read a recipe's budgets and fidelity threshold, with the given options."""
-    from enginesmith.pipeline.recipe import read_budgets
+    from enginesmith.pipeline.recipe import parsed
 
-    values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
-    given = {name: value for name, value in options.items() if name.partition("__")[0] in values}
-    return read_budgets(set_fields(values, given))
+    given = {name: value for name, value in options.items() if name.startswith(("budgets__", "min_sqnr_db"))}
+    changed = parsed(set_fields(recipe.model_dump(mode="json"), given), set_fields({}, given))
+    return changed.budgets, changed.min_sqnr_db
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -11,7 +11,9 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 
 @click.command(cls=parameters.Command)
 @click.argument("models", nargs=-1, required=True)
-@click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
+@click.option(
+    "--memory", callback=parameters.SIZE, metavar="SIZE", help="Device memory that all models together may take."
+)
 @click.option(
     "--keep-speed",
     type=click.FloatRange(0, 1),
@@ -26,7 +28,7 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 @parameters.where_to_run
 @parameters.how_to_work
 def fit(
-    models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
+    models: tuple[str, ...], memory: int | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
 ) -> int:
     """Find the largest batch of MODELS that fits a memory budget.
 
@@ -37,7 +39,6 @@ def fit(
     Example: enginesmith fit net.onnx --memory 8GiB --target sm86
     """
     from enginesmith.pipeline.results import run
-    from enginesmith.pipeline.units import parse_bytes
     from enginesmith.pipeline.workflows import fit
 
     if len(models) == 1 and Path(models[0]).is_dir():
@@ -48,6 +49,6 @@ def fit(
         raise click.UsageError("give --memory SIZE, or a run directory")
 
     with context.open_settings(options, quiet) as settings:
-        fits = fit.fit(context.recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
+        fits = fit.fit(context.recipe_of(models[0], None, options), models, memory, settings)
     context.terminal().show_facts(fits.model_dump(mode="json"), as_json)
     return 0 if fits.largest_batch is not None else 3

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @click.option("--baseline", type=parameters.PATH, metavar="RUN", help="The run that this one is compared with.")
 @click.option("--tolerance", default="5%", show_default=True, help="How much worse than the baseline a number may be.")
 @click.option("--update-baseline", is_flag=True, help="If the budgets are met, make RUN the baseline.")
-@click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
+@click.option(
+    "--measure-time", callback=parameters.TIME, metavar="TIME", help="Time to measure both again; default 20s."
+)
 @click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
 @click.option("--strict", is_flag=True, help="Fail also on a difference that could not be judged.")
@@ -41,46 +43,33 @@ def gate(
 
     The exit code is 3 if a budget is exceeded or could not be judged, or a number is worse than in the baseline run.
     A difference from the baseline without a reliable interval is not judged: with --strict the exit code is 3, too.
-    It is 1 if every requested engine failed.
+    It is 1 if every requested engine failed, or nothing was measured.
 
     Budgets are those of the run's recipe, and those given here. A regression is a number that is worse than the
     baseline by more than the tolerance, and statistically significant. Both engines are measured again, side by side,
     if this machine can run them.
 
-    The checks are written to gate.json in RUN, and shown in its report.md (fleet.md) and junit.xml.
+    The checks are written to gate.json in RUN, and shown in its report.html, report.md (fleet.html, fleet.md) and
+    junit.xml. If gate ends with an error, such as a baseline that does not exist, it removes an earlier gate.json.
 
     With --update-baseline only the budgets are checked: if they are met, RUN replaces the baseline. The baseline of a
     fleet is a fleet, entry by entry.
 
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
     """
+    from enginesmith.pipeline.errors import EnginesmithError
     from enginesmith.pipeline.report import gate as texts
     from enginesmith.pipeline.results import fleet as records
-    from enginesmith.pipeline.results import gate as gates
-    from enginesmith.pipeline.results import run as runs
-    from enginesmith.pipeline.results.gate_report import FleetGate, Gate
-    from enginesmith.pipeline.workflows import fleet as fleets
 
     if update_baseline and baseline is None:
         raise click.UsageError("--update-baseline needs --baseline DIR, the folder to put it in")
-    is_fleet = records.is_fleet(run)
-    if is_fleet and variant is not None:
+    if variant is not None and records.is_fleet(run):
         raise click.UsageError(f"--variant is of one run: give one of those in {run}/{records.RUNS}")
-    judge: Callable[..., Gate | FleetGate]
-    if is_fleet:
-        judge = partial(fleets.gate, run, partial(_demands, options=options, quiet=quiet))
-    else:
-        judge = partial(gates.gate, run, _demands(runs.read(run).recipe, options, quiet), variant)
-    if update_baseline and baseline is not None:
-        gates.check_replaceable(run, baseline, records.read if is_fleet else runs.read)
-        verdict = judge()
-        kept = not verdict.exit_code
-        source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and kept else None
-        if kept and (is_fleet or source):
-            fleets.keep(run, baseline) if source is None else gates.keep(source, baseline)
-            verdict = verdict.model_copy(update={"baseline": str(baseline), "updated": True})
-    else:
-        verdict = judge(baseline=baseline)
+    try:
+        verdict = _judge(run, variant, baseline, update_baseline, partial(_demands, options=options, quiet=quiet))
+    except EnginesmithError:
+        _write_reports(None, run)
+        raise
     _write_reports(verdict, run)
     if as_json:
         context.terminal().print_json(verdict.model_dump(mode="json", by_alias=True))
@@ -91,25 +80,61 @@ def gate(
     return verdict.exit_code
 
 
-def _write_reports(verdict: "Gate | FleetGate", run: Path) -> None:
-    """Put the checks into the reports of the run or fleet that was judged, where its folder can be written."""
-    from enginesmith.pipeline.errors import StoreError
+def _judge(
+    run: Path, variant: str | None, baseline: Path | None, update: bool, demands_of: "Callable[[Recipe], Demands]"
+) -> "Gate | FleetGate":
+    """Judge a run or a fleet; with ``update`` it becomes the baseline if its budgets are met."""
+    from enginesmith.pipeline.results import fleet as records
+    from enginesmith.pipeline.results import gate as gates
+    from enginesmith.pipeline.results import run as runs
+    from enginesmith.pipeline.results.gate_report import FleetGate, Gate
+    from enginesmith.pipeline.workflows import fleet as fleets
+
+    is_fleet = records.is_fleet(run)
+    judge: Callable[..., Gate | FleetGate]
+    if is_fleet:
+        judge = partial(fleets.gate, run, demands_of)
+    else:
+        judge = partial(gates.gate, run, demands_of(runs.read(run).recipe), variant)
+    if not update or baseline is None:
+        return judge(baseline=baseline)
+    gates.check_replaceable(run, baseline, records.read if is_fleet else runs.read)
+    verdict = judge()
+    kept = not verdict.exit_code
+    source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and kept else None
+    if not kept or not (is_fleet or source):
+        return verdict
+    fleets.keep(run, baseline) if source is None else gates.keep(source, baseline)
+    return verdict.model_copy(update={"baseline": str(baseline), "updated": True})
+
+
+def _write_reports(verdict: "Gate | FleetGate | None", run: Path) -> None:
+    """Put the checks into the reports of the run or fleet that was judged, where its folder can be written.
+
+    None is for a gate that ended with an error: the reports do not show an earlier one any more.
+    """
+    from enginesmith.pipeline.errors import EnginesmithError
     from enginesmith.pipeline.report.fleet import write_again
     from enginesmith.pipeline.results import gate_report
 
+    folder = run if run.is_dir() else run.parent
     try:
-        gate_report.save(verdict, run if run.is_dir() else run.parent)
-        write_again(run, formats=("md", "junit"))
-    except StoreError as error:  # what was judged, and the exit code, are worth more than the reports
-        click.echo(f"note: the reports were not written: {error.message}", err=True)
+        if verdict is not None:
+            gate_report.save(verdict, folder)
+        elif gate_report.load(folder) is not None:
+            (folder / gate_report.FILE).unlink()
+        else:
+            return
+        write_again(run)
+    except (EnginesmithError, OSError) as error:  # what was judged, and the exit code, are worth more than the reports
+        click.echo(f"note: the reports were not written: {error}", err=True)
 
 
 def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands":
     """Combine the budgets of a recipe and the options with the rules for regressions."""
     from enginesmith.pipeline.results.gate import DEFAULT_SECONDS, Demands, parse_tolerance
-    from enginesmith.pipeline.units import parse_seconds
 
-    seconds = parse_seconds(options["measure_time"]) if options["measure_time"] else DEFAULT_SECONDS
+    seconds = DEFAULT_SECONDS if options["measure_time"] is None else options["measure_time"]
     if seconds <= 0:
         raise click.BadParameter("there is no measuring in no time", param_hint="--measure-time")
     budgets, min_sqnr_db = context.budgets_of(recipe, options)

@@ -20,7 +20,7 @@ def init(model: str, output: Path | None) -> None:
     from enginesmith.pipeline.frameworks.source import resolve
 
     resolve(model)
-    text = recipe.commented(recipe.make({"model": model}))
+    text = recipe.commented(recipe.make({"model": model}, listed=True))
     if output is None:
         click.echo(text, nl=False)
         return

@@ -17,7 +17,7 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 @parameters.recipe_options()
 @under(WORK, option("--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
 @under(WORK, option("--replace", is_flag=True, help="Move an earlier run in --out to OUT.1, OUT.2 …"), advanced=True)
-@parameters.how_to_work
+@parameters.without_limit
 @under(
     WORK,
     option("--only", multiple=True, metavar="PATTERN", help="Fleets: entries to run, such as *@h100; repeatable."),
@@ -54,7 +54,7 @@ def optimize(
     if only or changed_since is not None:
         name = "--only" if only else "--changed-since"
         raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
-    recipe = context.recipe_of(model, recipe_file, options)
+    recipe = context.recipe_of(model, recipe_file, options, listed=False)
     source = resolve(recipe.model)
     folder = out or optimize.default_out(source.name)
     with context.open_settings(options, quiet, folder) as settings:

@@ -4,7 +4,7 @@ Options that fill a field of the recipe are declared with that field: ``options.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,17 @@ class Command(click.Command):
                 )
             )  # fmt: skip
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; of an option that there was, the error names the one that replaces it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name in _REMOVED:
+                raise click.UsageError(
+                    f"{error.option_name} is called --time now, {_REMOVED[error.option_name]}", ctx
+                ) from None
+            raise
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, a section for each heading."""
         sections: dict[str, list[tuple[str, str]]] = {name: [] for name in (_OTHERS, *_HEADINGS, _HELP)}
@@ -74,21 +85,31 @@ class Command(click.Command):
 
 
 class EngineName(click.ParamType[str]):
-    """The name of an engine of the table that is made from modules, or from graphs."""
+    """The name of an engine of the table that runs modules as they are."""
 
     name = "engine"
-
-    def __init__(self, consumes: str) -> None:
-        self._consumes = consumes
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Accept a name; engines are imported only now."""
         from enginesmith.pipeline.engines import ENGINES, engine_class
 
-        able = [name for name in ENGINES if engine_class(name).consumes == self._consumes]
+        able = [name for name in ENGINES if engine_class(name).runs_module()]
         if value not in able:
             self.fail(f"{value!r} is not one of {', '.join(map(repr, able))}.", param, ctx)
         return value
+
+
+def _read_quantity(parse: str, _: click.Context, param: click.Parameter, text: str | None) -> Any:
+    """Read a size or a duration by a function of units, which imports pydantic; an error names the option."""
+    from enginesmith.pipeline import errors, units
+
+    try:
+        return None if text is None else getattr(units, parse)(text)
+    except errors.UsageError as error:
+        raise errors.UsageError(f"{param.opts[0]}: {error.message}", error.remedy) from error
+
+
+SIZE, TIME = partial(_read_quantity, "parse_bytes"), partial(_read_quantity, "parse_seconds")
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, given: bool) -> None:
@@ -96,6 +117,10 @@ def _show_all(ctx: click.Context, _: click.Parameter, given: bool) -> None:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
+
+
+def _join_values(_: click.Context, __: click.Parameter, values: Sequence[str]) -> str | None:
+    return ",".join(values) if values else None
 
 
 option = partial(click.option, cls=Option)
@@ -125,6 +150,13 @@ def under(heading: str, *options: Callable[[Decorated], Decorated], advanced: bo
 
 _OLD_NAMES = {"--equalize": "--equalise"}
 """Other spellings that are taken and not shown."""
+_REMOVED = {
+    "--time-limit": "for all commands; of `optimize`, it also has the variants race",
+    "--search-limit": "the time of all; --search-steps limits the trials",
+}
+"""Options that there were, with the difference of --time, which replaces them."""
+_JOINED = {"--labels"}
+"""Options of one text with commas that may be repeated: --labels a --labels b is --labels a,b."""
 _TYPES: Mapping[str, Any] = {"integer": int, "number": float, "list": str, "mapping": str, "text": str}
 RECIPE_OPTIONS: tuple[Mapping[str, Any], ...] = tuple(
     json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
@@ -145,7 +177,8 @@ def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
             settings |= {} if "/" in row["flags"] else {"flag_value": not row["flags"].startswith("--no-")}
         else:
             settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
-            settings["multiple"] = row["kind"] in ("list", "mapping")
+            settings["multiple"] = row["kind"] in ("list", "mapping") or row["flags"] in _JOINED
+            settings["callback"] = _join_values if row["flags"] in _JOINED else None
         made = option(
             *filter(None, (row["flags"], _OLD_NAMES.get(row["flags"]))), parameter_name(row["field"]), **settings
         )
@@ -176,12 +209,11 @@ how_to_build = recipe_options(*BUILD_FIELDS)
 how_to_run_engines = recipe_options(*RUN_FIELDS)
 where_to_run = recipe_options("device", "threads")
 how_to_measure = recipe_options("measure")
-how_to_work = together(
+without_limit = together(
     under(
         WORK,
         option("--jobs", type=click.IntRange(1), help="Parallel steps; default 2, on one core 1."),
         option("--no-cache", is_flag=True, help="Do every step again."),
-        option("--time-limit", metavar="TIME", help="Stop after this long; what is missing can be resumed."),
         store_option,
         option("--quiet", is_flag=True, help="No progress on standard error."),
         as_json_option,
@@ -193,3 +225,5 @@ how_to_work = together(
         advanced=True,
     ),
 )
+_time = option("--time", "time_limit", callback=TIME, metavar="TIME", help="Stop after this long; `resume` continues.")
+how_to_work = together(under(WORK, _time), without_limit)

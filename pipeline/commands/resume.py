@@ -22,7 +22,7 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
     if records.is_fleet(run):
         folder = run if run.is_dir() else run.parent
         with context.open_settings(options, quiet, folder) as settings:
-            record = fleet.resume(folder, settings)
+            record = fleet.resume(folder, settings, lambda text: click.echo(text, err=True))
         return context.show_fleet(record, folder, as_json)
     with context.open_settings(options, quiet, run) as settings:
         result = optimize.resume(run, settings, lambda text: click.echo(text, err=True))

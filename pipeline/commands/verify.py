@@ -11,11 +11,12 @@ from enginesmith.pipeline.commands import context, parameters
 @click.command(cls=parameters.Command)
 @parameters.file_argument
 @click.option("--against", "model", metavar="MODEL", help="Model to compare with; not for a bundle.")
+@click.option("--trust", is_flag=True, help="Also load a bundle's machine code (aotinductor): you trust its maker.")
 @parameters.recipe_options("min_sqnr_db")
 @parameters.what_to_load
 @parameters.where_to_run
 @parameters.how_to_work
-def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
+def verify(file: Path, model: str | None, trust: bool, as_json: bool, quiet: bool, **options: Any) -> int:
     """Compare the outputs of an ONNX FILE with those of a model.
 
     The outputs are compared at the smallest, usual and largest shape.
@@ -30,7 +31,7 @@ def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options:
         result = (
             stages.verify(context.recipe_of(model, None, options), file, settings)
             if model
-            else stages.verify_bundle(file, settings)
+            else stages.verify_bundle(file, settings, trust=trust)
         )
     context.terminal().show_stage(result, as_json)
     return 0 if result.passed else 1

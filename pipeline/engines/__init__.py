@@ -4,7 +4,7 @@ Nothing is imported until an engine is used. ``engines/base.py`` has the contrac
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from enginesmith.pipeline.errors import UsageError
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 ENGINES: Mapping[str, str] = {
     "eager": "enginesmith.pipeline.engines.torch.eager:Eager",
     "compiled": "enginesmith.pipeline.engines.torch.eager:Compiled",
+    "aotinductor": "enginesmith.pipeline.engines.torch.aotinductor:AOTInductor",
     "onnxruntime": "enginesmith.pipeline.engines.onnxruntime.engine:OnnxRuntime",
+    "onnxruntime_tensorrt": "enginesmith.pipeline.engines.onnxruntime.tensorrt:OnnxRuntimeTensorRT",
+    "onnxruntime_tensorrt_rtx": "enginesmith.pipeline.engines.onnxruntime.tensorrt:OnnxRuntimeTensorRTRTX",
+    "openvino": "enginesmith.pipeline.engines.openvino.engine:OpenVINO",
     "tensorrt": "enginesmith.pipeline.engines.tensorrt.engine:TensorRT",
     "tensorrt_rtx": "enginesmith.pipeline.engines.tensorrt.engine:TensorRTRTX",
 }
 BASELINES: Mapping[Literal["torch", "onnx"], str] = {"torch": "eager", "onnx": "onnxruntime"}
 """Form of the given model → the engine that runs it as it is, which all others are held against."""
+REFERENCES = ("eager", "compiled")
+"""Engines that run a module as PyTorch alone can: what a winner is compared with besides plain eager."""
 DEFAULT_BUILD = "tensorrt_rtx"
 """The engine of commands that build and check files, where none is named."""
 BUILD_FIELDS, RUN_FIELDS = ("targets", "workspace", "tensorrt"), ("tensorrt_run",)
@@ -92,8 +98,21 @@ def describe_file(path: "Path") -> dict[str, object]:
 
 def needs_cuda(name: str) -> bool:
     """Tell whether an engine runs on CUDA alone; of a plug-in that is not installed any more, nothing is known."""
-    known = name in ENGINES or plugins.offered(plugins.ENGINES, name)
-    return known and engine_class(name).kinds == ("cuda",)
+    return _is_known(name) and engine_class(name).kinds == ("cuda",)
+
+
+def can_use_cuda(names: Iterable[str]) -> bool:
+    """Tell whether torch, whose buffers all engines use, and one of these can use the first GPU of this machine."""
+    from enginesmith.pipeline.system.device import Device
+
+    cuda = Device(kind="cuda")
+    if not engine_class(BASELINES["torch"]).installed(cuda).ok:
+        return False
+    return any(_is_known(name) and engine_class(name).installed(cuda).ok for name in names)
+
+
+def _is_known(name: str) -> bool:
+    return name in ENGINES or plugins.offered(plugins.ENGINES, name)
 
 
 def title(name: str) -> str:

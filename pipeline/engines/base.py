@@ -1,8 +1,8 @@
 """Declare the contract of engines, which load artifacts and answer feeds. An engine never times or measures itself."""
 
-import statistics
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
+from enginesmith.pipeline.engines.triton import TritonBackend
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.passes.quantize.precisions import Placement
+from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
 from enginesmith.pipeline.system.device import DEVICE_KINDS, Availability, Device
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
@@ -21,109 +23,8 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
-BETWEEN = "(between operators)"
-"""Time on the CPU in which no operator ran: a module's own code in Python, and torch's between its calls."""
-NODE = "node:"
-"""Starts the path of what has no module: a graph that nobody exported from PyTorch here is told apart by its nodes."""
-WARM_CALLS = 3
-"""Calls before those that count: the first ones allocate, compile and pick kernels."""
-Fields = list[tuple[str, Any]]
-"""Fields of a protobuf message in order; one that is given several times is repeated."""
-
-
-@dataclass(frozen=True)
-class ProfileRequest:
-    """Bundle what a profiler works with."""
-
-    artifact: Artifact
-    device: Device
-    feeds: Feeds
-    calls: int
-    """Inferences that count."""
-    scratch: Path
-    graph: Path | None = None
-    """The ONNX file that the engine was built from, whose nodes say which module they came from."""
-
-
-class Origin(BaseModel, frozen=True):
-    """Locate the modules of the model that an operator's work comes from."""
-
-    modules: tuple[str, ...] = ()
-    """Paths of the modules whose main work it does; several where it does that of several; empty if unknown."""
-    also: dict[str, tuple[str, ...]] = {}
-    """Light operators that are fused into it, by the module that they came from."""
-    multiplies: bool = False
-    """True if a product (a convolution, a matrix product, attention) is known to be part of it."""
-    converts: bool = False
-    """True if it only changes types or layouts: quantises, dequantises, casts or reorders for the engine's own sake."""
-
-
-class OperatorTime(BaseModel, frozen=True):
-    """Describe an operator or kernel of an engine."""
-
-    name: str
-    """The engine's own name, distinct within the profile."""
-    operator: str
-    """Its kind: ``aten::conv2d``, ``FusedConv``, or the kernel's name."""
-    origin: Origin
-    precision: str = ""
-    """Type that it computes in, taken for the narrowest that it reads; empty where the profiler does not tell."""
-    seconds: float
-    """Median over the inferences that were profiled, of all runs in one."""
-    calls: int = 1
-    """Times that it runs in one inference."""
-
-
-class Profiled(BaseModel, frozen=True):
-    """Hold the figures of one profiler."""
-
-    operators: tuple[OperatorTime, ...]
-    source: str
-    call_seconds: float | None
-    """Median of a whole profiled inference; None where the profiler sees operators alone."""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass
-class Tally:
-    """Collect seconds of operators by name, inference by inference."""
-
-    inferences: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    """Seconds, and runs."""
-
-    def begin(self) -> None:
-        """Begin a new inference, to which all that is added from now on belongs."""
-        self.inferences.append({})
-
-    def add(self, name: str, seconds: float, *, run: bool = True) -> None:
-        """Add a run of an operator, or a part of one; before the first inference nothing counts."""
-        if self.inferences:
-            before, runs = self.inferences[-1].get(name, (0.0, 0))
-            self.inferences[-1][name] = (before + seconds, runs + run)
-
-    def medians(self) -> dict[str, tuple[float, int]]:
-        """Compute median seconds and runs of an inference, in order of first appearance; absent counts as zero."""
-        medians = {}
-        for name in dict.fromkeys(name for inference in self.inferences for name in inference):
-            seconds, runs = zip(*(inference.get(name, (0.0, 0)) for inference in self.inferences), strict=True)
-            medians[name] = (statistics.median(seconds), round(statistics.median(runs)))
-        return medians
-
-
-def warm_up(session: "Session", feeds: Feeds) -> Any:
-    """Bind feeds, make the calls that do not count, and return what was bound."""
-    session.signature.check(feeds)
-    bound = session.bind(feeds)
-    for _ in range(WARM_CALLS):
-        session.enqueue(bound)
-    session.synchronize()
-    return bound
-
-
-def narrowest(types: Iterable[str], names: Mapping[str, str]) -> str:
-    """Translate an engine's words for types into ours for the first of them in ``names``; empty if none is there."""
-    given = set(types)
-    return next((short for word, short in names.items() if word in given), "")
+TUNING = "tuning.json"
+"""File beside an engine that says with which options it was measured to be the fastest."""
 
 
 class Session(ABC):
@@ -133,6 +34,8 @@ class Session(ABC):
     """
 
     signature: Signature
+    concurrent: bool = False
+    """True if any number of threads may call :meth:`answer` at the same time."""
 
     @property
     def cuda_stream(self) -> int | None:
@@ -175,6 +78,9 @@ class Session(ABC):
             UsageError: this session is closed.
         """
 
+    def release_idle_memory(self) -> None:  # noqa: B027 - most engines keep nothing
+        """Give back memory that libraries keep for later calls; no session of this process may be running."""
+
     @abstractmethod
     def close(self) -> None:
         """Free everything; a call after it raises UsageError, a second close does nothing.
@@ -189,9 +95,19 @@ class Session(ABC):
             SignatureError: the feeds do not fit.
         """
         self.signature.check(feeds)
-        self.enqueue(self.bind(feeds))
+        outputs = self.answer([feeds[spec.name] for spec in self.signature.inputs])
+        return {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
+
+    def answer(self, values: Sequence[Array]) -> Sequence[Array]:
+        """Run one whole inference of arrays that fit, which nothing checks; both sides in the signature's order.
+
+        Any thread may call it. What its settings are elsewhere in the process makes no difference to the answer, and
+        stays as it is.
+        """
+        self.enqueue(self.bind({spec.name: value for spec, value in zip(self.signature.inputs, values, strict=True)}))
         self.synchronize()
-        return self.fetch()
+        outputs = self.fetch()
+        return [outputs[spec.name] for spec in self.signature.outputs]
 
     def __enter__(self) -> Self:
         return self
@@ -268,64 +184,34 @@ class PackageFacts:
     """Compute capabilities of the GPUs that it is built for; empty where it is not for certain ones."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Names and values as the engine's own package takes them."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """Format a protobuf message as text (``model_config.proto``)."""
-
-    fields: Fields = field(default_factory=list)
-
-    def lines(self, indent: str = "") -> Iterator[str]:
-        """Yield lines of the text format."""
-        for name, value in self.fields:
-            if isinstance(value, Message):
-                inner = list(value.lines(indent + "  "))
-                yield from (f"{indent}{name} {{", *inner, f"{indent}}}") if inner else (f"{indent}{name} {{}}",)
-            else:
-                yield f"{indent}{name}: {'[' + ', '.join(map(str, value)) + ']' if isinstance(value, list) else value}"
-
-
-def quoted(text: str) -> str:
-    """Quote a string for protobuf's text format: quotes, backslashes and control characters escaped, the rest UTF-8."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(char if char >= " " else f"\\{ord(char):03o}" for char in escaped) + '"'
-
-
-@dataclass(frozen=True)
-class TritonBackend:
-    """Describe a backend of Triton and what its configuration says beyond names and shapes."""
-
-    name: str
-    file: str
-    """Name that it expects of the file that it loads."""
-    platform: str = ""
-    configure: Callable[[Mapping[str, Any], str], Fields] = lambda options, device: []
-    """From the options of a package and the kind of device: the backend's own fields."""
-    remark: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda engine: ()
-    """From a package's record of the engine: remarks for people, a line each."""
+    module: str = ""
+    """Python module to import, if it is not called as the engine is."""
 
 
 class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """Build and load one kind of engine; its fields are the options that it does so with.
 
     An engine has to say ``name``, ``title``, ``consumes`` and ``tools`` and to define :meth:`available`, :meth:`load`
-    and :meth:`prime`, and :meth:`build` where it is made from graphs. All else has defaults.
+    and :meth:`prime`, and :meth:`build` unless it runs a module itself. All else has defaults.
     """
 
     name: ClassVar[str]
     """Its name in recipes and in the table."""
     title: ClassVar[str]
     consumes: ClassVar[Kind]
-    """Kind of artifact that it is made from: ``torch`` engines run the module itself and have no build step."""
+    """Kind of artifact that it is made from: a ``torch`` module, or an ``onnx`` graph."""
     tools: ClassVar[tuple[str, ...]]
     """Distributions whose versions decide what is built and how it runs; the first one installed is its own."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Fields of the recipe that concern only engines like this one: to give them without one is an error."""
     precisions: ClassVar[tuple[str, ...]] = ()
     """Precisions that it casts a module to by itself; engines of graphs take the precision of the graph."""
+    native_code: ClassVar[bool] = False
+    """True if its file is machine code: a bundle of it is loaded only where the user says that its maker is trusted."""
     placement: ClassVar[Placement] = "inputs"
     """Rule for the places of Q/DQ pairs in graphs for it."""
+    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own",)
+    """Makers of static int8 graphs that it runs in int8."""
     needs_shapes: ClassVar[bool] = False
     """True if it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
     file_suffix: ClassVar[str] = ""
@@ -334,6 +220,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """Modules that building it takes, for workers to import ahead: no other framework is imported then."""
     builder_tells_memory: ClassVar[bool] = False
     """True if :meth:`facts` has the memory that it will take, so that ``fit`` builds and does not run it."""
+    replays_in: ClassVar[tuple[str, ...]] = ()
+    """Forms of packages that replay CUDA graphs, where the variant does: ``bundle``, ``triton``."""
     package_caution: ClassVar[str] = ""
     """Warning for people who are handed a package of it."""
     kinds: ClassVar[tuple[str, ...]] = DEVICE_KINDS
@@ -367,6 +255,38 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
             UsageError: an option makes no sense for this engine.
         """
         yield Configuration(cls(), precision)
+
+    @classmethod
+    def runs_module(cls) -> bool:
+        """Tell whether it runs the module itself, and so has no build step."""
+        return cls.build is Engine.build
+
+    @classmethod
+    def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
+        """List the precisions that may make it faster on a device, for runs that list none by hand."""
+        return ("fp32",)
+
+    @classmethod
+    def replays_graphs(cls) -> bool:
+        """Tell whether it has the field ``cuda_graphs``; planning then makes variants with it, too."""
+        return "cuda_graphs" in cls.model_fields
+
+    def without_graphs(self) -> Self:
+        """Copy the engine as it is built, and runs where CUDA graphs are not asked for."""
+        return self.model_copy(update={"cuda_graphs": False}) if self.replays_graphs() else self
+
+    @classmethod
+    def usual_half(cls, device: Device) -> str:
+        """Choose the half precision that people would cast a module to on a device; for engines that run modules."""
+        return cls.precisions[-1]
+
+    def as_shipped(self, device: Device) -> Self:
+        """Copy the engine with the settings that its framework has on a device where nobody changes them."""
+        return self
+
+    def exact(self) -> Self:
+        """Copy the engine with products that are not rounded further than its precision says."""
+        return self
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:
@@ -454,6 +374,11 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """Tell whether this machine can run it on that device; if not, why, and what to do about it."""
 
     @classmethod
+    def installed(cls, device: Device) -> Availability:
+        """Answer as :meth:`available` does, without importing heavy packages: that they load is not checked."""
+        return cls.available(device)
+
+    @classmethod
     def require(cls, device: Device) -> None:
         """Insist that this machine can run it on that device.
 
@@ -469,7 +394,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     @classmethod
     def buildable(cls) -> Availability:
         """Tell whether this machine can build it."""
-        return cls.available(Device())
+        return cls.available(Device(kind=cls.kinds[0]))
 
     def runnable(self, device: Device) -> Availability:
         """Tell whether this machine can run what these options build."""
@@ -499,16 +424,40 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """Read what a built engine records of its memory and layers."""
         return EngineFacts()
 
+    def tunable_options(self, graph: Path | None, device: Device) -> dict[str, tuple[str, ...]]:
+        """List options that may make a graph faster on a device, and the values to try instead of the present one.
+
+        Those that promise most come first. ``graph`` is an ONNX file, or None for any graph.
+        """
+        return {}
+
+    def with_option(self, name: str, value: str) -> Self:
+        """Copy the engine with another value of a tunable option."""
+        raise TypeError(f"{self.name} has no option {name!r} to tune")
+
+    def tuned(self, artifact: Artifact) -> Self:
+        """Copy the engine with the fields that were measured to be the fastest for an artifact, if that was tuned."""
+        file = artifact.folder / TUNING
+        chosen = json.loads(file.read_bytes())["fields"] if file.is_file() else {}
+        return type(self)(**{**dict(self), **chosen}) if chosen else self
+
     def executed(self, artifact: Artifact, device: Device, scratch: Path) -> Path:
         """Give the ONNX file of exactly those operators that a session runs; it may be written into ``scratch``."""
         raise TypeError(f"{self.name} does not show the graph that it runs")
+
+    def assign_nodes(self, artifact: Artifact, device: Device) -> dict[str, dict[str, int]]:
+        """Count the nodes that each part of the engine runs, by part and operator; empty if one part runs them all.
+
+        The first part is the one that the engine is for.
+        """
+        return {}
 
     def environment_key(self, device: Device) -> dict[str, Any]:
         """Collect facts about this machine that decide what ``build`` writes; they are part of the key."""
         return {}
 
     def build(self, request: BuildRequest) -> Effect:
-        """Write the engine's files; only for engines that consume ``onnx``."""
+        """Write the engine's files; an engine that does not define this runs the module itself."""
         raise TypeError(f"{self.name} runs the module itself and is not built")
 
     def profile(self, request: ProfileRequest) -> Profiled:

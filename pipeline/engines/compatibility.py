@@ -5,12 +5,10 @@ from types import MappingProxyType
 
 from pydantic import BaseModel
 
+from enginesmith.pipeline.system.nvidia import OLDEST_DRIVER
 from enginesmith.pipeline.system.software import Requirement, Stack, meets, numbers
 
 NO_GPU = "there is no NVIDIA GPU here"
-_OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of
-minimum driver versions (Linux)."""
 _COMMON_BRANCH = 580
 """The driver's branch that all of these run on, and GPUs from Maxwell on."""
 _DRIVER_FIX = "on the host (Ubuntu): sudo apt-get install nvidia-driver-{branch} && sudo reboot"
@@ -45,7 +43,7 @@ def check_driver(
     if not built_for or not numbers(built_for):
         return
     wanted = numbers(built_for)
-    least = stricter.get(wanted[0]) or _OLDEST_DRIVER.get(wanted[0])
+    least = stricter.get(wanted[0]) or OLDEST_DRIVER.get(wanted[0])
     name, needed = f"driver for {package}", f"{least} or newer, for CUDA {wanted[0]}" if least else f"CUDA {wanted[0]}"
     newer_driver = _DRIVER_FIX.format(branch=max(_COMMON_BRANCH, numbers(least)[0] if least else 0))
     if stack.driver_cuda is None:

@@ -157,6 +157,41 @@ class CudaAllocationTracker:
         return block is not None
 
 
+def release_workspaces(device: int) -> int:
+    """Return to torch's allocator what it holds for cuBLAS, a block for each stream that multiplied; return its bytes.
+
+    Nothing may run meanwhile. A CUDA graph that was captured with a block still uses its address: never replay it
+    afterwards.
+    """
+    import torch
+
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # a torch without CUDA has none
+    torch.cuda.synchronize(device)
+    before = _read_allocated(device)
+    if clear is not None:
+        clear()
+    return before - _read_allocated(device)
+
+
+def _read_allocated(device: int) -> int:
+    import torch
+
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.current", 0))
+
+
+_limits: dict[int, int] = {}
+
+
+def set_limit(device: int, limit_bytes: int) -> None:
+    """Limit engines of this process that do not take their memory from torch's allocator and are loaded from now on."""
+    _limits[device] = limit_bytes
+
+
+def limit_bytes(device: int) -> int | None:
+    """Return what engines with an allocator of their own may take of a device; None without a limit."""
+    return _limits.get(device)
+
+
 _active: dict[int, CudaAllocationTracker | None] = {}
 
 

@@ -6,9 +6,14 @@ In a service: ``model = infer.Model()`` once, then ``answers = model({"image": a
 import argparse
 import ctypes
 import hashlib
+import importlib.metadata
 import json
+import os
 import pathlib
+import platform
+import shutil
 import sys
+import tempfile
 import threading
 
 import numpy as np
@@ -29,9 +34,10 @@ class Model:
             if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != kept["sha256"]:
                 raise RuntimeError(f"{name} is not the file that was packaged: nothing was loaded")
         engine = self.manifest["engine"]
-        start = _onnxruntime if engine["package"] == "onnxruntime" else _tensorrt
+        starts = {"onnxruntime": _onnxruntime, "openvino": _openvino, "torch": _torch}
+        start, signature = starts.get(engine["package"], _tensorrt), self.manifest["signature"]
         try:
-            self._run = start(self.folder / engine["file"], engine)
+            self._run = start(self.folder / engine["file"], {**engine, **signature})
         except (ImportError, OSError) as error:
             made = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
             raise RuntimeError(f"this machine cannot run the engine: {error}; {made}") from error
@@ -41,7 +47,13 @@ class Model:
         specs = self.manifest["signature"]["inputs"]
         if set(inputs) != {spec["name"] for spec in specs}:
             raise ValueError(f"the inputs are {sorted(inputs)}; the model takes {[spec['name'] for spec in specs]}")
-        return self._run({spec["name"]: _fit(np.asarray(inputs[spec["name"]]), **spec) for spec in specs})
+        feeds = {spec["name"]: _fit(np.asarray(inputs[spec["name"]]), **spec) for spec in specs}
+        sizes = {}
+        for spec in specs:
+            for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    raise ValueError(f"{spec['name']} has {size} for {dim}, and the inputs before it {sizes[dim]}")
+        return self._run(feeds)
 
     def check(self):
         """Answer the test vector; return the answers, and the names of those that do not match."""
@@ -73,13 +85,148 @@ def _onnxruntime(file, engine):
     import onnxruntime as ort
 
     chosen, options = engine["options"], ort.SessionOptions()
+    given, wanted = dict(chosen["session"]), chosen["session"]["providers"][0]
+    if wanted != "CPUExecutionProvider" and "torch" not in sys.modules:
+        ort.preload_dlls()  # CUDA's libraries lie in packages of their own, where only torch or this call finds them
+    for name in chosen.get("imports", ()):  # packages that load the libraries of the provider
+        __import__(name)
     options.intra_op_num_threads = chosen["intra_op_num_threads"]
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, chosen["graph_optimization_level"])
-    session = ort.InferenceSession(str(file), options, **chosen["session"])
-    if session.get_providers()[0] != chosen["session"]["providers"][0]:
-        raise ImportError(f"this onnxruntime lacks {chosen['session']['providers'][0]} and would run on the CPU")
+    for name, value in chosen.get("config_entries", {}).items():
+        options.add_session_config_entry(name, value)
+    if chosen.get("cache"):  # the provider may write there, so it gets a copy
+        engine["scratch"] = tempfile.TemporaryDirectory()
+        shutil.copytree(file.parent / "cache", engine["scratch"].name, dirs_exist_ok=True)
+        given["provider_options"][0][chosen["cache"]] = engine["scratch"].name
+    if chosen.get("plugin"):
+        _attach(ort, options, __import__(chosen["plugin"]), given.pop("provider_options")[0], given.pop("providers")[0])
+    try:
+        session = ort.InferenceSession(str(file), options, enable_fallback=0, **given)
+    except Exception as error:
+        if "CUDA failure 35" not in str(error):  # cudaErrorInsufficientDriver
+            raise
+        raise ImportError("the NVIDIA driver is too old for this onnxruntime: install a newer driver") from error
+    if wanted != session.get_providers()[0]:
+        why = "did not start: no GPU, no driver for it, or a library is missing"
+        lacks = "is not in this onnxruntime: install onnxruntime-gpu alone"
+        raise ImportError(f"{wanted} {why if wanted in ort.get_available_providers() else lacks}")
     names = [output.name for output in session.get_outputs()]
+    if any("enable_cuda_graph" in options for options in given.get("provider_options", ())):
+        return _replay(ort, session, names)
     return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def _attach(ort, options, plugin, settings, wanted):
+    if wanted not in {device.ep_name for device in ort.get_ep_devices()}:
+        ort.register_execution_provider_library(plugin.get_ep_name(), plugin.get_library_path())
+    devices = [device for device in ort.get_ep_devices() if device.ep_name == wanted]
+    if not devices:
+        raise ImportError(f"{plugin.__name__} finds no GPU that it runs on")
+    options.add_provider_for_devices(devices[:1], settings)
+
+
+def _replay(ort, session, names):
+    known, lock = {}, threading.Lock()
+
+    def options_of(graph):
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
+    def run_as(options, binding):  # past onnxruntime's wrapper, which looks at options for 27 to 80 µs a call
+        session._sess.run_with_iobinding(binding._iobinding, options)
+
+    def bind(feeds):
+        binding = session.io_binding()
+        held = {name: ort.OrtValue.ortvalue_from_numpy(value, "cuda", 0) for name, value in feeds.items()}
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in names:
+            binding.bind_output(name, "cuda", 0)
+        run_as(options_of(-1), binding)  # without a capture: outputs are allocated, kernels picked
+        outputs = binding.get_outputs()
+        for name, value in zip(names, outputs, strict=True):
+            binding.bind_ortvalue_output(name, value)
+        return options_of(len(known) + 1), binding, held, outputs
+
+    def run(feeds):
+        shapes = tuple((name, value.shape) for name, value in sorted(feeds.items()))
+        with lock:  # a graph has one set of buffers
+            options, binding, held, _ = known[shapes] = known.get(shapes) or bind(feeds)
+            for name, value in feeds.items():
+                held[name].update_inplace(value)
+            run_as(options, binding)
+            return dict(zip(names, binding.copy_outputs_to_cpu(), strict=True))
+
+    return run
+
+
+def _openvino(file, engine):
+    sys.modules.setdefault("openvino_telemetry", None)  # else importing openvino reports to its makers
+    import openvino as ov
+
+    core, options = ov.Core(), dict(engine["options"])
+    able = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if options["INFERENCE_PRECISION_HINT"] == "bf16" and "BF16" not in able:
+        raise ImportError("this processor has no instructions for bf16 (AVX512_BF16 or AMX)")
+    options["INFERENCE_NUM_THREADS"] = options["INFERENCE_NUM_THREADS"] or len(os.sched_getaffinity(0))
+    fixed, shapes = options.pop("FIXED_BATCHES", ()), [spec["shape"] for spec in engine["inputs"]]
+    leading = [at for at, shape in enumerate(shapes) if shape and isinstance(shape[0], str)]
+    words = {size for shape in shapes for size in shape if isinstance(size, str)}
+    if len(words) != 1 or any(isinstance(size, str) for shape in shapes for size in shape[1:]):
+        fixed = ()  # more than the batch is dynamic
+    known, own, lock = {}, threading.local(), threading.Lock()
+
+    def compiled(batch):
+        with lock:
+            if batch not in known:  # apart for each of these batch sizes, which is faster; once for all others
+                graph = core.read_model(file)
+                if batch in fixed:
+                    try:
+                        graph.reshape({at: [batch, *shapes[at][1:]] for at in leading})
+                    except RuntimeError:  # it takes no such size
+                        graph = core.read_model(file)
+                known[batch] = core.compile_model(graph, "CPU", options)
+            return known[batch]
+
+    def run(feeds):
+        values = list(feeds.values())
+        batch = len(values[leading[0]]) if fixed else None
+        batch = batch if batch in fixed else None
+        own.requests = requests = getattr(own, "requests", {})  # of this thread
+        if batch not in requests:
+            requests[batch] = compiled(batch).create_infer_request()
+        answers = requests[batch].infer(values, share_inputs=True)
+        return dict(zip([spec["name"] for spec in engine["outputs"]], answers.to_tuple(), strict=True))
+
+    return run
+
+
+def _torch(file, engine):
+    made, here, flags = engine["options"], importlib.metadata.version("torch"), pathlib.Path("/proc/cpuinfo")
+    import torch
+
+    known = set(flags.read_text().split()) if flags.is_file() else {platform.processor()}
+    if here != made["torch"] or platform.machine() != made["machine"] or not known.issuperset(made["instructions"]):
+        needed = f"torch {made['torch']} on {made['machine']} with {' '.join(made['instructions'])}"
+        raise ImportError(f"the machine code in it was compiled for {needed}, and here is torch {here}")
+    target = "sm{}{}".format(*torch.cuda.get_device_capability()) if engine["device"] == "cuda" else ""
+    if target != made["target"]:
+        raise ImportError(f"it is compiled for a GPU of the kind {made['target']}, and here is {target}")
+    cast = None if made["dtype"] == "float32" else getattr(torch, made["dtype"])
+    model = torch._inductor.aoti_load_package(str(file))
+
+    def place(value):
+        tensor = torch.from_numpy(np.require(value, requirements="W"))
+        return tensor.to(engine["device"], cast if value.dtype.kind == "f" else None)
+
+    def run(feeds):
+        with torch.inference_mode():
+            answers = model(*map(place, feeds.values()))
+        pairs = zip(engine["outputs"], answers, strict=True)
+        return {spec["name"]: value.to("cpu", getattr(torch, spec["dtype"])).numpy() for spec, value in pairs}
+
+    return run
 
 
 def _tensorrt(file, engine):
@@ -127,6 +274,8 @@ def main():
     parser.add_argument("--input", nargs="+", action="extend", default=[], metavar="NAME=FILE.npy", help="an input")
     parser.add_argument("--output", metavar="FILE.npz", help="save the answers in this file")
     given = parser.parse_args()
+    if unnamed := [text for text in given.input if "=" not in text]:
+        parser.error(f"--input {unnamed[0]}: write NAME={unnamed[0]}, with the name of an input (see manifest.json)")
     try:
         model = Model()
         feeds = {name: np.load(file) for name, _, file in (text.partition("=") for text in given.input)}

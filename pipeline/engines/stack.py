@@ -25,16 +25,11 @@ def find_stack() -> Stack:
         **{name: tuple(software.requirements(name)) for name in ("torch", "onnxruntime-gpu")},
         **{name: tuple(software.requirements(name, "tensorrt")) for name in (*TENSORRTS, *parts)},
     }
-    torch_cuda, torch_targets = software.cuda_of("torch", "version.py"), tuple[str, ...]()
+    torch_cuda, torch_targets = nvidia.torch_cuda(), tuple[str, ...]()
     if torch_cuda and gpus:
         import torch
 
         torch_targets = tuple(torch.cuda.get_arch_list())
-    displays = (
-        folder
-        for folder in (_PCI.iterdir() if _PCI.is_dir() else ())
-        if text(folder / "vendor") == _NVIDIA and (text(folder / "class") or "").startswith(_DISPLAY)
-    )
     glibc = {name: software.needed_glibc(name) for name in (*_LISTED, *parts)}
     written = None
     if software.find("onnx"):
@@ -45,12 +40,12 @@ def find_stack() -> Stack:
         driver=next((gpu.driver for gpu in gpus), None),
         driver_cuda=None if driver.version is None else (driver.version // 1000, driver.version % 1000 // 10),
         driver_reason=driver.reason,
-        gpu_without_driver=not gpus and any(displays),
+        gpu_without_driver=not gpus and _is_gpu_plugged_in(),
         gpus=gpus,
         versions=software.versions(_LISTED),
         torch_cuda=torch_cuda,
         torch_targets=torch_targets,
-        onnxruntime_cuda=software.cuda_of("onnxruntime", "capi/build_and_package_info.py"),
+        onnxruntime_cuda=nvidia.cuda_of("onnxruntime", "capi/build_and_package_info.py"),
         cudnn=software.cudnn(),
         requirements={name: needs for name, needs in requirements.items() if needs},
         packages=software.versions(sorted({need.name for needs in requirements.values() for need in needs})),
@@ -60,6 +55,14 @@ def find_stack() -> Stack:
         glibc_needed={name: version for name, version in glibc.items() if version},
         written=written,
         taken=_taken(written) if written and software.find("onnxruntime") else None,
+    )
+
+
+def _is_gpu_plugged_in() -> bool:
+    """Tell whether the PCI bus has a display device of NVIDIA's."""
+    return any(
+        text(folder / "vendor") == _NVIDIA and (text(folder / "class") or "").startswith(_DISPLAY)
+        for folder in (_PCI.iterdir() if _PCI.is_dir() else ())
     )
 
 

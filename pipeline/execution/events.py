@@ -51,9 +51,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Event:
-    """Announce that a step is planned, has started, got further or has ended."""
+    """Announce the device of a run, or that a step is planned, has started, got further or has ended."""
 
-    kind: Literal["planned", "started", "progress", "note", "finished"]
+    kind: Literal["device", "planned", "started", "progress", "note", "finished"]
     step: ShownStep
     text: str = ""
     outcome: Outcome | None = None

@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact
@@ -101,10 +100,10 @@ class LocalExecutor(Executor):
         """Explain why the GPU of a place is not available; resources are for clusters, and ignored here."""
         if place.device == "cpu":
             return ""
-        driver = nvidia.driver()
-        if not driver.devices:
-            return f"this machine has no GPU: {driver.reason}"
-        name = driver.devices[0].name  # as drivers give it: NVIDIA H100 80GB HBM3 is an H100
+        availability = nvidia.available(0)
+        if not availability.ok:
+            return f"the GPU of this machine cannot be used: {availability.reason}"
+        name = nvidia.driver().devices[0].name  # as drivers give it: NVIDIA H100 80GB HBM3 is an H100
         if place.accelerator.casefold().replace("-", " ") not in name.casefold().replace("-", " "):
             return f"the GPU of this machine is {name}, and {place.accelerator} was requested"
         return ""
@@ -123,7 +122,7 @@ class LocalExecutor(Executor):
 
     def _is_undisturbed(self, together: Collection[Step]) -> bool:
         measuring = [step.task for step in together if step.task.exclusive]
-        if not measuring:
+        if not measuring or all(step.task.pairs and step.task.title == measuring[0].title for step in together):
             return len(together) <= self._jobs
         gpus = [step.task.gpus for step in together if step.task.gpus]
         on_their_own = all(task.gpus == "one" for task in measuring)
@@ -162,7 +161,7 @@ class LocalExecutor(Executor):
 
     def _run_in_worker(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with contextlib.ExitStack() as stack:
-            cores = stack.enter_context(self._reserve_cores())
+            cores = None if request.step.task.exclusive else stack.enter_context(self._reserve_cores())
             prepare = stack.enter_context(self._reserve_gpu(request.step))
 
             def remember(process: worker.Worker) -> None:
@@ -187,7 +186,7 @@ class LocalExecutor(Executor):
         with self._lock:
             process = self._spare.pop() if self._spare else None
         if process is None:
-            process = worker.Worker(_serve_steps, log=request.log)
+            process = worker.Worker(worker.serve, execute, log=request.log)
             self._remember(process)
         try:
             done: Done = process.request(
@@ -251,8 +250,3 @@ class LocalExecutor(Executor):
                 process.kill()
             self._active.difference_update(self._spare)
             self._spare.clear()
-
-
-def _serve_steps(connection: Connection) -> None:
-    """Execute one step after the other in a worker."""
-    worker.serve(connection, execute)

@@ -58,15 +58,11 @@ def deduplicate_steps(plans: Mapping[str, Plan]) -> DeduplicatedSteps:
             task = step.task
             digest = json_digest([task.identity, task.place, sources, repr(step.place), step.unavailable])
             work[step.id] = digest
-            if digest not in by_work and len(plans) == 1:
-                by_work[digest] = step
-            elif digest not in by_work:
+            if digest not in by_work:
                 needs, wants = ({role: by_work[work[name]].id for role, name in part.items()} for part in parts)
+                ref, label = (step.id, step.label) if len(plans) == 1 else (step.id.in_run(plan_name), step.name)
                 by_work[digest] = Step(  # costs less than a copy that is changed
-                    *(step.id.in_run(plan_name), task, needs, wants),
-                    unavailable=step.unavailable,
-                    place=step.place,
-                    label=step.name,
+                    ref, task, needs, wants, step.unavailable, step.place, search=step.search, label=label
                 )
             takers[by_work[digest].id].append((plan_name, step.id))
     return DeduplicatedSteps(tuple(by_work.values()), {name: tuple(users) for name, users in takers.items()})

@@ -4,17 +4,18 @@ Many more can be looked up at a time than executed. A step that fails takes down
 """
 
 import heapq
+import math
 import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from enginesmith.pipeline.errors import EnginesmithError, StepTimeout, storage_errors
+from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.planning.plan import Step
@@ -24,6 +25,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOOK_AGAIN_SECONDS = 5.0
 """A step that had to wait longer for its turn is looked up once more: another one may have done it meanwhile."""
+_LEAST_SECONDS = 10.0
+"""Time that each step has where so much is left, whatever its share is: a busy machine takes seconds to begin one."""
 
 
 @dataclass
@@ -34,7 +37,13 @@ class Runner:
     log_of: Callable[[Step], Path]
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
-    _deadline: float | None = None
+    search_seconds: float | None = None
+    """Time after which no step of a search is begun, and those that run are ended.
+
+    With it, steps that no time was left for are skipped; without it, they fail.
+    """
+    _deadline: float = math.inf
+    _search_deadline: float = math.inf
     _looked_up_at: dict[str, float] = field(default_factory=dict)
     """By step that the store lacks, the time at which it was looked up."""
     _notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -57,8 +66,9 @@ class Runner:
         Raises:
             ValueError: a step needs one that is neither among them nor given.
         """
-        if self.time_limit_seconds is not None:
-            self._deadline = time.monotonic() + self.time_limit_seconds
+        now = time.monotonic()
+        self._deadline = now + (math.inf if self.time_limit_seconds is None else self.time_limit_seconds)
+        self._search_deadline = now + (math.inf if self.search_seconds is None else self.search_seconds)
         outcomes = dict(given or {})
         left = [step for step in steps if step.id not in outcomes]
         for step in left:
@@ -99,10 +109,7 @@ class Runner:
                     assert outcome is not None
                     new = [(step, outcome)]
                     while new:
-                        for ended_step, its_outcome in new:
-                            self.listener(Event("finished", ended_step, outcome=its_outcome))
-                            waiting.release(ended_step.id)
-                        latest: dict[str, Outcome] = {ended_step.id: its_outcome for ended_step, its_outcome in new}
+                        latest = self._announce(new, waiting)
                         outcomes |= latest
                         skipped = waiting.remove(on_new(latest))
                         new = [(each, Outcome(each.id, "skipped", reason=reason)) for each, reason in skipped]
@@ -110,6 +117,13 @@ class Runner:
                 self.executor.stop()
                 raise
         return outcomes
+
+    def _announce(self, ended: Sequence[tuple[Step, Outcome]], waiting: "_WaitingSteps") -> dict[str, Outcome]:
+        """Announce the steps that have ended, make those ready that waited for them, and list the outcomes."""
+        for step, outcome in ended:
+            self.listener(Event("finished", step, outcome=outcome))
+            waiting.release(step.id)
+        return {step.id: outcome for step, outcome in ended}
 
     def _may_start(self, step: Step, running: Collection[Step], asked: Collection[str]) -> bool | None:
         """Decide whether a step may begin now; None stops the look for others, so that none overtakes it."""
@@ -158,22 +172,28 @@ class Runner:
             self._notes[step.id].append(text)
             self.listener(Event("note", step, text))
 
-        left = None if self._deadline is None else self._deadline - time.monotonic()
+        deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
+        left, looks_up = deadline - time.monotonic(), work == self._look_up
+        share = max(left * step.task.time_share, min(left, _LEAST_SECONDS))
+        limited = step.task.model_copy(update={"left_seconds": share}) if share < math.inf else step.task
         request = StepRequest(
-            step,
+            replace(step, task=limited),
             {role: outcome.artifact for role, outcome in inputs.items() if outcome.artifact and outcome.good},
             log=self.log_of(step),
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),
-            timeout_seconds=left,
+            timeout_seconds=None if share == math.inf else share,
             on_note=note,
         )
         try:
-            if left is not None and left <= 0:
-                raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
+            if left <= 0 and not (self.search_seconds is not None and looks_up):
+                raise StepTimeout("the time was over before it started", "give more: --time; then resume")
             with retry.notifications_to(note):
                 result = work(request)
         except EnginesmithError as error:
+            late = isinstance(error, StepTimeout) and time.monotonic() >= deadline
+            if late and self.search_seconds is not None:
+                return Outcome(step.id, "skipped", reason=NO_TIME)
             return Outcome(step.id, "failed", error=error, reason=str(error))
         return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 
 QUANTISED = ("int4", "fp4", "int8", "fp8")
 HALF = ("fp16", "bf16")
+_SHOWN = 4
 
 
 class Coverage(BaseModel, frozen=True):
@@ -38,10 +39,32 @@ class Coverage(BaseModel, frozen=True):
     """Casts between floating-point types."""
     reorders: int = 0
     """Operators that only lay out values anew: ONNX Runtime's blocks of channels, and transpositions."""
+    copies: int = 0
+    """Copies between the memory of the host and of the device, between two nodes."""
+    assigned: dict[str, dict[str, int]] = {}
+    """Nodes by the part of the engine that runs them (ONNX Runtime's execution providers) and by operator.
+
+    The first part is the one that the engine is for. Empty where an engine has one part, or does not tell.
+    """
 
     def share(self, precision: str) -> float:
         """Look up the share of multiply-adds in a precision."""
         return self.macs.get(precision, 0.0)
+
+
+def describe_fallback(assigned: Mapping[str, Mapping[str, int]], copies: int = 0) -> str:
+    """Describe the nodes that do not run on the part that the engine is for; empty if there are none."""
+    first, *others = assigned or {"": {}}
+    total = sum(sum(counts.values()) for counts in assigned.values())
+    parts = []
+    for name in others:
+        counts = sorted(assigned[name].items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{count} {operator}" for operator, count in counts[:_SHOWN])
+        more = ", …" if len(counts) > _SHOWN else ""
+        parts.append(f"{sum(dict(counts).values())} of {total} nodes run on {name}, not on {first} ({listed}{more})")
+    if parts and copies:
+        parts.append(f"{copies} copies between host and device")
+    return "; ".join(parts)
 
 
 def format_shares(shares: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signat
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 JUDGED_SAMPLES = 8
-"""Samples of given data that fidelity is judged on at each point, at least; on all where there are fewer."""
+"""Samples of given data that fidelity is judged on in each case, at least; on all where there are fewer."""
 
 
 class Case(BaseModel, frozen=True):
@@ -26,7 +27,8 @@ class Case(BaseModel, frozen=True):
 
     sizes: dict[str, int]
     batch: int
-    points: tuple[Point, ...] = ()
+    points: tuple[Point | Literal["measured"], ...] = ()
+    """Of the shape range; ``measured`` where it is none of those."""
     measured: bool = False
     calls: int = 1
     """Calls whose outputs are judged, each with feeds of its own; the first one's feeds are those that are measured."""
@@ -39,6 +41,8 @@ class Samples(BaseModel, frozen=True):
     """Origin of the feeds: the name of a data set, or that they are synthetic."""
     ranges: dict[str, ShapeRange]
     cases: tuple[Case, ...]
+    parts: dict[str, int] = {}
+    """Samples of each part, where one data set was split into parts."""
 
 
 def batch_symbol(signature: Signature) -> str | None:
@@ -117,7 +121,7 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
         key = tuple(sizes.values())
         batch = sizes[symbol] if symbol else fixed_batch(signature)
         known = cases.get(key, Case(sizes=sizes, batch=batch))
-        points = (*known.points, point) if point else known.points
+        points = (*known.points, point) if point else known.points or ("measured",)
         cases[key] = known.model_copy(update={"points": points, "measured": known.measured or point is None})
 
     for point in POINTS:
@@ -128,23 +132,17 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
 
 
 def plan_calls(case: Case, data: Dataset | None) -> Case:
-    """Plan as many calls at a point as make up :data:`JUDGED_SAMPLES` of the data; one call without data."""
-    if data is None or not case.points:
+    """Plan as many calls as make up :data:`JUDGED_SAMPLES` of the data; one call without data."""
+    if data is None:
         return case
     return case.model_copy(update={"calls": math.ceil(min(JUDGED_SAMPLES, len(data)) / case.batch)})
 
 
-def judged_calls(case: Case) -> range:
-    """Number the calls of a case whose outputs are compared with the reference's: none where it is only measured."""
-    return range(case.calls if case.points else 0)
-
-
 def read_calls(folder: Path) -> Iterator[tuple[Case, Sequence[Feeds], Sequence[Feeds]]]:
-    """Read each case that is judged: feeds and the reference's outputs, call by call."""
+    """Read each case: feeds and the reference's outputs, call by call."""
     for index, case in enumerate(read(folder).cases):
-        if case.points:
-            feeds = [read_arrays(folder, "feeds", index, call) for call in judged_calls(case)]
-            yield case, feeds, [read_arrays(folder, "outputs", index, call) for call in judged_calls(case)]
+        feeds = [read_arrays(folder, "feeds", index, call) for call in range(case.calls)]
+        yield case, feeds, [read_arrays(folder, "outputs", index, call) for call in range(case.calls)]
 
 
 def feeds_for(
@@ -172,7 +170,7 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
 
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    (out / RECORD).write_text(samples.model_dump_json(indent=1))
+    (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=None if samples.parts else {"parts"}))
 
 
 def write_vector(reference: Path, file: Path) -> None:

@@ -71,7 +71,7 @@ _AHEAD_CYCLES = 500_000
 
 @dataclass(frozen=True)
 class Probe:
-    """Hold calls that can be repeated, one for each thread, and the amount of one repetition."""
+    """Keep calls that can be repeated, one for each thread, and the amount of one repetition."""
 
     figure: str
     calls: tuple[Call, ...]

@@ -40,7 +40,7 @@ THRESHOLDS: dict[str, Thresholds] = {
 
 
 class Closeness(BaseModel, frozen=True):
-    """Hold figures of outputs against the reference. What is None has its reason under its name in ``reasons``."""
+    """List figures of outputs against the reference. What is None has its reason under its name in ``reasons``."""
 
     sqnr_db: float | None = None
     cosine: float | None = None
@@ -78,6 +78,14 @@ def thresholds_for(precision: str, min_sqnr_db: float | None = None) -> Threshol
         raise UsageError(f"there is no precision {precision!r}", f"use one of {', '.join(THRESHOLDS)}")
     asked = {} if min_sqnr_db is None else {"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0}
     return THRESHOLDS[precision].model_copy(update=asked)
+
+
+def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
+    """Find the thresholds of outputs of these dtypes: the precision's, and those of fp16 where one is float16.
+
+    An SQNR that was asked for stands instead of both.
+    """
+    return thresholds_for("fp16" if "float16" in outputs else precision, min_sqnr_db)
 
 
 def compare(reference: Feeds, actual: Feeds, thresholds: Thresholds) -> Fidelity:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.engines.base import BETWEEN, NODE, Candidate, OperatorTime, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.base import Candidate
+from enginesmith.pipeline.engines.profiling import BETWEEN, NODE, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow, explain_missing
 from enginesmith.pipeline.system.worker import Progress, run
 from enginesmith.pipeline.tensors import Feeds
 
+_LIMIT_SECONDS = 900.0
 _GAP = 0.1
 """Share of a call that may lie outside of operators before a profile says so."""
 
@@ -31,7 +33,6 @@ def measure_profile(
     calls: int,
     log_folder: Path,
     progress: Progress,
-    time_limit_seconds: float = 900.0,
 ) -> Profile:
     """Profile a candidate in a fresh process; one that fails, or cannot be profiled, gets a profile that says why.
 
@@ -41,7 +42,7 @@ def measure_profile(
     log = log_folder / f"profile-{candidate.id}.log"
     empty = Profile(variant=candidate.id, batch=batch, device=str(candidate.device), calls=calls)
     try:
-        profiled: Profiled = run(_profile, candidate, feeds, graph, calls, log=log, timeout_seconds=time_limit_seconds)
+        profiled: Profiled = run(_profile, candidate, feeds, graph, calls, log=log, timeout_seconds=_LIMIT_SECONDS)
     except EnginesmithError as error:
         failure = None if isinstance(error, MissingCapability) else str(error)
         return explain_missing(empty.model_copy(update={"failure": failure}), str(error))

@@ -4,6 +4,7 @@ A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``to
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +23,11 @@ from enginesmith.pipeline.tensors import Array, Feeds
 Metric = Callable[[dict[str, Array], Any], Any]
 """``(outputs by name, labels)`` → one number for all samples, or an array with one for each; more is better."""
 DEFAULT_METRIC = "top1"
+_COUNTS = ("top1", "top5")
+"""Metrics for which a sample is right or wrong."""
 """Where labels fit it, and no other metric was named."""
-_OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function (docs/data.md)"
+_OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function"
+_FINITE = "remove those samples, or give a function with --metric file.py:function that leaves them out"
 
 
 class MetricError(DataError):
@@ -52,6 +56,29 @@ class Quality(BaseModel, frozen=True):
         if self.output is None or not self.other_outputs:
             return self.metric
         return f"{self.metric.removesuffix(f':{self.output}')} of {self.output!r}"
+
+    def exceeds(self, max_drop: float) -> bool:
+        """Tell whether so many samples show that more is lost than allowed.
+
+        Where samples are right or wrong, that takes a whole sample above what is allowed: of 96 samples a single one is
+        a drop of 0.0104, and no sign that 0.01 is exceeded.
+        """
+        counts = self.metric.partition(":")[0] in _COUNTS
+        return self.drop > max_drop and (not counts or round((self.drop - max_drop) * self.samples, 6) >= 1)
+
+
+def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: float | None) -> str:
+    """Explain that a single sample is a larger loss than is allowed, in a part that is judged; empty where it is not.
+
+    Metrics that are no share of right answers have no such limit.
+    """
+    counts = {name: count for name, count in parts.items() if name != "calibration"}
+    counted = (metric or "").partition(":")[0] in _COUNTS
+    least = math.ceil(round(1 / max_drop, 6)) if max_drop and counted else 0
+    if all(count >= least for count in counts.values()):
+        return ""
+    told = " and ".join(f"{count} for {name}" for name, count in counts.items())
+    return f"a drop of {max_drop:g} is less than one sample: there are {told}, and it needs at least {least} for each"
 
 
 def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None, seed: int = 0) -> Quality:
@@ -109,6 +136,9 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
         return output
     labeled = ((key, array, _labels_for(key, labels)) for key, array in outputs.items())
     fitting = [key for key, array, its in labeled if its is not None and own.accepts(array, its)]
+    for array in labels.values() if isinstance(labels, Mapping) else [labels]:
+        if array.dtype.kind == "f" and len(places := np.argwhere(~np.isfinite(array))):
+            raise DataError(f"the labels have NaN or infinity, first for sample {places[0][0]}", _FINITE)
     first = output or next(iter(outputs))
     if first in fitting or (len(fitting) == 1 and output is None):
         return first if first in fitting else fitting[0]
@@ -160,6 +190,10 @@ def check_metric(text: str) -> None:
         DataError: there is none, or ``module:function`` names no module.
     """
     name = parse_metric(text)[0]
+    if text.endswith(":"):
+        raise DataError(
+            f"no output is named after the colon of the metric {text!r}", f"write {text[:-1]}, or {text}OUTPUT"
+        )
     if name in METRICS or plugins.offered(plugins.METRICS, name):
         return
     if ":" in name:
@@ -188,7 +222,9 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
         raise _explain_error(name, function, error, labels, given) from error
     expected = f"return one finite number, or an array of {rows} of them, one for each sample; more has to be better"
     try:
-        values = np.asarray(returned, dtype=np.float64) if returned is not None else np.empty((0, 0))
+        raw = np.asarray(returned)
+        known = returned is not None and raw.dtype.kind in "biufO"  # NumPy reads numbers from text, too
+        values = raw.astype(np.float64) if known else np.empty((0, 0))
     except (TypeError, ValueError):
         values = np.empty((0, 0))
     if values.ndim > 1 or (values.ndim == 1 and len(values) != rows):
@@ -196,7 +232,8 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
         raise DataError(f"the metric {name} returned {what}; {given}", expected)
     if not np.isfinite(values).all():
         which = f", first for sample {int(np.argmin(np.isfinite(values)))}" if values.ndim else ""
-        raise MetricError(f"the metric {name} returned NaN or infinity{which}; {given}", expected)
+        kind = DataError if values.ndim else MetricError  # more samples do not change that of one
+        raise kind(f"the metric {name} returned NaN or infinity{which}; {given}", expected)
     return values
 
 
@@ -208,7 +245,7 @@ def _explain_error(name: str, function: Metric, error: Exception, labels: Labels
         always = all(array.dtype.kind not in "OSU" for array in arrays)  # else it may be a label
     return (DataError if always else MetricError)(
         f"the metric {name} raised {user_code.describe_error(error, function)}; {given}",
-        "mend it: a metric takes a dict of arrays by output name, and the labels (docs/data.md)",
+        "correct it: a metric takes a dict of arrays by output name, and the labels",
     )
 
 

@@ -6,7 +6,7 @@ What is None in a row has its reason under its name in ``reasons``.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -53,6 +53,50 @@ class Throughput(BaseModel, frozen=True):
     n: int
 
 
+class TuningTrial(BaseModel, frozen=True):
+    """Record a value of an option that was measured beside the best ones so far."""
+
+    option: str
+    value: str
+    speedup: Interval | None = None
+    """Against the best options before this trial, of the time of a call or, for several callers, of the throughput.
+
+    None where it failed, or too few rounds were measured.
+    """
+    failure: str = ""
+
+
+class Tuning(BaseModel, frozen=True):
+    """Record the options of an engine that were tried, and what was kept of them."""
+
+    fields: dict[str, Any]
+    """Fields of the engine that are not as the recipe has them."""
+    kept: tuple[str, ...]
+    """Options and values that were measurably faster: ``prefer_nhwc=1``."""
+    trials: tuple[TuningTrial, ...]
+    untried: tuple[str, ...]
+    """Options that no time was left for."""
+    confirmation: Interval | None = None
+    """Speed-up of all that seemed faster together against the recipe's options, measured once more at the end."""
+    dropped: str = ""
+    """The reason why the engine runs with the recipe's options although others seemed faster."""
+
+
+class RaceRow(BaseModel, frozen=True):
+    """Record how a variant did in one lap of the race that decides which ones are measured in full."""
+
+    variant: str
+    lap: int
+    """Counted from 1; 0 before the first lap, for a variant that lost too much accuracy on the samples for choosing."""
+    kept: bool = False
+    """True for one that was measured in full in an earlier state of the run, and is not dropped."""
+    speedup: Interval | None = None
+    """Against the first variant of the race; None where it was not measured, or in too few rounds."""
+    dropped: str = ""
+    """The reason why it was not measured further."""
+    failure: str = ""
+
+
 class LatencyRow(BaseModel, frozen=True):
     """Report one candidate at one batch size. A field that is None has its reason in ``reasons``."""
 
@@ -79,6 +123,8 @@ class LatencyRow(BaseModel, frozen=True):
     """The median over rounds of the blocks' medians, which the stopping rule looks at."""
     speedup: Interval | None = None
     """Against the first candidate, paired by round."""
+    speedup_disturbed: bool = False
+    """True where the speed-up is of calls whose threads waited for a core, because too few others were measured."""
     speedup_over_dense: Interval | None = None
     """For a pruned or sparse variant, against the one that differs from it in nothing else."""
     device_p50_ms: float | None = None
@@ -101,11 +147,18 @@ class LatencyRow(BaseModel, frozen=True):
     """Share of calls around which its threads waited for a core; medians and the speed-up leave them out."""
     speedup_rounds: int | None = None
     """Rounds behind the speed-up: those with undisturbed calls on both sides."""
+    group: int | None = None
+    """Where the variants did not fit on the GPU together: the group that it was measured in, with the baseline."""
     stopped_because: str | None = None
     failure: str | None = None
     oom: OutOfMemory | None = None
     """Set where it failed because memory ran out."""
     reasons: dict[str, str] = {}
+
+    @property
+    def speedup_too_noisy(self) -> bool:
+        """Tell whether the speed-up is no result: its interval is too wide, or its calls were disturbed."""
+        return self.speedup is not None and (self.speedup.too_noisy or self.speedup_disturbed)
 
 
 class Lens(BaseModel, frozen=True):
@@ -129,6 +182,12 @@ class MemoryRow(BaseModel, frozen=True):
     """The most that running needed besides the weights: activations, workspace, outputs."""
     host_peak_bytes: int | None = None
     """The most that the whole process had resident, libraries and all."""
+    deployment_bytes: int | None = None
+    """All that a process which loads it as in production takes of the GPU: context, kernels and workspaces included."""
+    device_bytes: int | None = None
+    """All memory of the GPU."""
+    deployments_per_device: int | None = None
+    """Such processes that fit into the GPU's memory together."""
     lenses: dict[str, Lens] = {}
     failure: str | None = None
     oom: OutOfMemory | None = None

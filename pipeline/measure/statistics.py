@@ -37,6 +37,9 @@ UNDISTURBED = 0.02
 _LEAST_UNDISTURBED = 0.1
 """Share of undisturbed calls that a block needs to count."""
 
+MOSTLY_DISTURBED = 0.5
+"""Share of disturbed calls from which even medians are of such, and say little of the quiet machine."""
+
 TOO_NOISY = "too noisy to tell"
 NOISE_REMEDY = "measure on a quiet machine, for longer (--measure-time), or on pinned cores (taskset -c 0,1)"
 _NOISY_RATIO = 4.0
@@ -54,7 +57,7 @@ _DRAWN_AT_ONCE = 500_000
 
 
 class Interval(BaseModel, frozen=True):
-    """Hold an estimate with its 95 % interval."""
+    """Record an estimate with its 95 % interval."""
 
     median: float
     low: float
@@ -110,7 +113,7 @@ def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:
 
 @dataclass(frozen=True)
 class Timed:
-    """Hold the calls of one block: seconds, and the waiting around each as a share of the time; shapes (calls,)."""
+    """Record the calls of one block: seconds, and the waiting around each as a share of the time; shapes (calls,)."""
 
     seconds: Samples
     waited: Samples | None = None
@@ -137,12 +140,25 @@ def comparable(*sides: Launches) -> tuple[list[list[Samples]], ...]:
     """
     whole = [list(zip(*launch, strict=True)) for launch in zip(*sides, strict=True)]
     every = [[tuple(block.seconds for block in blocks) for blocks in launch] for launch in whole]
+    judged = _select_quiet(*sides) or every
+    return tuple([[blocks[side] for blocks in launch] for launch in judged] for side in range(len(sides)))
+
+
+def _select_quiet(*sides: Launches) -> list[list[tuple[Samples, ...]]]:
+    """Select undisturbed calls of rounds in which every side has some; none where an interval takes more."""
+    whole = [list(zip(*launch, strict=True)) for launch in zip(*sides, strict=True)]
     calm = [[tuple(block.undisturbed for block in blocks) for blocks in launch] for launch in whole]
     undisturbed = [[blocks for blocks in launch if all(block.size for block in blocks)] for launch in calm]
     quiet = [launch for launch in undisturbed if launch]
     enough = len(quiet) >= min(len(whole), LEAST_LAUNCHES) and sum(map(len, quiet)) >= LEAST_ROUNDS
-    judged = quiet if enough else every
-    return tuple([[blocks[side] for blocks in launch] for launch in judged] for side in range(len(sides)))
+    return quiet if enough else []
+
+
+def is_disturbed(*sides: Launches) -> bool:
+    """Tell whether sides can only be compared by disturbed calls, of which one side has little else."""
+    waited = [[block.waited for launch in side for block in launch if block.waited is not None] for side in sides]
+    shares = [float(np.mean(np.concatenate(each) > UNDISTURBED)) for each in waited if each]
+    return max(shares, default=0.0) > MOSTLY_DISTURBED and not _select_quiet(*sides)
 
 
 def median_interval(blocks: Launches, seed: int) -> Interval:

@@ -26,8 +26,15 @@ def run_pass(
     effect = pass_.apply(artifact, out, progress, records)
     if not (out / effect.file).is_file():
         raise ModelError(f"the pass {pass_.name!r} did not write {effect.file!r}")
-    if pass_.produces != "onnx":
-        return effect
+    return check_graph(pass_.name, artifact, out, effect) if pass_.produces == "onnx" else effect
+
+
+def check_graph(name: str, artifact: Artifact, out: Path, effect: Effect) -> Effect:
+    """Check the graph that the pass ``name`` made of an artifact; the summary then also tells of its zeros.
+
+    Raises:
+        ModelError: it is not sound.
+    """
     from enginesmith.pipeline.frameworks.onnx import model_file
 
     model_file.check(out / effect.file)
@@ -35,12 +42,12 @@ def run_pass(
     for side in ("inputs", "outputs") if artifact.signature is not None else ():
         expected, names = ([spec.name for spec in getattr(ends, side)] for ends in (artifact.signature, after))
         if names != expected:
-            raise InvalidGraph(f"the pass {pass_.name!r} changed the {side} from {expected} to {names}")
-    sparsity = _check_sparsity(pass_, artifact, out / effect.file) if artifact.kind == "onnx" else ""
+            raise InvalidGraph(f"the pass {name!r} changed the {side} from {expected} to {names}")
+    sparsity = _check_sparsity(name, artifact, out / effect.file) if artifact.kind == "onnx" else ""
     return effect.model_copy(update={"summary": f"{effect.summary}; {sparsity}"}) if sparsity else effect
 
 
-def _check_sparsity(pass_: Pass, before: Artifact, path: Path) -> str:
+def _check_sparsity(name: str, before: Artifact, path: Path) -> str:
     """Describe what became of the weights of a graph that is marked as 2:4; return nothing for others.
 
     This is a promise of every pass alike: casts, scaling and symmetric quantisation keep zeros where they are, and a
@@ -54,9 +61,9 @@ def _check_sparsity(pass_: Pass, before: Artifact, path: Path) -> str:
     outcome = check.follow(before.path, path)
     if outcome.lost:
         raise InvalidGraph(
-            f"the pass {pass_.name!r} took weights out of their 2:4 pattern: {outcome}",
+            f"the pass {name!r} took weights out of their 2:4 pattern: {outcome}",
             "omit that pass, or make the graph sparse after it",
         )
     if sparsify.of(model_file.skeleton(path)) != sparsify.TWO_OF_FOUR:
-        raise InvalidGraph(f"the pass {pass_.name!r} lost the mark of a 2:4 graph", "this is a fault of the pass")
+        raise InvalidGraph(f"the pass {name!r} lost the mark of a 2:4 graph", "this is a fault of the pass")
     return str(outcome)

@@ -58,11 +58,11 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
             progress("rewriting the graph")
             model = edit.load(path)
             given = edit.node_count(model)
-            rewrite(model)
+            pooled = rewrite(model)
             left = edit.node_count(model)
-            if left == given:
+            if left == given and not pooled:
                 return edit.pass_on(path, out, "there was nothing to simplify")
-            if left > given:
+            if left > given + pooled:
                 raise ModelError(f"rewriting gave {left} nodes instead of {given}")
             edit.tidy(model)
             edit.save(model, Path(scratch), external_data_bytes)
@@ -76,7 +76,8 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
             return edit.pass_on(path, out, f"passed on unchanged: {error}")
         for file in list(Path(scratch).iterdir()):
             file.rename(out / file.name)
-    return Effect(file=edit.FILE, summary=f"{given} → {left} nodes", signature=model_file.signature(out / edit.FILE))
+    summary = f"{given} → {left} nodes" + (f"; means written as pooling: {pooled}" if pooled else "")
+    return Effect(file=edit.FILE, summary=summary, signature=model_file.signature(out / edit.FILE))
 
 
 # Shape arithmetic that the dynamic dimensions do not need.
@@ -189,6 +190,55 @@ def _is_zero(value: "ir.Value | None") -> bool:
     return numbers is not None and not np.any(numbers)
 
 
+# Means over all pixels.
+
+_PICTURE_RANKS = (4, 5)
+
+
+def pool_means(model: "ir.Model") -> int:
+    """Write the mean of each channel's pixels as GlobalAveragePool, in place; return how often that was.
+
+    Exporters write ReduceMean. ONNX Runtime has int8 kernels for pooling and none for ReduceMean: a network with
+    squeeze-and-excitation leaves int8 at each block, and is 1.10 (batch 8) to 1.30 times as fast in int8 with pooling
+    (1.31, AVX2). Means that are part of a normalization stay, since engines look for these.
+    """
+    import onnx_ir as ir
+
+    means = [node for node in model.graph if _is_pooling(node)]
+    for node in means:
+        if node.attributes.get_int("keepdims", 1):
+            node.op_type = "GlobalAveragePool"
+        else:
+            value = node.inputs[0]
+            assert value is not None
+            assert value.shape is not None
+            shape = ir.Shape([*value.shape[:2], *[1] * (len(value.shape) - 2)])
+            pooled = ir.Value(name=f"{node.outputs[0].name}_pooled", type=value.type, shape=shape)
+            pool = ir.node("GlobalAveragePool", [value], outputs=[pooled], metadata_props=dict(node.metadata_props))
+            model.graph.insert_before(node, pool)
+            node.op_type = "Flatten"
+            node.replace_input_with(0, pooled)
+        node.resize_inputs(1)
+        node.attributes.clear()
+    return len(means)
+
+
+def _is_pooling(node: "ir.Node") -> bool:
+    """Tell whether a node is a mean over all axes behind the channels, and not of a normalization."""
+    import onnx_ir as ir
+
+    value = node.inputs[0] if node.op_type == "ReduceMean" and node.domain in ("", "ai.onnx") else None
+    if value is None or value.dtype != ir.DataType.FLOAT or value.shape is None:
+        return False
+    rank = len(value.shape)
+    axes = edit.read(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes", ())
+    if rank not in _PICTURE_RANKS or axes is None or sorted(int(axis) % rank for axis in axes) != [*range(2, rank)]:
+        return False
+    maker = value.producer()
+    squares = maker is not None and (maker.op_type == "Pow" or (maker.op_type == "Mul" and len(set(maker.inputs)) == 1))
+    return not squares and all(reader.op_type != "Sub" for reader in node.outputs[0].consumers())
+
+
 # The rewrites that make up the simplification, and their order.
 
 _ROUNDS = 4
@@ -204,8 +254,8 @@ _ON_WEIGHTS = frozenset(
 _NEVER = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "ConstantOfShape", "Expand", "Tile"})
 
 
-def rewrite(model: "ir.Model") -> None:
-    """Simplify a graph in place."""
+def rewrite(model: "ir.Model") -> int:
+    """Simplify a graph in place; return how many nodes were rewritten into as many or one more."""
     import onnx_ir as ir
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
@@ -223,6 +273,7 @@ def rewrite(model: "ir.Model") -> None:
         before, left = left, edit.node_count(model)
         if left == before:
             break
+    pooled = pool_means(model)
     ir.passes.Sequential(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
@@ -237,6 +288,7 @@ def rewrite(model: "ir.Model") -> None:
     for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
         value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
     common.NameFixPass()(model)
+    return pooled
 
 
 def _should_fold(node: "ir.Node") -> bool | None:

@@ -164,7 +164,7 @@ def pruning_steps(resolved: ResolvedRecipe, target: PruneTarget) -> Iterator[Ste
     recover = Recover(
         options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
         data=recipe.calibration_data,
-        data_options=recipe.data_options,
+        data_options=recipe.options_for("calibration"),
         metric=recipe.metric,
         seed=recipe.seed,
         device=recipe.where,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from enginesmith.pipeline.engines.base import Engine
@@ -12,6 +12,7 @@ from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import load
 from enginesmith.pipeline.tasks.base import Task
+from enginesmith.pipeline.tasks.tune import ENGINE, Tune
 from enginesmith.pipeline.tasks.verify import Audit, Verify
 
 
@@ -22,11 +23,15 @@ class VariantName:
     engine: str
     """Or the name of a model that is measured as it is."""
     precision: str = ""
+    quantizer: str = ""
+    """``nncf`` where that made its graph, and not enginesmith."""
     workspace: str = ""
     target: str = ""
     """The compute capability or platform that it is built for."""
     mode: str = ""
-    """The engine's own word for how it runs or optimises: ``graphs``, ``basic``."""
+    """The engine's own word for how it runs or optimises: ``basic``."""
+    graphs: bool = False
+    """True where it replays CUDA graphs."""
     changes: tuple[str, ...] = ()
     """Changes of the model, in their order: ``sparse24``, ``prune30``."""
     number: int | None = None
@@ -38,8 +43,9 @@ class VariantName:
     @functools.cached_property
     def _printed(self) -> str:
         limit = f"ws{self.workspace}" if self.workspace else ""
-        number = "" if self.number is None else str(self.number)
-        words = (self.engine, self.precision, limit, self.target, self.mode, *self.changes, number)
+        graphs = "graphs" if self.graphs else ""
+        made = (self.engine, self.precision, self.quantizer, limit, self.target, self.mode, graphs)
+        words = (*made, *self.changes, "" if self.number is None else str(self.number))
         return "-".join(filter(None, words))
 
 
@@ -83,6 +89,7 @@ class StepRef(str):
 
 
 LOAD, REFERENCE, LATENCY, LIMITS = StepRef("load"), StepRef("reference"), StepRef("latency"), StepRef("limits")
+REFERENCES_LATENCY = StepRef("latency", "references")
 SHAPES = StepRef(load.SHAPES)
 
 
@@ -100,6 +107,8 @@ class Step:
     """The reason why this machine cannot do it; another one may, so the step is left for that."""
     place: Place | None = None
     """The machines that a build for a device or a measurement has to run on; None means anywhere."""
+    search: bool = False
+    """True where it leads to a variant of a search, and is not begun once the time for that is over."""
     label: str = ""
     """Its name in histories, where its id says also which run of several it belongs to."""
 
@@ -111,7 +120,7 @@ class Step:
     @property
     def variant(self) -> str:
         """The id of the variant that it builds or measures alone; empty for other steps, and of merged runs."""
-        alone = self.id.kind in ("build", "memory", "quality") and not self.id.run
+        alone = self.id.kind in ("build", "tune", "memory", "quality") and not self.id.run
         return "-".join(map(str, (*self.id.subject, *self.id.changes))) if alone else ""
 
     @property
@@ -136,6 +145,8 @@ class Variant:
     workspace: str | None = None
     """The limit as it is part of the name; None where none was asked for."""
     target: str | None = None
+    reference: bool = False
+    """True where nobody asked for it: it is measured for comparison, and never wins."""
     dense: str | None = None
     """The variant that it differs from in nothing but being pruned or sparse."""
     prune: str | None = None
@@ -161,6 +172,11 @@ class Variant:
     def id(self) -> str:
         return str(self.name)
 
+    @property
+    def as_built(self) -> "Variant":
+        """The variant without CUDA graphs, whose engine this one runs."""
+        return replace(self, name=replace(self.name, graphs=False), engine=self.engine.without_graphs())
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -170,6 +186,8 @@ class Plan:
     baseline: Variant
     variants: tuple[Variant, ...]
     latency: StepRef | None
+    references_latency: StepRef | None = None
+    """The step that measured eager once more, beside the variants that nobody asked for."""
     limits: StepRef | None = None
     """The step that found out what the device can do at best."""
 
@@ -188,16 +206,14 @@ class Plan:
                 waiting += self._by_id[name].inputs.values()
         return [step.id for step in self.steps if step.id in reached]
 
-    def graph_of(self, variant: Variant) -> StepRef | None:
-        """Find the step whose graph a variant's engine is built from; None where it runs the module."""
-        return self._need(variant.artifact, "model")
-
-    def reference_of(self, variant: Variant) -> StepRef | None:
-        """Find the step that answered what a variant's engine is held against; None where it is not held."""
-        return self._need(variant.verified[-1], REFERENCE) if variant.verified else None
-
-    def _need(self, step: StepRef, role: str) -> StepRef | None:
+    def input_of(self, step: StepRef, role: str) -> StepRef | None:
+        """Find the step whose artifact has a role in a step of the plan; None where there is none."""
         return self._by_id[step].inputs.get(role) if step in self._by_id else None
+
+
+def is_optional(step: Step) -> bool:
+    """Tell whether a step measures what latency does without, and comes last where time is limited."""
+    return step.id.kind in ("memory", "profile")
 
 
 def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:
@@ -227,6 +243,23 @@ def verify_step(
         judged=judged,
     )
     return Step(StepRef("verify", subject), task, {"model": artifact, REFERENCE: REFERENCE})
+
+
+def tune_step(recipe: Recipe, variant: Variant, graph: StepRef, built: StepRef, seconds: float, threshold: str) -> Step:
+    """Plan to find the fastest options of a variant's built engine, for calls as the objective has them."""
+    loaded = recipe.objective == "throughput"
+    task = Tune(
+        engine=variant.engine,
+        device=variant.device,
+        seconds=seconds,
+        batch=max(recipe.batch) if loaded else None,
+        callers=tuple(sorted(set(recipe.measure.concurrency))) if loaded else (),
+        precision=threshold,
+        min_sqnr_db=recipe.min_sqnr_db,
+        max_memory_bytes=recipe.budgets.max_memory_bytes,
+    )
+    roles = {"model": graph, ENGINE: built, REFERENCE: REFERENCE}
+    return Step(StepRef("tune", variant.name), task, roles, unavailable=variant.unavailable)
 
 
 def audit_steps(variant: Variant, graph: StepRef) -> list[Step]:

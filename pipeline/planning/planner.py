@@ -5,7 +5,7 @@ load ─┬─ reference ─────────────────┬�
                  └─ verify    └─ verify              └─ quality-V     (all variants together)
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from enginesmith.pipeline.planning.plan import (
     LIMITS,
     LOAD,
     REFERENCE,
+    REFERENCES_LATENCY,
     SHAPES,
     Plan,
     Step,
@@ -29,10 +30,12 @@ from enginesmith.pipeline.planning.plan import (
     Variant,
     VariantName,
     audit_steps,
+    tune_step,
     verify_step,
 )
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
-from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
+from enginesmith.pipeline.planning.race import measuring_seconds, plan_race
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_references, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Task
@@ -49,16 +52,18 @@ from enginesmith.pipeline.tasks.measure import (
     ProfileVariant,
     Quality,
 )
+from enginesmith.pipeline.tasks.nncf import require_nncf
+from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample
 
 _BATCH_OF_JUDGING = 32
 """Samples that are judged together, where nothing says how large a batch may be."""
-_SHARE_TO_START = 0.25
-"""Share of a time limit that sessions have to start in."""
 
 
-def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
+def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] = ()) -> Plan:
     """Expand a recipe; ``here`` says whether its engines have to run on this machine.
+
+    ``kept`` are variants that a race does not drop, as they were measured in full earlier.
 
     Raises:
         UsageError: the recipe asks for what does not go together.
@@ -68,6 +73,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     engines = [name for name in recipe.engines if name != BASELINES["torch"]]  # as it is, the baseline is always there
     _check_source(resolved)
     steps = list(first_steps(resolved))
+    first = {step.id for step in steps}
     graph = LOAD
     verified: tuple[StepRef, ...] = ()
     to_graph: list[Step] = []
@@ -76,10 +82,14 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
         steps += to_graph
     if any(engine_class(name).needs_shapes for name in engines):
         steps.append(shapes_step(recipe))
-    asked = list(list_variants(resolved, recipe.engines, here=here))
+    graphs = recipe.graph_modes("both" if recipe.where.kind == "cuda" else "off")
+    asked = list(list_variants(resolved, recipe.engines, here=here, graphs=graphs))
+    if recipe.variants == "found":  # what promises most for the least time comes first
+        asked.sort(key=lambda each: (each.engine.consumes == "torch", each.lowering is not None, each.name.quantizer))
     original = baseline_variant(resolved)
-    if own := quality_step(recipe, original, original.name):
-        steps.append(own)  # what searches hold their trials against
+    if own := quality_step(recipe, original, original.name, for_search=True):
+        steps.append(own)  # what searches compare their trials with
+        first.add(own.id)
     planned = [_engine_steps(recipe, variant, graph, verified, original.name) for variant in asked]
     dense, to_engines = [variant for variant, _ in planned], [step for _, more in planned for step in more]
     shared = frozenset((SHAPES, *([own.id] if own else ())))
@@ -87,15 +97,30 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     others, more = compress(resolved, dense_plan)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
-        kinds = [engine_class(name) for name in engines]
-        checks = [kind.buildable() for kind in kinds if kind.file_suffix]
-        if len(checks) == len(kinds) and checks and not any(check.ok for check in checks):
-            raise MissingCapability(f"{engines[0]} cannot be built here: {checks[0].reason}", checks[0].remedy)
+        _check_buildable(engines)
+        if any(variant.name.quantizer for variant in asked):
+            require_nncf()
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(original, unavailable=f"there is nothing to compare it with: {lacking[0]}")
     stands_for_it = graph if graph != LOAD or not source.is_torch else None
-    built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
+    built = (step for step in steps if isinstance(step.task, (Build, Tune)) and step.task.engine.consumes == "onnx")
+    built_from = {step.id: step.inputs["model"] for step in built}
+    if recipe.races:
+        steps = [replace(step, search=step.id not in first) for step in steps]
+        variants, steps = plan_race(
+            recipe,
+            variants,
+            steps,
+            built_from,
+            lambda variant: quality_step(recipe, variant, original.name, for_search=True),
+            kept,
+        )
+        built_from |= {step.id: step.inputs["model"] for step in steps if isinstance(step.task, Tune)}
+    for variant in list_references(resolved, [variant.id for variant in asked]):
+        checked, more = _engine_steps(recipe, variant, graph, verified, original.name)
+        variants.append(checked)
+        steps += more
     for index, variant in enumerate(variants):
         its_graph = built_from.get(variant.artifact, stands_for_it)
         variants[index], more = measurements(recipe, variant, its_graph, baseline=original.name)
@@ -111,9 +136,13 @@ def complete_plan(recipe: Recipe, steps: Sequence[Step], variants: Sequence[Vari
     if recipe.measure.limits:
         distinct[LIMITS] = Step(LIMITS, DeviceRates(device=variants[0].device))
     if recipe.measure.latency or again:
-        distinct[LATENCY] = _latency_step(recipe, variants, again)
-    latency, limits = (name if name in distinct else None for name in (LATENCY, LIMITS))
-    return Plan(tuple(distinct.values()), variants[0], tuple(variants[1:]), latency, limits)
+        requested = [variant for variant in variants if not variant.reference]
+        distinct[LATENCY] = _latency_step(LATENCY, recipe, requested, again)
+        if references := [variant for variant in variants if variant.reference]:  # compiling takes their time alone
+            ref = REFERENCES_LATENCY
+            distinct[ref] = _latency_step(ref, recipe, [variants[0], *references], again)
+    measured = (name if name in distinct else None for name in (LATENCY, REFERENCES_LATENCY, LIMITS))
+    return Plan(tuple(distinct.values()), variants[0], tuple(variants[1:]), *measured)
 
 
 def plan_loading(resolved: ResolvedRecipe) -> Plan:
@@ -136,9 +165,21 @@ def _check_source(resolved: ResolvedRecipe) -> None:
     needs_module = [name for name in engines if engine_class(name).consumes == "torch"]
     if needs_module and not source.is_torch:
         raise UsageError(
-            f"the engine {needs_module[0]!r} runs a PyTorch module, and {source.text} is an ONNX file",
+            f"the engine {needs_module[0]!r} is made from a PyTorch module, and {source.text} is an ONNX file",
             "omit that engine, or give the model as file.py:factory",
         )
+
+
+def _check_buildable(engines: Sequence[str]) -> None:
+    """Refuse engines none of which can be built here.
+
+    Raises:
+        MissingCapability: so it is; says why of the first one.
+    """
+    kinds = [engine_class(name) for name in engines]
+    checks = [kind.buildable() for kind in kinds if kind.file_suffix or kind.kinds == ("cuda",)]
+    if len(checks) == len(kinds) and checks and not any(check.ok for check in checks):
+        raise MissingCapability(f"{engines[0]} cannot be built here: {checks[0].reason}", checks[0].remedy)
 
 
 def load_task(recipe: Recipe, source: Source) -> Task:
@@ -157,9 +198,10 @@ def baseline_of(source: Source) -> Engine:
 
 def baseline_variant(resolved: ResolvedRecipe) -> Variant:
     """Describe the given model as it is: the variant that all others are compared with."""
-    source = resolved.source
+    source, device = resolved.source, resolved.recipe.where
     name = VariantName(BASELINES["torch"] if source.is_torch else "source")
-    return Variant(name, baseline_of(source), resolved.given_precision, LOAD, device=resolved.recipe.where)
+    engine = baseline_of(source).as_shipped(device)
+    return Variant(name, engine, resolved.given_precision, LOAD, device=device)
 
 
 def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...], list[Step]]:
@@ -180,23 +222,32 @@ def _engine_steps(
 ) -> tuple[Variant, list[Step]]:
     """Plan the precision, the engine, and the check that stands for all checks before it too."""
     engine, device = variant.engine, variant.device
-    if engine.consumes == "torch":
+    if engine.runs_module():
         check = verify_step(recipe, variant.name, LOAD, engine, device, stage="engine")
         return replace(variant, verified=(check.id,)), [check]
     steps: list[Step] = []
-    threshold, own = engine.arithmetic, dict[str, Any]()
+    threshold, own, built = engine.arithmetic, dict[str, Any](), variant.as_built
+    takes_module = engine.consumes == "torch"
+    if takes_module:
+        graph, checks = LOAD, ()
     if variant.lowering:
-        made = lower_precision(recipe, variant, graph, quality_step(recipe, variant, baseline))
+        made = lower_precision(recipe, built, graph, quality_step(recipe, built, baseline, for_search=True))
         graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
         steps += made.steps
         own = {"calibration": made.calibration, "assignment": made.assignment, "search": made.search}
-    build = build_step(variant, graph)
-    audits = audit_steps(variant, graph)
-    check = verify_step(recipe, variant.name, build.id, engine, device, threshold, stage="engine")
+    build = build_step(built, graph)
+    steps.append(build)
+    if recipe.tune_seconds and built.engine.tunable_options(None, device):
+        tune = tune_step(recipe, built, graph, build.id, recipe.tune_seconds, threshold)
+        own["artifact"] = tune.id
+        steps.append(tune)
+        built = replace(built, artifact=tune.id)
+    audits = [] if takes_module else audit_steps(built, graph)
+    check = verify_step(recipe, variant.name, built.artifact, engine, device, threshold, stage="engine")
     needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)
     own |= {"audits": tuple(step.id for step in audits), "verified": (*checks, check.id)}
-    return replace(variant, **own), [*steps, build, *audits, check]
+    return replace(variant, **own), [*steps, *audits, check]
 
 
 def shapes_step(recipe: Recipe) -> Step:
@@ -210,14 +261,15 @@ def build_step(variant: Variant, graph: StepRef) -> Step:
     needs = {"model": graph}
     if engine.needs_shapes:
         needs[SHAPES] = SHAPES
+    lacking = "" if engine.built_elsewhere else variant.unavailable
     if not isinstance(engine, WorkspaceEngine) or variant.workspace not in SWEPT:
-        return Step(variant.artifact, Build(engine=engine, device=variant.device), needs)
+        return Step(variant.artifact, Build(engine=engine, device=variant.device), needs, unavailable=lacking)
     point = SWEPT.index(variant.workspace)
     needs[UNLIMITED] = StepRef("build", replace(variant.name, workspace=MAX))
     if point:
         needs[SMALLEST] = StepRef("build", replace(variant.name, workspace=SWEPT[0]))
     task = BuildWithin(engine=engine, device=variant.device, point=point, points=len(SWEPT))
-    return Step(variant.artifact, task, needs)
+    return Step(variant.artifact, task, needs, unavailable=lacking)
 
 
 def measurements(
@@ -253,32 +305,39 @@ def measurements(
     return replace(variant, **refs), list(steps.values())
 
 
-def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Step | None:
-    """Plan to work out the metric of a variant, where there is data for it."""
-    if not recipe.data:
+def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName, *, for_search: bool = False) -> Step | None:
+    """Plan to work out the metric of a variant, where there is data for it; ``for_search``: on what searches judge by.
+
+    Of data that was split, these are other samples than those that the reported drop is measured on.
+    """
+    if not recipe.evaluation_data:
         return None
+    data, options = recipe.evaluation_data, recipe.options_for("judgement")
+    kind = "quality"
+    if for_search and recipe.data and recipe.budgets.max_drop is not None:
+        data, options, kind = recipe.data, recipe.options_for("choice"), "choice"
     most = max(recipe.batch) if variant.engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
     if asked := recipe.ranges.get("batch"):
         most = asked.max
     task = Quality(
-        engine=variant.engine,
+        engine=variant.engine.exact() if variant.name == baseline else variant.engine,
         device=variant.device,
-        data=recipe.data,
-        data_options=recipe.data_options,
+        data=data,
+        data_options=options,
         samples=recipe.eval_samples,
         metric=recipe.required_metric,
         batch=max(recipe.batch),
         largest_batch=most,
         seed=recipe.seed,
     )
-    step = StepRef("quality", variant.name)
+    step = StepRef(kind, variant.name)
     if variant.name == baseline:  # after the reference, which tries the metric; what it answers is what searches aim at
         return Step(step, task, {"model": variant.artifact, REFERENCE: REFERENCE})
-    needs = {"model": variant.artifact, BASELINE: StepRef("quality", baseline)}
+    needs = {"model": variant.artifact, BASELINE: StepRef(kind, baseline)}
     return Step(step, task, needs, unavailable=variant.unavailable)
 
 
-def _latency_step(recipe: Recipe, variants: Sequence[Variant], again: str) -> Step:
+def _latency_step(ref: StepRef, recipe: Recipe, variants: Sequence[Variant], again: str) -> Step:
     device = variants[0].device
     variants = [
         variants[0],
@@ -287,7 +346,7 @@ def _latency_step(recipe: Recipe, variants: Sequence[Variant], again: str) -> St
     asked = recipe.measure
     settings = LatencySettings(
         precision=asked.precision,
-        time_limit_seconds=asked.seconds,
+        time_limit_seconds=measuring_seconds(recipe),
         concurrency=tuple(sorted(set(asked.concurrency))),
         memory_limit_bytes=asked.memory_limit_bytes,
         seed=recipe.seed,
@@ -304,7 +363,7 @@ def _latency_step(recipe: Recipe, variants: Sequence[Variant], again: str) -> St
     needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}
     wants = {variant.id: variant.artifact for variant in variants[1:]}
     wants |= {f"{variant.id} {VERIFIED}": (variant.artifact, *variant.verified)[-1] for variant in variants[1:]}
-    return Step(LATENCY, task, needs, wants, unavailable=variants[0].unavailable)
+    return Step(ref, task, needs, wants, unavailable=variants[0].unavailable)
 
 
 def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
@@ -314,31 +373,11 @@ def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
         engine=baseline_of(source),
         ranges=recipe.ranges,
         batches=recipe.batch,
-        data=recipe.data,
-        data_options=recipe.data_options,
-        held_out=None if recipe.data or not recipe.calibration_data else feeder(recipe),
+        data=recipe.choice_data,
+        data_options=recipe.options_for("choice"),
+        held_out=None if recipe.choice_data or not recipe.calibration_data else feeder(recipe),
         metric=recipe.required_metric,
         seed=recipe.seed,
     )
     load = Step(LOAD, load_task(recipe, source))
     return load, Step(REFERENCE, sample, {"model": LOAD})
-
-
-def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:
-    """Limit the starts of sessions to a quarter of the time, all batch sizes together: one may hang.
-
-    The limit is no part of what is measured, so keys stay.
-    """
-    if limit_seconds is None:
-        return list(steps)
-    seconds = _SHARE_TO_START * limit_seconds / batch_sizes
-
-    def limit(task: Task) -> Task:
-        if isinstance(task, Memory):
-            return task.model_copy(update={"time_limit_seconds": min(task.time_limit_seconds, seconds)})
-        if not isinstance(task, Latency):
-            return task
-        update = {"start_limit_seconds": min(task.settings.start_limit_seconds, seconds)}
-        return task.model_copy(update={"settings": task.settings.model_copy(update=update)})
-
-    return [replace(step, task=limit(step.task)) for step in steps]

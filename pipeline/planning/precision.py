@@ -20,9 +20,12 @@ from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, Sensitivity
+from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
 
 _RANKING_SAMPLES = 16
 """Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""
+_LEAST_SHARE = 0.05
+"""Share of the multiply-adds below which a precision that nobody listed gains too little to be tried."""
 _FIRST_METHODS = ("mse", *(method for method in METHODS if method != "mse"))
 
 
@@ -45,6 +48,8 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
     """
     assert variant.lowering is not None
     name, kind = variant.lowering, KINDS[variant.lowering]
+    if variant.name.quantizer:
+        return _lower_by_nncf(recipe, variant, graph)
     asked = recipe.quantisation.placement
     placement = (variant.engine if asked == "auto" else engine_class(asked)).placement
     request = PrecisionRequest(name, placement, variant.engine.weight_bits(variant.device))
@@ -81,9 +86,25 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
     )
 
 
+def _lower_by_nncf(recipe: Recipe, variant: Variant, graph: StepRef) -> Lowered:
+    """Plan NNCF's quantisation of the float graph, with the calibration data that enginesmith's own would have."""
+    bits = recipe.quantisation.weight_bits or variant.engine.weight_bits(variant.device)
+    task = QuantizeWithNncf(
+        feeder=feeder(recipe),
+        weight_bits=bits,
+        keep=recipe.quantisation.keep,
+        external_data_bytes=recipe.export.external_data_bytes,
+    )
+    made = StepRef("precision", variant.precision, variant.name.quantizer, f"w{bits}")
+    check = verify_step(recipe, made, made, simulation(), Device(), KINDS["int8"].threshold)
+    steps = (Step(made, task, {"model": graph, REFERENCE: REFERENCE}), check)
+    return Lowered(made, (check.id,), steps, calibration=made)
+
+
 def feeder(recipe: Recipe) -> Feeder:
     """Say where calibration's feeds come from."""
-    return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=recipe.data_options)
+    options = recipe.options_for("calibration")
+    return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=options)
 
 
 def _prepare_graph(recipe: Recipe, request: PrecisionRequest, graph: StepRef) -> Lowered:
@@ -120,7 +141,11 @@ def _search(
     options, engine, device = recipe.quantisation, variant.engine, variant.device
     needs: dict[str, StepRef] = {"model": given.graph, "ranges": given.calibration, REFERENCE: REFERENCE}
     few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
-    sensitivity = Step(StepRef("sensitivity", *subject), Sensitivity(step=step, feeder=few), dict(needs))
+    least = _LEAST_SHARE if recipe.variants == "found" else 0.0
+    ranking = Sensitivity(step=step.rounding_inputs(), feeder=few, least_share=least)
+    bits = options.weight_bits or engine.weight_bits(device)
+    alike = ("symmetric" if step.placement == "inputs" else "asymmetric", f"w{bits}")
+    sensitivity = Step(StepRef("sensitivity", step.precision, *alike), ranking, dict(needs))  # engines share it
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
     if goal.quality is not None and quality is not None:
@@ -136,7 +161,7 @@ def _search(
     methods = _FIRST_METHODS if options.ranges == "auto" and KINDS[step.precision].calibrated else (step.method,)
     trial = partial(
         Search, step=step, engine=engine, device=device, goal=goal, methods=methods, keep=options.keep,
-        limit_seconds=options.search_limit_seconds,
+        timed=FLOAT in needs,
     )  # fmt: skip
     for index in range(1, options.search_steps + 1):
         last = Step(StepRef("search", *subject, index), trial(), dict(needs))

@@ -67,8 +67,8 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
     graph, checks, steps = _graph_steps(resolved)
     first = list(first_steps(resolved))
     original = Variant(VariantName("baseline"), baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
-    quality = quality_step(recipe, lowered[0], original.name)
-    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.name)):
+    quality = quality_step(recipe, lowered[0], original.name, for_search=True)
+    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.name, for_search=True)):
         first.append(own)
     if lowered[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
@@ -130,7 +130,7 @@ def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
             f"this asks for {len(variants)} engines, and build makes one",
             "name one target and one workspace limit; optimize makes all of them",
         )
-    return (*first, build_step(replace(variants[0], artifact=BUILD), LOAD))
+    return (*first, build_step(replace(variants[0], artifact=BUILD, unavailable=""), LOAD))  # the build says what lacks
 
 
 def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:
@@ -224,13 +224,12 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
     """
     recipe, device = resolved.recipe, _common_device(resolved.recipe, others)
     steps = list(first_steps(resolved))
-    variants = [
-        Variant(VariantName(_label(resolved.source)), _own_engine(resolved.source), AS_GIVEN, LOAD, device=device)
-    ]
+    engine = _own_engine(resolved.source).as_shipped(device)
+    variants = [Variant(VariantName(_label(resolved.source)), engine, AS_GIVEN, LOAD, device=device)]
     for index, source in enumerate(others, 1):
         name = StepRef(LOAD.kind, index)
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
-        engine = _own_engine(source)
+        engine = _own_engine(source).as_shipped(device)
         lacking = "" if (usable := engine.available(device)).ok else f"it does not run on {device}: {usable.reason}"
         label = _distinct(VariantName(_label(source)), variants)
         variants.append(Variant(label, engine, AS_GIVEN, name, device=device, unavailable=lacking))
@@ -254,7 +253,7 @@ def _variants_of_module(resolved: ResolvedRecipe) -> Iterator[Variant]:
         UsageError: there is no module, or it cannot be cast to that.
     """
     recipe = resolved.recipe
-    engines = [name for name in recipe.engines if engine_class(name).consumes == "torch"]
+    engines = [name for name in recipe.engines if engine_class(name).runs_module()]
     castable = type(baseline("torch")).precisions
     graphs_only = [name for name in recipe.precisions if name not in castable]
     if graphs_only or (recipe.precisions != ("fp32",) and not engines):
@@ -266,7 +265,7 @@ def _variants_of_module(resolved: ResolvedRecipe) -> Iterator[Variant]:
     if engines and not resolved.source.is_torch:
         remedy = f"give the module too: enginesmith benchmark MODEL {recipe.model} --engine {engines[0]}"
         raise UsageError(f"{engines[0]} runs a PyTorch module, and {recipe.model} is an ONNX file", remedy)
-    return list_variants(resolved, engines)
+    return list_variants(resolved, engines, graphs=recipe.graph_modes())
 
 
 def _common_device(recipe: Recipe, others: Sequence[Source]) -> Device:

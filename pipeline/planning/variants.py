@@ -1,14 +1,17 @@
 """Resolve a recipe's model and devices, and list the variants that it asks for."""
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import BASELINES, REFERENCES, baseline, engine_class
 from enginesmith.pipeline.engines.base import Configuration, Engine
+from enginesmith.pipeline.engines.options import ModuleOptions
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.passes.quantize.precisions import Quantizer
 from enginesmith.pipeline.planning.plan import LOAD, StepRef, Variant, VariantName
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
@@ -41,41 +44,82 @@ def resolve_recipe(recipe: Recipe) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, resolve(recipe.model))
 
 
-def list_variants(resolved: ResolvedRecipe, engines: Sequence[str], *, here: bool = True) -> Iterator[Variant]:
+def list_variants(
+    resolved: ResolvedRecipe, engines: Sequence[str], *, here: bool = True, graphs: Sequence[bool] = (False,)
+) -> Iterator[Variant]:
     """List variants with their names, engines and devices, in the order of the recipe.
 
-    Where they have to run ``here``, they say what this machine lacks for that.
+    Where they have to run ``here``, they say what this machine lacks for that. ``graphs``: whether engines that can
+    replay CUDA graphs do so, each choice a variant.
     """
     recipe = resolved.recipe
-    taken: set[str] = set()
+    taken = {str(VariantName(BASELINES["torch"], "fp32"))}  # the model as it is
     for name in engines:
         engine = engine_class(name)
-        if engine.consumes == "torch":  # in each precision that a module can be cast to
-            for precision in [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]:
-                for config in engine.configurations(recipe, precision):
-                    yield Variant(
-                        _name(config), config.engine, precision, LOAD, device=device_for(recipe, config.engine)
-                    )
-            continue
-        for asked in recipe.precisions:
-            label = resolved.given_precision if asked == "fp32" else asked
-            for config in engine.configurations(recipe, label):
-                variant, device = _name(config), device_for(recipe, config.engine)
-                if str(variant) in taken:  # a file may be in a precision already that is asked for besides
+        takes_module = engine.consumes == "torch"
+        asked_for = list(recipe.precisions)
+        if takes_module:  # in each precision that a module can be cast to
+            asked_for = [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]
+        if recipe.variants == "found":
+            asked_for = [name for name in asked_for if name in engine.candidate_precisions(recipe.where)]
+        for asked in asked_for:
+            label = resolved.given_precision if asked == "fp32" and not takes_module else asked
+            makers = recipe.quantisation.quantizers if asked == "int8" and "nncf" in engine.quantizers else ("own",)
+            ways = itertools.product(engine.configurations(recipe, label), makers, graphs)
+            for config, maker, replayed in ways:
+                variant = _make_variant(config, label, maker, device_for(recipe, config.engine), replayed=replayed)
+                if variant.id in taken:  # a file may be in a precision already that is asked for besides
                     continue
-                taken.add(str(variant))
-                runnable = config.engine.runnable(device) if here and engine.built_elsewhere else None
-                yield Variant(
-                    *(variant, config.engine, label, StepRef("build", variant), device),
-                    workspace=config.workspace or None,
-                    target=config.target,
-                    unavailable="" if runnable is None or runnable.ok else runnable.reason,
-                    lowering=None if asked == "fp32" else asked,
-                )
+                taken.add(variant.id)
+                if takes_module:
+                    yield variant
+                    continue
+                runnable = config.engine.runnable(variant.device) if here and engine.kinds == ("cuda",) else None
+                unavailable = "" if runnable is None or runnable.ok else runnable.reason
+                yield replace(variant, unavailable=unavailable, lowering=None if asked == "fp32" else asked)
 
 
-def _name(config: Configuration) -> VariantName:
-    return VariantName(config.engine.name, config.precision, config.workspace, config.target or "", config.mode)
+def list_references(resolved: ResolvedRecipe, requested: Collection[str]) -> Iterator[Variant]:
+    """List the variants in PyTorch alone that a winner is compared with, without those that were ``requested`` anyway.
+
+    They are eager in half precision, compiled in float32 and half precision and, on CUDA, the last with CUDA graphs.
+    """
+    recipe, where = resolved.recipe, resolved.recipe.where
+    asked = recipe.measure.references
+    if not resolved.source.is_torch or not (where.kind == "cuda" if asked is None else asked):
+        return
+    own = type(baseline("torch"))
+    half = next((name for name in recipe.precisions if name in own.precisions[1:]), own.usual_half(where))
+    options = ModuleOptions(compile_mode=recipe.eager.compile_mode)
+    plain = resolved.updated(eager=options, precisions=("fp32", half))
+    listed = [*list_variants(plain, REFERENCES)]
+    if any(recipe.graph_modes("both")):
+        listed += list_variants(plain.updated(precisions=(half,)), REFERENCES[1:], graphs=(True,))
+    known = {*requested}
+    for variant in listed:
+        if variant.id not in known:
+            known.add(variant.id)
+            yield replace(variant, reference=True)
+
+
+def _make_variant(
+    config: Configuration, precision: str, quantizer: Quantizer, device: Device, *, replayed: bool
+) -> Variant:
+    """Make a configuration's variant as it runs on a device; one that replays CUDA graphs shares the other's build."""
+    engine, graphs = config.engine.as_shipped(device), replayed and device.kind == "cuda"
+    graphs = graphs and engine.replays_graphs()
+    made_by = "" if quantizer == "own" else quantizer
+    name = VariantName(engine.name, config.precision, made_by, config.workspace, config.target or "", config.mode)
+    artifact = LOAD if engine.runs_module() else StepRef("build", name)
+    return Variant(
+        replace(name, graphs=graphs),
+        engine.model_copy(update={"cuda_graphs": True}) if graphs else engine,
+        precision,
+        artifact,
+        device,
+        workspace=config.workspace or None,
+        target=config.target,
+    )
 
 
 def device_for(recipe: Recipe, engine: Engine) -> Device:

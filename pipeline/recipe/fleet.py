@@ -145,7 +145,7 @@ def remedy_of(error: EnginesmithError) -> str:
     return "; ".join(filter(None, [error.remedy, said]))
 
 
-_SEE = "docs/scale.md shows one"
+_SEE = "a fleet file is, for example, `models: [digits, lenet]`; it may also have targets and a recipe"
 _UNKNOWN = ("extra_forbidden", "invalid_key")
 """Pydantic's words for a key that does not belong there."""
 
@@ -245,7 +245,7 @@ class Fleet(Part):
         values = {**merge_layers(*layers), "model": model.model or pair.model}
         try:
             try:
-                recipe = recipes.make(values)
+                recipe = recipes.make(values, options, listed=True).for_other_machines()
             except SourceError:  # an unknown model is reported when the entry runs, so that others run
                 recipe = recipes.parsed(values)
             kind = recipe.where.kind

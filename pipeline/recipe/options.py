@@ -6,7 +6,8 @@ from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.engines import ENGINES
-from enginesmith.pipeline.units import COMMA_LIST, DURATION, SIZE, Bytes, Heading, Milliseconds, Option, Seconds
+from enginesmith.pipeline.passes.quantize.precisions import Quantizer
+from enginesmith.pipeline.units import COMMA_LIST, SIZE, Bytes, Heading, Milliseconds, Option, Seconds
 
 _DATA: Heading = "Data and accuracy"
 _MEASURING: Heading = "Measuring"
@@ -26,10 +27,10 @@ class ExportOptions(Part):
 
     opset: Annotated[int, _EXPORT] = Field(23, ge=18, description="ONNX opset version of the graph")
     exporter: Annotated[Literal["auto", "dynamo", "torchscript"], _EXPORT] = Field(
-        "auto", description="auto tries torch.export first, then TorchScript"
+        "auto", description="exporter: auto tries torch.export first, then TorchScript"
     )
     attention: Annotated[Literal["fused", "decomposed"], _EXPORT] = Field(
-        "fused", description="fused keeps the Attention operator of opset 23; decomposed is for engines that refuse it"
+        "fused", description="attention: fused keeps opset 23's operator; decomposed is for engines that refuse it"
     )
     external_data_bytes: Annotated[Annotated[int, Field(ge=0), SIZE], Option("Variants", "--external-data")] = Field(
         128 << 20, description="weights above this size go to a file beside the graph"
@@ -40,7 +41,7 @@ class MeasureOptions(Part):
     """Options of measuring; docs/measurement.md explains the numbers."""
 
     precision: Annotated[float, Option(_MEASURING, "--precision-target", metavar="SHARE")] = Field(
-        0.02, gt=0, lt=1, description="stop when every median is known to within ± this share"
+        0.02, gt=0, lt=1, description="stop measuring when the interval of every median is within ± this share"
     )
     seconds: Annotated[Seconds, Option(_MEASURING, "--measure-time", everyday=True)] = Field(
         20.0, description="longest time for one batch size, over all variants together"
@@ -50,12 +51,15 @@ class MeasureOptions(Part):
     limits: Annotated[bool, Option(_MEASURING, "--limits/--no-limits")] = Field(
         False, description="measure what the machine can do at best, and compare every variant with it"
     )
+    references: Annotated[bool | None, Option(_MEASURING, "--references/--no-references")] = Field(
+        None, description="measure PyTorch in half precision and compiled, to compare with; by default on CUDA"
+    )
     profile: Annotated[bool, Option(_MEASURING, everyday=True)] = Field(
         False, description="time every operator, and name its module"
     )
     concurrency: Annotated[
         tuple[Annotated[int, Field(ge=1, le=256)], ...], COMMA_LIST, Option(_MEASURING, metavar="N,N")
-    ] = Field((), description="numbers of concurrent clients to measure throughput with")
+    ] = Field((), description="numbers of callers at once to measure throughput with")
     sweep: bool = Field(False, description="measure ever larger batch sizes until one does not fit")
     memory_limit_bytes: Annotated[Bytes | None, Option(_MEASURING, "--memory-limit")] = Field(
         None, description="memory that a measured session may use; a batch that needs more is out of memory"
@@ -66,7 +70,7 @@ class Budgets(Part):
     """Limits that a variant has to meet to win."""
 
     max_drop: Annotated[float | None, _BUDGET] = Field(
-        None, ge=0, allow_inf_nan=False, description="largest drop of the metric against eager"
+        None, ge=0, allow_inf_nan=False, description="largest loss of the metric, in its unit"
     )
     max_memory_bytes: Annotated[Bytes | None, Option("Budgets", "--max-memory", everyday=True)] = Field(
         None, description="largest peak memory"
@@ -99,6 +103,11 @@ class QuantisationOptions(Part):
     ranges: Annotated[Literal["auto", Method], _QUANTISING] = Field(
         "auto", description="method that takes ranges from histograms; auto tries mse first, then the others"
     )
+    quantizers: Annotated[tuple[Quantizer, ...], Option(_DATA, "--quantizer", metavar="own|nncf")] = Field(
+        ("own",),
+        min_length=1,
+        description="makers of int8 graphs for CPUs, each a variant: own, nncf (NNCF's post-training quantization)",
+    )
     placement: Annotated[str, Option(_DATA, metavar="auto|ENGINE")] = Field(
         "auto",
         description="engine whose rules place Q/DQ pairs; auto: the variant's. TensorRT's rules suit all engines",
@@ -110,14 +119,14 @@ class QuantisationOptions(Part):
         None,
         description="bits of int8 weights; by default 8, or 7 for ONNX Runtime on CPUs without VNNI, which saturate",
     )
-    keep: Annotated[tuple[str, ...], Option(_DATA, everyday=True, metavar="NAME")] = Field(
+    keep: Annotated[tuple[str, ...], Option(_DATA, metavar="NAME")] = Field(
         (), description="nodes or modules to keep in float; may contain *"
     )
     smooth: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None, Option(_DATA, metavar="ALPHA|auto")
     ] = Field(
         None,
-        description="SmoothQuant's alpha: share of activations' outliers that moves into weights; auto finds the best",
+        description="SmoothQuant's alpha, 0 to 1: share of the outliers that moves into weights; auto finds the best",
     )
     smooth_insert: Annotated[bool, _QUANTISING] = Field(
         False,
@@ -131,13 +140,10 @@ class QuantisationOptions(Part):
         False, description="correct biases by the mean error that quantized weights cause"
     )
     convert_io: Annotated[bool, _QUANTISING] = Field(
-        False, description="convert inputs and outputs of fp16 and bf16 graphs, too"
-    )
-    search_limit_seconds: Annotated[Annotated[float, Field(ge=0), DURATION], Option(_DATA, "--search-limit")] = Field(
-        600.0, description="time to search for the groups that stay in floating point"
+        False, description="also convert the inputs and outputs of fp16 and bf16 graphs to that type"
     )
     search_steps: Annotated[int, _QUANTISING] = Field(
-        12, ge=1, le=64, description="largest number of trials in that search"
+        12, ge=1, le=64, description="largest number of trials to find the groups that stay in floating point"
     )
 
     @field_validator("placement")

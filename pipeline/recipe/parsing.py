@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +13,61 @@ from pydantic import BaseModel, ValidationError
 from enginesmith.calibration import file_formats, user_code
 from enginesmith.calibration.sources import Request
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES, MOVED_FIELDS
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import check_metric
 from enginesmith.pipeline.passes import requested_pass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.recipe.cli_options import option_for
-from enginesmith.pipeline.recipe.options import Budgets, Part
-from enginesmith.pipeline.recipe.recipe import Recipe
+from enginesmith.pipeline.recipe.candidates import fill_variants
+from enginesmith.pipeline.recipe.cli_options import option_for, walk_fields
+from enginesmith.pipeline.recipe.options import QuantisationOptions
+from enginesmith.pipeline.recipe.recipe import LISTS, Recipe
 from enginesmith.pipeline.tensors import ShapeRange
 
-_YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
-_IN_PYTHON_WORDS = re.compile(r"^Value error, |tuple|dictionary or instance of \w+|dictionary")
+_READERS = {"inputs": "specs", "shapes": "ranges", "device": "named_device", "workspace": "workspace_limits"}
+"""Field → the property of a recipe that reads its text."""
+_NOT_FOR_NNCF = ("ranges", "percentile", "placement", "smooth", "smooth_insert", "equalise", "bias_correction")
+"""Options of quantisation that NNCF's graphs do not depend on."""
+_YAML_WORDS = {"Value": "", "Input": "must", "tuple": "list", "dicti": "mapping"}
+_IN_PYTHON_WORDS = re.compile(r"^Value error, |^Input should|tuple|dictionary or instance of \w+|dictionary")
 """Python's words in messages of pydantic, which are replaced by those of YAML."""
 
 
-def make(values: dict[str, Any]) -> Recipe:
+def make(values: dict[str, Any], options: Mapping[str, Any] | None = None, *, listed: bool = False) -> Recipe:
     """Make a recipe from plain values, sizes and durations as text included.
+
+    ``options`` are those of the values that come from options of the command line: errors name the option. Where no
+    variants are listed, they are found, unless the recipe is for what takes those that are ``listed`` or the default.
 
     Raises:
         UsageError: a key or a value that does not belong there; a field that has no effect, or lacks what it needs.
     """
-    recipe = parsed(values)
-    for check in (_check_smaller, _check_metric, _check_passes, _check_engines, _check_data):
+    recipe = parsed(values, options)
+    if not listed:
+        recipe = parsed(fill_variants(values, recipe), options)
+    _check_smaller(recipe, options or {})
+    _check_metric(recipe, options or {})
+    for check in (_check_passes, _check_engines, _check_quantizers, _check_data):
         check(recipe)
     return recipe
 
 
-def parsed(values: dict[str, Any]) -> Recipe:
+def parsed(values: dict[str, Any], options: Mapping[str, Any] | None = None) -> Recipe:
     """Make a recipe without checking that its fields go together and that the model exists.
 
     Raises:
         UsageError: a key or a value that does not belong there.
     """
     try:
+        field = "shapes"
         recipe = Recipe.model_validate(_fill_batches(values))
+        for field in _READERS:
+            getattr(recipe, _READERS[field])
     except ValidationError as error:
-        raise _explain_error(error) from error
-    _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
+        raise _explain_error(error, values, options or {}) from error
+    except UsageError as error:
+        raise type(error)(f"{_name_place([field], options or {})}: {error.message}", error.remedy) from error
     return recipe
-
-
-def read_budgets(values: dict[str, Any]) -> tuple[Budgets, float | None]:
-    """Read the budgets and the fidelity threshold alone, from values as in :func:`make`.
-
-    Raises:
-        UsageError: one is no number, or makes no sense.
-    """
-    try:
-        demands = _Demands.model_validate(values)
-    except ValidationError as error:
-        raise _explain_error(error) from error
-    return demands.budgets, demands.min_sqnr_db
-
-
-class _Demands(Part):
-    """The fields of a recipe that measured numbers are compared with."""
-
-    budgets: Budgets
-    min_sqnr_db: float | None
 
 
 def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
@@ -84,13 +80,35 @@ def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "batch": [batch for batch in default if range_.min <= batch <= range_.max] or [range_.opt]}
 
 
-def _explain_error(error: ValidationError) -> UsageError:
+def _explain_error(error: ValidationError, values: Mapping[str, Any], options: Mapping[str, Any]) -> UsageError:
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
         return _unknown_field(Recipe, first["loc"])
-    named = (str(part) for part in first["loc"])
-    place = ".".join(part for part in named if part.isalnum() or part.isidentifier()) or "the recipe"
-    return UsageError(f"{place}: {plain_words(first['msg'])} (given: {first['input']!r})", "see docs/recipe.md")
+    place = tuple(part for part in map(str, first["loc"]) if part.isalnum() or part.isidentifier())
+    name, given = _name_place(place, options), value_at(values, place)
+    given = first["input"] if given is None or isinstance(given, Mapping | list) else given
+    if first["type"] == "unit":  # quotes the text
+        return UsageError(f"{name}: {first['msg']}", first["ctx"]["remedy"])
+    if first["type"] == "greater_than_equal" and place[-1].endswith("seconds"):
+        return UsageError(f"{name}: must be at least {first['ctx']['ge']:g} s (given: {given!r})", "give more time")
+    where = "`--help-all` describes it" if name.startswith("--") else "`enginesmith init MODEL` describes all fields"
+    return UsageError(f"{name}: {plain_words(first['msg'])} (given: {given!r})", where)
+
+
+def _name_place(place: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Name the options that filled a field of the recipe or the fields in it, else the field itself."""
+    path = ".".join(place)
+    path = "recover" if path == "recovery.method" and "recover" in options else path  # the shorthand
+    fields = [field for field, _, _ in walk_fields() if value_at(options, field.split(".")) is not None]
+    used = [field for field in fields if f"{path}.".startswith(f"{field}.") or field.startswith(f"{path}.")]
+    return ", ".join(option_for(tuple(field.split("."))) for field in used) or path or "the recipe"
+
+
+def value_at(values: Any, place: Sequence[str]) -> Any:
+    """Look a field up in plain values; None where it is not there."""
+    for key in place:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
 
 
 def plain_words(message: str) -> str:
@@ -100,6 +118,9 @@ def plain_words(message: str) -> str:
 
 def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
     *above, name = (str(key) for key in place)
+    if new := MOVED_FIELDS.get(".".join((*above, name))):
+        told = f"the recipe's field {'.'.join((*above, name))} is {new} now, at the top level"
+        return UsageError(told, f"write {new}, which `enginesmith init MODEL` describes, or omit it")
     for step in above:
         inner = part.model_fields[step].annotation
         assert isinstance(inner, type)
@@ -118,6 +139,9 @@ def _check_engines(recipe: Recipe) -> None:
     asked = [engine_class(name) for name in recipe.engines]
     for engine in asked:
         engine.check_options(recipe)
+    if recipe.tune_seconds and not any(engine().tunable_options(None, recipe.where) for engine in asked):
+        told = f"--tune finds nothing to try: {', '.join(recipe.engines)} has no options to tune on {recipe.where}"
+        raise UsageError(told, "omit it; on a CPU there are options from two threads on")
     heard = {field for engine in asked for field in engine.reads}
     for field in dict.fromkeys(field for name in ENGINES for field in engine_class(name).reads if field not in heard):
         value, default, path = getattr(recipe, field), Recipe.model_fields[field].default, [field]
@@ -145,6 +169,29 @@ def _check_passes(recipe: Recipe) -> None:
         )
 
 
+def _check_quantizers(recipe: Recipe) -> None:
+    """Refuse NNCF where nothing is asked for that it makes (static int8 graphs for CPUs), and what it does not read."""
+    if "nncf" not in recipe.quantisation.quantizers:
+        return
+    if "int8" not in recipe.precisions:
+        raise UsageError("--quantizer nncf has no effect without --precision int8", "add --precision int8, or omit it")
+    if not any("nncf" in engine_class(name).quantizers for name in recipe.engines):
+        able = [name for name in ENGINES if "nncf" in engine_class(name).quantizers]
+        raise UsageError(
+            f"--quantizer nncf has no effect on {', '.join(recipe.engines)}, which does not take its graphs",
+            f"add one of --engine {', '.join(able)}, or omit it",
+        )
+    asked, default = recipe.quantisation, QuantisationOptions()
+    unread = [name for name in _NOT_FOR_NNCF if getattr(asked, name) != getattr(default, name)]
+    own = [name for name in recipe.precisions if KINDS[name].calibrated and name != "int8"]
+    if unread and asked.quantizers == ("nncf",) and not own:
+        raise UsageError(
+            f"{option_for(('quantisation', unread[0]))} has no effect on --quantizer nncf, which chooses ranges, places"
+            " of Q/DQ pairs and smoothing by rules of its own",
+            "omit it, or add --quantizer own, which reads it",
+        )
+
+
 def _check_data(recipe: Recipe) -> None:
     """Check that ranges come from real data, or from made-up data that was asked for, and that files can be read."""
     needing = [name for name in recipe.precisions if KINDS[name].calibrated]
@@ -154,7 +201,7 @@ def _check_data(recipe: Recipe) -> None:
             "give some samples with --calibration DATA; --synthetic-calibration takes random ones, which are "
             "good for measuring speed and memory, and not accuracy",
         )
-    for data in dict.fromkeys(filter(None, (recipe.calibration, recipe.eval_data))):
+    for data in dict.fromkeys(filter(None, (recipe.data, recipe.calibration, recipe.eval_data))):
         file_formats.check_readable(data, Request(recipe.specs, options=recipe.data_options))
     options = {"--tokenizer": (recipe.data_options.tokenizer,), **recipe.engine_files}
     for option, names in options.items():
@@ -163,7 +210,7 @@ def _check_data(recipe: Recipe) -> None:
                 raise UsageError(f"{option} names {name}, which is not there or cannot be read", "check the path")
 
 
-def _check_smaller(recipe: Recipe) -> None:
+def _check_smaller(recipe: Recipe, options: Mapping[str, Any]) -> None:
     """Check that pruning has a module, and training has data."""
     for option, ids in (
         ("--prune", [target.slug for target in recipe.prune_targets]),
@@ -171,14 +218,15 @@ def _check_smaller(recipe: Recipe) -> None:
     ):  # each raises its own message
         if twice := next((id_ for id_ in ids if ids.count(id_) > 1), None):
             raise UsageError(f"{option} is given twice as {twice}", "give each one once")
-    for what, part, empty, missing in (
+    for field, part, empty, missing in (
         ("pruning", recipe.pruning, not recipe.prune, "--prune macs=-50%"),
         ("recovery", recipe.recovery, not recipe.recover, "--recover distil"),
         ("sparsifying", recipe.sparsifying, not recipe.sparsity, "--sparsity 2:4"),
     ):
         given = [name for name in type(part).model_fields if getattr(part, name) != getattr(type(part)(), name)]
         if given and empty:
-            raise UsageError(f"{what}.{given[0]} has no effect here", f"add {missing}, or omit it")
+            name = _name_place((field, given[0]), options)
+            raise UsageError(f"{name} has no effect without {missing.split()[0]}", f"add {missing}, or omit it")
     if recipe.recover and not recipe.prune:
         raise UsageError("--recover retrains what was pruned, and nothing is", "add --prune macs=-50%")
     if recipe.recover and user_code.is_reference(recipe.recovery.method):
@@ -191,12 +239,12 @@ def _check_smaller(recipe: Recipe) -> None:
         )
 
 
-def _check_metric(recipe: Recipe) -> None:
+def _check_metric(recipe: Recipe, options: Mapping[str, Any]) -> None:
     metric = recipe.metric
     if metric:
         check_metric(metric)
-    if recipe.data is None and (metric or recipe.budgets.max_drop is not None):
-        asked = f"the metric {metric}" if metric else "the budget max_drop"
+    if recipe.evaluation_data is None and (metric or recipe.budgets.max_drop is not None):
+        asked = f"the metric {metric}" if metric else _name_place(("budgets", "max_drop"), options)
         raise UsageError(f"{asked} needs labeled data, and there is none", "give some with --eval DATA")
 
 
@@ -242,7 +290,7 @@ class _EachOnce(yaml.SafeLoader):
 
 
 def commented(recipe: Recipe) -> str:
-    """Write a recipe as YAML, with a comment for every field."""
+    """Write a recipe as YAML, with a comment for every field; lists of variants are only named if they are defaults."""
     return "\n".join(_lines(recipe, "")) + "\n"
 
 
@@ -256,5 +304,6 @@ def _lines(part: BaseModel, indent: str) -> list[str]:
         else:
             plain = part.model_dump(mode="json")[name]
             text = yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
-            lines += [f"{indent}# {field.description}", f"{indent}{name}: {text}"]
+            mark = "# " if name in LISTS and value == field.get_default(call_default_factory=True) else ""
+            lines += [f"{indent}# {field.description}", f"{indent}{mark}{name}: {text}"]
     return lines

@@ -1,10 +1,10 @@
 """Declare the recipe: all that a user can ask for, with every default."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from enginesmith.calibration.options import AS_FOUND, DataOptions
+from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, PartOptions
 from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import needs_cuda
 from enginesmith.pipeline.engines.options import EngineOptions
@@ -22,21 +22,23 @@ from enginesmith.pipeline.recipe.options import (
     Part,
     QuantisationOptions,
 )
-from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.system.nvidia import cuda_device
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
-from enginesmith.pipeline.units import COMMA_LIST, Heading, Option
+from enginesmith.pipeline.units import Heading, Option, Seconds
 
 _INPUTS: Heading = "Model and inputs"
 _DATA: Heading = "Data and accuracy"
 
+LISTS = ("engines", "precisions", "prune", "sparsity", "graph_optimization", "workspace")
+"""Fields that list variants by hand: with one of them, no other variants are looked for."""
+LEAST_SECONDS = 30.0
+"""Time below which nothing can be found: the model is loaded, exported and measured in it, too."""
 _LARGEST_SWEPT = 1 << 16
 
 
 class ModelOptions(Part):
     """The model and its inputs."""
 
-    model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
+    model: str = Field(description="zoo model, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
     inputs: Annotated[tuple[str, ...], Option(_INPUTS, "--input", everyday=True, metavar="NAME:DTYPE:DIMS")] = Field(
         (), description="an input, such as x:float32:batch,3,224,224"
     )
@@ -51,21 +53,27 @@ class Recipe(EngineOptions, ModelOptions):
     precisions: Annotated[tuple[Name, ...], Option("Variants", "--precision", everyday=True, metavar="NAME")] = Field(
         ("fp32",), min_length=1, description=f"precision of the variants: {', '.join(KINDS)}"
     )
-    batch: Annotated[tuple[int, ...], COMMA_LIST, Option(_INPUTS, everyday=True, metavar="N,N")] = Field(
-        (1, 8), min_length=1, description="batch sizes to measure; sweep: larger until one does not fit"
+    variants: Literal["listed", "found"] = Field(
+        "listed", description="listed by hand; or found: engines and precisions that can pay on this machine"
+    )
+    time_seconds: Annotated[
+        Annotated[Seconds, Field(ge=LEAST_SECONDS)] | None, Option("Variants", "--time", everyday=True)
+    ] = Field(
+        None, description="time to find the fastest variant, at least 30s; those that no time is left for are named"
     )
     simplify: Annotated[bool, Option("Variants", "--no-simplify")] = Field(True, description="clean the exported graph")
     passes: Annotated[tuple[str, ...], Option("Variants", "--pass", metavar="NAME")] = Field(
         (), description="passes of plug-ins to apply to the simplified graph, in this order"
     )
     export: ExportOptions = ExportOptions()
-    calibration: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
+    data: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
         None,
-        description="calibration data for ranges and recovery: an embedded set, .npz, .safetensors, images, texts …",
+        description="samples, split into calibration, choice and judgement: an embedded set, .npz, images, texts …",
     )
-    samples: Annotated[int, Option(_DATA, everyday=True)] = Field(
-        128, gt=0, description="samples of the calibration data to use"
+    calibration: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
+        None, description="calibration data for ranges and recovery"
     )
+    samples: Annotated[int, Option(_DATA)] = Field(128, gt=0, description="samples of the calibration data to use")
     synthetic_calibration: Annotated[bool, Option(_DATA)] = Field(
         False,
         description="calibrate on random data if there is no other; speed and memory are then right, accuracy is not",
@@ -89,7 +97,7 @@ class Recipe(EngineOptions, ModelOptions):
     )
     metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
         None,
-        description="top1, top5, mse or file.py:f for f(outputs, labels), higher is better; :OUTPUT selects one output",
+        description="metric: top1, top5, mse, or file.py:f for f(outputs, labels), more is better; :OUTPUT selects one",
     )
     eval_samples: Annotated[int | None, Option(_DATA)] = Field(
         None, gt=0, description="number of samples of the labeled data to use; all by default"
@@ -103,7 +111,7 @@ class Recipe(EngineOptions, ModelOptions):
         None, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"
     )
     seed: Annotated[int, Option(_INPUTS)] = Field(
-        0, ge=0, description="seed of random weights, samples and the order of rounds"
+        0, ge=0, description="seed of random weights, of the choice of samples, and of the order of measuring"
     )
     allow_pickle: Annotated[bool, Option(_INPUTS)] = Field(
         False, description="let the model's own code read pickles, which can run any code"
@@ -140,17 +148,19 @@ class Recipe(EngineOptions, ModelOptions):
     def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
 
-    @property
-    def where(self) -> Device:
-        """Read the device; where none was named, cuda if an engine runs only there and this machine has it.
+    def for_other_machines(self) -> Self:
+        """Name the CPU as the device where only the GPU of this machine made it cuda: other machines may have none."""
+        found_here = self.device is None and not any(map(needs_cuda, self.engines)) and self.where.kind == "cuda"
+        return self.model_copy(update={"device": "cpu"}) if found_here else self
 
-        Raises:
-            UsageError: it is neither cpu nor cuda.
+    @property
+    def races(self) -> bool:
+        """True if variants are measured briefly first, and only the fastest in full.
+
+        Briefly, only speed is measured: where something else decides, all are measured in full.
         """
-        if device := self.named_device:
-            return device
-        on_cuda = any(needs_cuda(name) for name in self.engines)
-        return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
+        by_speed = self.objective in ("latency", "throughput") and self.measure.latency and not self.measure.sweep
+        return by_speed and (self.variants == "found" or self.time_seconds is not None)
 
     @property
     def prune_targets(self) -> tuple[PruneTarget, ...]:
@@ -171,10 +181,14 @@ class Recipe(EngineOptions, ModelOptions):
         return tuple(Sparsity.parse(text, self.sparsifying) for text in self.sparsity)
 
     @property
-    def data(self) -> str | None:
-        """The evaluation data: what was named, else what comes with the zoo's model."""
-        entry = MODELS.get(self.model.partition("(")[0])
-        return self.eval_data or (entry.data if entry else None)
+    def evaluation_data(self) -> str | None:
+        """The data that the reported accuracy is measured on."""
+        return self.eval_data or self.choice_data
+
+    @property
+    def choice_data(self) -> str | None:
+        """The data that searches judge their trials on: of ``data`` other samples than those of the evaluation."""
+        return self.data or self.eval_data or self._zoo_data
 
     @property
     def required_metric(self) -> str | None:
@@ -183,9 +197,26 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def calibration_data(self) -> str | None:
-        """The calibration data: what was named, else what comes with the zoo's model."""
+        """The calibration data."""
+        return self.calibration or self.data or self._zoo_data
+
+    @property
+    def _zoo_data(self) -> str | None:
+        """The data that comes with the zoo's model."""
         entry = MODELS.get(self.model.partition("(")[0])
-        return self.calibration or (entry.data if entry else None)
+        return entry.data if entry else None
+
+    def options_for(self, part: PartName) -> DataOptions:
+        """Choose the options of reading the data of a part: of ``data``, only the part's own samples are read."""
+        apart = {"calibration": self.calibration, "choice": None, "judgement": self.eval_data}
+        if self.data is None or apart[part]:
+            return self.data_options
+        return PartOptions(
+            **dict(self.data_options),
+            part=part,
+            shared_by=tuple(name for name, data in apart.items() if not data),
+            calibration_samples=None if self.recover else self.samples,
+        )
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

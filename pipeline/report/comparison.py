@@ -11,13 +11,13 @@ from enginesmith.pipeline.report.tables import Table, name_some
 from enginesmith.pipeline.results.comparison import (
     BatchComparison,
     Change,
-    Changed,
     Comparison,
     MetricDelta,
     Pair,
     VariantComparison,
 )
-from enginesmith.pipeline.units import format_bytes, format_seconds, ms
+from enginesmith.pipeline.results.differences import Changed
+from enginesmith.pipeline.units import format_bytes, format_seconds, ms, shorten
 
 _NUMBERS = ("", "reference", "other", "change [95 %]", "")
 _CHANGED = ("", "field", "reference", "other")
@@ -191,8 +191,11 @@ def _list_notes(pair: Pair) -> Iterator[str]:
     together: dict[str, list[str]] = {}
     for variant in pair.variants:
         for row in variant.latency:
-            if row.change.note:
-                together.setdefault(row.change.note, []).append(f"{variant.id} at batch {row.batch}")
+            if note := row.change.note:
+                unjudged = row.change.median is not None and row.change.significant is None
+                together.setdefault(f"not judged: {note}" if unjudged else note, []).append(
+                    f"{variant.id} at batch {row.batch}"
+                )
         for number in variant.numbers:
             if number.note and (number.before, number.after) != (None, None):
                 together.setdefault(number.note, []).append(f"{_NAMES[number.name]} of {variant.id}")
@@ -220,5 +223,4 @@ def _format_field(field: Changed, value: Any) -> str:
         return str(value)[:_DIGEST]
     if field.name.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return shorten(", ".join(map(str, value)) if isinstance(value, list) else str(value), _LONGEST)

@@ -91,15 +91,14 @@ def _from_record(folder: Path) -> None:
 
 
 def _write_one(run: Run, folder: Path, form: Format, samples: Samples | None, gate: Gate | FleetGate | None) -> Path:
-    path = folder / NAMES[form]
+    path, gate = folder / NAMES[form], gate or gate_report.load(folder)
     if form == "html":
         from enginesmith.pipeline.report.html.page import render
 
-        documents.write_text(path, render(run, read_samples(folder) if samples is None else samples))
+        documents.write_text(path, render(run, read_samples(folder) if samples is None else samples, gate))
     elif form == "json":
         runs.write(run, folder)
     else:
-        gate = gate or gate_report.load(folder)
         section = gates.render(gate) if gate else ""
         documents.write_text(path, markdown.render(run, section) if form == "md" else junit.render(run, gate))
     return path

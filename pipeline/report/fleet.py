@@ -12,14 +12,16 @@ from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report.files import REPORTS, Format
 from enginesmith.pipeline.report.html.blocks import Code, Fact, Facts, Section, Words, fold, list_points, show_rows
 from enginesmith.pipeline.report.html.page import lay_out
-from enginesmith.pipeline.report.markdown import limit_length, plain, render_list, render_table, shorten
+from enginesmith.pipeline.report.html.sections import render_gate
+from enginesmith.pipeline.report.markdown import limit_length, plain, render_list, render_table
 from enginesmith.pipeline.report.tables import Table, Tone
+from enginesmith.pipeline.results import earlier_fleet, gate_report
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results import gate_report
 from enginesmith.pipeline.results import run as run_files
 from enginesmith.pipeline.results.fleet import FleetRecord
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.units import shorten
 
 # ``fleet.html``: a fleet as one file that needs no network, with links to the pages of its runs.
 
@@ -29,8 +31,8 @@ _TONES_OF_NONE: dict[str, Tone] = {"winners": "bad"}
 """Tones of counts at the top, and of those that are 0."""
 
 
-def render(record: FleetRecord) -> str:
-    """Render the page of a fleet."""
+def render(record: FleetRecord, gate: Gate | FleetGate | None = None) -> str:
+    """Render the page of a fleet; ``gate`` is what was judged of it."""
     bad = record.having("failed") or record.having("breached")
     good = not record.having("lacking") and record.complete
     left = len(record.having("pending"))
@@ -39,7 +41,7 @@ def render(record: FleetRecord) -> str:
     draws = (_render_winners, _render_changes, _render_failures, _render_targets, _render_reproduction)
     return lay_out(
         "fleet.html.j2",
-        [draw(record) for draw in draws],
+        [*render_gate(gate), *(draw(record) for draw in draws)],
         record=record,
         verdict=Words(fleet_tables.summarize(record), "bad" if bad else "good" if good else "caution"),
         unfinished=() if record.complete else (goes_on,),
@@ -162,7 +164,7 @@ def write(
         records.write(record, folder)
     gate = gate or gate_report.load(folder)
     renderers: Mapping[Format, Callable[[], str]] = {
-        "html": lambda: render(record),
+        "html": lambda: render(record, gate),
         "md": lambda: render_markdown(record, gates.render(gate) if gate else ""),
         "junit": lambda: junit.render_fleet(record, runs, gate),
     }
@@ -185,6 +187,6 @@ def write_again(folder: Path, output: Path | None = None, formats: Sequence[Form
     if not records.is_fleet(folder):
         samples = files.read_samples(home) if "html" in formats else None
         return files.write(run_files.read(folder), output or home, formats, samples, gate)
-    fleet = records.open_fleet(folder)
+    fleet = earlier_fleet.open_fleet(folder)
     runs = {entry.name: run for entry in fleet.record.entries if (run := fleet.run(entry))}
     return write(fleet.record, output or home, runs, formats, gate)

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from enginesmith.pipeline.report.markdown import plain, render_list, render_table, shorten
-from enginesmith.pipeline.report.tables import make_table
+from enginesmith.pipeline.report.markdown import plain, render_list, render_table
+from enginesmith.pipeline.report.tables import Table, make_table
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.gate_report import FILE, CheckState, FleetGate, Gate, GateCheck
+from enginesmith.pipeline.units import shorten
 
 _WORDS: dict[CheckState, str] = {"passed": "passed", "failed": "FAILED", "unjudged": "not judged"}
 _MARKS: dict[CheckState, str] = {"passed": "passed", "failed": "**failed**", "unjudged": "**not judged**"}
@@ -81,21 +82,32 @@ def summarize(gate: Gate | FleetGate) -> str:
 
 def render(gate: Gate | FleetGate) -> str:
     """Render a gate as a section of Markdown, with checks that fail first."""
-    rows = sorted(tabulate(gate), key=lambda row: (not row[1].fails, row[1].passed))
+    rows = tabulate(gate)
     word = ("passed" if rows else "nothing to judge") if gate.passed else "not all judged"
     word = "failed" if gate.exit_code else word
-    cells = [
+    table = render_table(tabulate_checks(gate, _MARKS), _MOST_ROWS, FILE) if rows else ""
+    notes = render_list(map(plain, list_notes(gate)), page=FILE)
+    parts = [f"## Gate: {word}", f"{plain(summarize(gate))}.", table, notes]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def tabulate_checks(gate: Gate | FleetGate, words: Mapping[CheckState, str] = _WORDS) -> Table:
+    """List the checks with their results in these ``words`` and their reasons, those that fail the gate first."""
+    rows = sorted(tabulate(gate), key=lambda row: (not row[1].fails, row[1].passed))
+    cells = (
         {
             "check": f"{entry} {name_check(check)}".strip(),
-            "result": _MARKS[check.state],
+            "result": words[check.state],
             "reason": shorten(check.text, _LONGEST),
         }
         for entry, check in rows
-    ]
-    table = render_table(make_table("gate", "Gate", cells), _MOST_ROWS, FILE) if cells else ""
-    notes = [plain(shorten(f"{name}{text}")) for name, entry in _entries(gate) for text in entry.cautions]
-    parts = [f"## Gate: {word}", f"{plain(summarize(gate))}.", table, render_list(notes, page=FILE)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    )
+    return make_table("gate", "Gate", cells)
+
+
+def list_notes(gate: Gate | FleetGate) -> list[str]:
+    """List what else to know, by entry where there are several."""
+    return [shorten(f"{name}{text}") for name, entry in _entries(gate) for text in entry.cautions]
 
 
 def tabulate(gate: Gate | FleetGate) -> list[tuple[str, GateCheck]]:

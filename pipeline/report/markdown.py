@@ -9,10 +9,11 @@ from enginesmith.pipeline.report import run_tables, sentences, tables
 from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.units import count_words, shorten
 
 MOST_CHARACTERS = 60_000
 """A comment on GitHub holds 65 536."""
-_MOST_ROWS, _MOST_LINES, _LONGEST = 24, 12, 400
+_MOST_ROWS, _MOST_LINES, _LONGEST_SUMMARY = 24, 12, 800
 """Rows of the table, entries of a list, and characters of an entry."""
 _STAR = re.compile(r"(?<!\*)\*(?!\*)")
 """A star that marks a name, and no emphasis."""
@@ -52,11 +53,6 @@ def plain(text: str) -> str:
     return _STAR.sub(r"\\*", _REFERENCE.sub("\\g<0>\u200b", text))
 
 
-def shorten(text: str, longest: int = _LONGEST) -> str:
-    """Cut text to so many characters."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
-
-
 def limit_length(text: str, page: str) -> str:
     """Cut a document to whole lines that a comment holds, naming the page that has the rest."""
     if len(text) > MOST_CHARACTERS:
@@ -75,7 +71,7 @@ def render(run: Run, gate: str = "") -> str:
     parts = [
         f"# {plain(shorten(run.name))}",
         *([gate.strip(), "## Result"] if gate else []),
-        plain(shorten(sentences.summarize(run), 2 * _LONGEST)),
+        plain(shorten(sentences.summarize(run), _LONGEST_SUMMARY)),
         _render_variants(run),
         render_list(map(plain, sentences.list_footnotes(run))),
         render_list(_label(name, text) for name, text in sentences.list_remarks(run)),
@@ -121,12 +117,12 @@ def _render_budgets(run: Run) -> list[str]:
     winner = next((record for record in run.variants if record.id == run.winner and record.synthetic_calibration), None)
     owner = [f"Those of {plain(tables.mark_name(winner))}."] if winner else []
     missed = render_list(f"{plain(shorten(text))}." for text in missing)
-    return ["## Budgets", *owner, *([render_table(table)] if table.rows else []), missed]
+    return ["## Budgets of the recipe", *owner, *([render_table(table)] if table.rows else []), missed]
 
 
 def _render_fidelity(run: Run) -> str:
     """Sum up all comparisons with the reference in one line."""
-    judged = [(record, entry) for record in run.variants for entry in record.judged_fidelity]
+    judged = [(record, entry) for record in run.requested for entry in record.judged_fidelity]
     if not judged:
         return "Fidelity: nothing was compared."
     good = sum(entry.passed for _, entry in judged)
@@ -141,9 +137,8 @@ def _render_fidelity(run: Run) -> str:
 
 def _render_machine(run: Run) -> str:
     """Name the machine, and say why measuring stopped."""
-    count = run.recipe.where.thread_count
-    machine = f"{plain(str(run.environment.get('processor') or 'unknown CPU'))}, {run.recipe.where}"
-    threads = f"{count} thread{'s' if count != 1 else ''}"
+    machine = f"{plain(str(run.environment.get('processor') or 'unknown CPU'))}, {run.where}"
+    threads = count_words(run.where.thread_count, "thread")
     speedup = f"Speed-up is the median of paired rounds against {plain(run.baseline.id)}."
     stops = plain("; ".join(sentences.list_stops(run)))
     return f"Measured on {machine}; {threads}. {speedup}" + (f" Stopped: {stops}." if stops else "")

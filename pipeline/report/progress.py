@@ -72,7 +72,7 @@ class _Board:
         for line in self.lines.values():
             running = line.started is not None and line.ended is None
             if running and time.monotonic() - (line.started or 0.0) >= _LONG_SECONDS:
-                yield f"{line.step.id}: running for {_elapsed(line)}{line.text and ': ' + line.text}"
+                yield f"{line.step.id}: running for {_format_elapsed(line)}{line.text and ': ' + line.text}"
         if self.left:
             yield self.overall()
 
@@ -129,6 +129,9 @@ def _plain_lines() -> Iterator[Listener]:
 
     def listener(event: Event) -> None:
         with lock:
+            if event.kind == "device":
+                _say(event.text)
+                return
             line = board.take(event)
             if line is None:
                 return
@@ -184,6 +187,9 @@ def _tree() -> Iterator[Listener]:
             return root
 
     def listener(event: Event) -> None:
+        if event.kind == "device":
+            console.print(escape(event.text))
+            return
         with lock:
             board.take(event)
         if event.kind == "note":
@@ -198,7 +204,7 @@ def _markup(line: _Line) -> str:
     from rich.markup import escape
 
     if line.outcome is None:
-        return f"[yellow]▸[/] {line.step.id}  [dim]{_elapsed(line)}  {escape(line.text)}"
+        return f"[yellow]▸[/] {line.step.id}  [dim]{_format_elapsed(line)}  {escape(line.text)}"
     sign = "[green]✓[/]" if line.outcome.good else "[red]✗[/]"
     return f"{sign} {line.step.id}  [dim]{escape(_ending(line))}"
 
@@ -216,5 +222,5 @@ def _ending(line: _Line) -> str:
     return f"{'reused' if outcome.cached else format_seconds(last.seconds)}  {last.effect}"
 
 
-def _elapsed(line: _Line) -> str:
+def _format_elapsed(line: _Line) -> str:
     return format_seconds(time.monotonic() - line.started) if line.started is not None else ""

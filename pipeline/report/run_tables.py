@@ -13,6 +13,7 @@ from enginesmith.pipeline.report.tables import (
     Number,
     Table,
     best_level,
+    describe_data,
     describe_drop,
     describe_pass,
     format_drop,
@@ -27,7 +28,7 @@ from enginesmith.pipeline.report.tables import (
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
-from enginesmith.pipeline.units import format_seconds, ms
+from enginesmith.pipeline.units import format_bytes, format_seconds, ms
 
 _MOST_ROWS = 20_000
 _MOST_POINTS = 500
@@ -52,6 +53,7 @@ def tabulate_variants(run: Run) -> Table:
 
 def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
     once = {
+        **_deployment(run, record),
         "peak memory": size_cell(record.peak_bytes),
         "size": size_cell(record.artifact.bytes if record.artifact else None),
         "drop [95 %]": format_drop(record.quality),
@@ -72,9 +74,22 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
         yield {"variant": "" if index else name, **dict(zip(heads, numbers, strict=True)), **rest}
 
 
+def _deployment(run: Run, record: VariantRecord) -> dict[str, str]:
+    """Format what a deployment takes of the GPU, and how many fit; nothing for a run that did not measure it."""
+    if not any(other.memory and other.memory.deployment_bytes for other in run.records):
+        return {}
+    size, count = (record.memory.deployment_bytes, record.memory.deployments_per_device) if record.memory else (None, 0)
+    cell = Number(f"{format_bytes(size)}, {count} fit", size) if size else size_cell(None)
+    return {"on the GPU": cell}
+
+
 def _status(record: VariantRecord) -> str:
     if record.rejected:
         return "rejected"
+    if record.reference:
+        return f"{record.status}, for comparison"
+    if record.untried or record.dropped:
+        return "not tried" if record.untried else "dropped"
     if not record.shortfall:
         return record.status
     coverage = record.engine_coverage or record.coverage
@@ -97,16 +112,18 @@ def _sizes(row: object, *names: str) -> dict[str, str]:
     return {heads.get(name, name): size_cell(getattr(row, f"{name.replace(' ', '_')}_bytes")) for name in names}
 
 
-def _measured(run: Run) -> Iterator[tuple[VariantRecord, LatencyRow]]:
+def _list_latency(run: Run) -> Iterator[tuple[VariantRecord, LatencyRow]]:
     return ((record, row) for record in run.records for row in record.latency)
 
 
 def tabulate_latency(run: Run) -> Table:
     """List the percentiles of single calls for each variant and batch size."""
     caption = f"Latency of one call by variant and batch size; speed-up is paired by round against {run.baseline.id}"
+    grouped = any(row.group for record in run.records for row in record.latency)
     rows = (
         {
             **_place(record, row),
+            **({"group": number_cell(row.group)} if grouped else {}),
             **_times(row, "p50", "p90", "p95", "p99", "p99.9", "mean"),
             "speed-up [95 %]": speedup(record, row.batch),
             "samples": number_cell(row.n),
@@ -116,7 +133,7 @@ def tabulate_latency(run: Run) -> Table:
             **_times(row, "load", "first call"),
             "stopped because": row.failure or row.stopped_because or "–",
         }
-        for record, row in _measured(run)
+        for record, row in _list_latency(run)
     )
     return make_table("latencies", caption, rows, sortable=True)
 
@@ -129,7 +146,7 @@ def tabulate_device_latency(run: Run) -> Table:
             **_place(record, row),
             **dict(zip(heads, map(time_cell, (row.p50_ms, row.device_p50_ms, row.h2d_ms, row.d2h_ms)), strict=True)),
         }
-        for record, row in _measured(run)
+        for record, row in _list_latency(run)
         if row.device_p50_ms is not None
     )
     return make_table("on-device", "The host's clock beside the device's", rows, sortable=True)
@@ -146,7 +163,7 @@ def tabulate_sweep(run: Run) -> Table:
             "samples/s": Number(rate(row.throughput_per_s), row.throughput_per_s),
             "callers": number_cell(best.callers if (best := best_level(row)) else 1),
         }
-        for record, row in _measured(run)
+        for record, row in _list_latency(run)
         if row.p50_ms
     )
     return make_table("by-batch", "Latency and throughput by batch size", rows, sortable=True)
@@ -155,7 +172,7 @@ def tabulate_sweep(run: Run) -> Table:
 def tabulate_throughput(run: Run) -> Table:
     """List throughput and latency for each number of concurrent callers."""
     rows = []
-    for record, row in _measured(run):
+    for record, row in _list_latency(run):
         for level in row.concurrency:
             notes = ("the knee" if level.callers == row.knee else "", row.sibling_note if level.callers > 1 else "")
             cells = {
@@ -194,6 +211,7 @@ def tabulate_memory(run: Run) -> Table:
     rows = (
         {
             **_place(record, row),
+            **_deployment(run, record),
             **_sizes(row, "peak", "weights", "activation"),
             "host": size_cell(row.host_peak_bytes),
             "what": row.failure or "measured",
@@ -272,7 +290,7 @@ def tabulate_modules(run: Run) -> Table:
         if entry.total_ms is not None and entry.batch in baselines
         for row in profile.join_profiles([baselines[entry.batch], entry])
     )
-    return _cut("modules", f"Modules beside those of {run.baseline.id}", rows, run)
+    return _limit_rows("modules", f"Modules beside those of {run.baseline.id}", rows, run)
 
 
 def tabulate_operators(run: Run) -> Table:
@@ -290,7 +308,7 @@ def tabulate_operators(run: Run) -> Table:
         for entry in record.profile
         for row in entry.rows
     )
-    return _cut("operators", "Operators by module", rows, run)
+    return _limit_rows("operators", "Operators by module", rows, run)
 
 
 def winner_first(run: Run) -> list[VariantRecord]:
@@ -298,7 +316,7 @@ def winner_first(run: Run) -> list[VariantRecord]:
     return sorted(run.variants, key=lambda record: (record.id != run.winner, record.id not in run.pareto))
 
 
-def _cut(name: str, caption: str, rows: Iterator[dict[str, str]], run: Run) -> Table:
+def _limit_rows(name: str, caption: str, rows: Iterator[dict[str, str]], run: Run) -> Table:
     table = make_table(name, caption, itertools.islice(rows, _MOST_ROWS), searched=True)
     if len(table.rows) < _MOST_ROWS:
         return table
@@ -401,7 +419,8 @@ def tabulate_quality(run: Run) -> Table:
         if (quality := record.quality)
     )
     others = next((record.quality.other_outputs for record in run.records if record.quality), ())
-    caption = f"The metric on {run.recipe.data or 'labeled data'}; the drop is paired by sample"
+    caption = f"The metric on {run.recipe.evaluation_data or 'labeled data'}; the drop is paired by sample"
+    caption = "; ".join(filter(None, [caption, describe_data(run)]))
     if others:
         caption += f"; not judged: the outputs {', '.join(map(repr, others))} (--metric NAME:OUTPUT)"
     return make_table("quality", caption, rows, sortable=True)
@@ -487,14 +506,14 @@ def _pruning_rows(record: VariantRecord) -> Iterator[dict[str, str]]:
             "pruned to": f"{record.prune}, step {index + 1}" if len(record.pruning) > 1 else record.prune or "",
             "ranked by": f"{facts.importance}, {facts.scope}",
             "channels": f"{facts.channels_before} → {facts.channels_after}",
-            "MACs left": _left(facts.macs_before, facts.macs_after),
-            "parameters left": _left(facts.parameters_before, facts.parameters_after),
+            "MACs left": _format_left(facts.macs_before, facts.macs_after),
+            "parameters left": _format_left(facts.parameters_before, facts.parameters_after),
             "retrained": f"{back.method}, {back.steps} steps: {back.reason}" if back else "no",
             "on held-out samples": change,
         }
 
 
-def _left(before: int, after: int) -> str:
+def _format_left(before: int, after: int) -> str:
     return f"{after / before:.1%}" if before else "–"
 
 

@@ -1,15 +1,25 @@
 """Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
 variant."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
-from enginesmith.pipeline.report.tables import describe_drop, mark, mark_name, name_some, shorten_reason, speedup
+from enginesmith.pipeline.engines import REFERENCES
+from enginesmith.pipeline.frameworks.records import describe_fallback
+from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
+from enginesmith.pipeline.report.tables import (
+    describe_data,
+    describe_drop,
+    mark,
+    mark_name,
+    name_some,
+    shorten_reason,
+    speedup,
+)
 from enginesmith.pipeline.results import verdicts
-from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
+from enginesmith.pipeline.results.differences import device_kind
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.machine import BUSY
-from enginesmith.pipeline.units import format_bytes, ms
+from enginesmith.pipeline.units import count_words, format_bytes, ms
 
 _MOST_NAMED = 3
 LONG_TAIL = 20.0
@@ -18,13 +28,26 @@ SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy i
 
 
 def list_footnotes(run: Run) -> list[str]:
-    """Explain stars on variants' names, dashes for a p99, and negative drops, where there are any."""
+    """Explain stars on names, dashes for a p99, groups on a GPU, searches and negative drops, where there are any."""
     negative = any(record.quality and round(record.quality.drop, 4) < 0 for record in run.variants)
     return [
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
         *_explain_p99(run),
+        *_explain_references(run),
+        *_describe_search(run),
+        *_explain_groups(run),
+        *filter(None, [describe_data(run)]),
         *(["a negative drop is an improvement over the original model"] if negative else []),
     ]
+
+
+def _explain_groups(run: Run) -> Iterator[str]:
+    """Say at which batch sizes the variants did not fit on the GPU together."""
+    groups = {row.batch: row.group for record in run.records for row in record.latency if row.group}
+    if groups:
+        batches = f"batch {', '.join(map(str, sorted(groups)))}"
+        compared = f"a speed-up is a ratio to {run.baseline.id} of the same group"
+        yield f"at {batches} the variants do not fit on the GPU together and were measured in groups; {compared}"
 
 
 def _explain_p99(run: Run) -> Iterator[str]:
@@ -32,8 +55,20 @@ def _explain_p99(run: Run) -> Iterator[str]:
     rows = [row for record in run.records for row in record.latency if row.p50_ms and row.n and row.p99_ms is None]
     if rows:
         row, least = min(rows, key=lambda row: row.n or 0), SAMPLE_FLOORS[99.0]
-        remedy = f"{verdicts.options_for_more(run, row, least / (row.n or 1))} --replace"
-        yield f"no p99 (–): it needs {least} calls, and there were as few as {row.n}; {remedy} should be enough"
+        options, slow = verdicts.options_for_more(run, row, least / (row.n or 1))
+        remedy = f"{options} --replace{slow} {'may' if slow else 'should'} be enough"
+        yield f"no p99 (–): it needs {least} calls, and there were as few as {row.n}; {remedy}"
+
+
+def _explain_references(run: Run) -> Iterator[str]:
+    """Explain the rows that nobody asked for, and how eager runs beside them."""
+    if names := [record.id for record in run.variants if record.reference]:
+        yield f"{', '.join(names)}: PyTorch alone, measured for comparison (--no-references leaves them out)"
+    if run.baseline.engine in REFERENCES and device_kind(run) == "cuda":
+        yield (
+            f"{run.baseline.id} is timed as PyTorch ships it, which rounds convolutions to TF32; "
+            "answers and accuracy are compared with exact float32"
+        )
 
 
 def summarize(run: Run) -> str:
@@ -42,11 +77,13 @@ def summarize(run: Run) -> str:
         return mark(run, f"No winner{'' if run.complete else ' yet'}: {shorten_reason(run.winner_reason, 300)}.")
     record = next(record for record in run.records if record.id == run.winner)
     row = record.row(run.deciding_batch) or next((row for row in record.latency if row.p50_ms is not None), None)
+    beside = _compare_with_reference(run)
     if row is None or record.id == run.baseline.id:
-        return mark(run, f"{run.winner} wins: {run.winner_reason}.")
-    parts = [_compare_latency(record, run.baseline, row.batch)]
+        return mark(run, f"{run.winner} wins: {run.winner_reason}{f'; it {beside}' if beside else ''}.")
+    parts = [_compare_latency(record, run.baseline, row.batch), *([f"and {beside}"] if beside else [])]
     if record.peak_bytes is not None and run.baseline.peak_bytes:
-        parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
+        share, whose = record.peak_bytes / run.baseline.peak_bytes, f"{run.baseline.id}'s" if beside else "its"
+        parts.append(f"uses {100 * share:.0f} % of {whose} peak memory")
     if record.quality and record.quality.drop is not None:
         parts.append(describe_drop(record.quality))
     sentences = [", ".join(parts)]
@@ -57,18 +94,59 @@ def summarize(run: Run) -> str:
         sentences.append(f"it meets the budget for {verdicts.format_title(run.verdicts[0].budget)}")
     elif run.verdicts:
         sentences.append(f"it meets all {len(run.verdicts)} budgets")
-    if equal := _find_equally_fast(run, record, row.batch):
-        sentences.append(f"it wins by its lower median, which is not measurably lower than that of {equal}")
+    if why := _explain_near_win(run, record, row.batch):
+        sentences.append(why)
     return mark(run, "; ".join(sentences) + ".")
 
 
-def _find_equally_fast(run: Run, winner: VariantRecord, batch: int) -> str:
-    """Find another variant that could win and that the winner is not measurably faster than; empty if there is none."""
-    mine = winner.row(batch)
-    for record in run.variants if run.recipe.objective == "latency" and mine and mine.speedup else ():
-        theirs = None if record is winner or verdicts.why_ineligible(record) else record.row(batch)
-        if mine and mine.speedup and theirs and theirs.speedup and divide(mine.speedup, theirs.speedup).low <= 1:
-            return record.id
+def _describe_search(run: Run) -> Iterator[str]:
+    """Tell what became of the variants of a run that raced, and what is left to try."""
+    raced = [record for record in run.requested if record.race or record.untried]
+    if not raced:
+        return
+    ends = {
+        "measured in full": [record for record in run.requested if record.status == "measured"],
+        "dropped": [record for record in run.requested if record.dropped],
+        "skipped": [each for each in run.requested if each.status == "skipped" and not (each.dropped or each.untried)],
+        "built and not measured": [record for record in run.requested if record.status == "built"],
+        "failed": [record for record in run.requested if record.status == "failed"],
+        "not tried, as the time was over": [record for record in raced if record.untried],
+    }
+    parts = (f"{len(records)} {end}" for end, records in ends.items() if records)
+    yield f"search: {count_words(len(run.requested), 'variant')}: {', '.join(parts)}"
+    if untried := [record.id for record in raced if record.untried]:
+        yield f"search: with as much time again, `enginesmith resume` tries {', '.join(untried)}"
+
+
+def _compare_with_reference(run: Run) -> str:
+    """Compare the winner with the fastest setting of PyTorch that was measured; empty if that is not another one."""
+    best = run.best_reference
+    if best is None or best.variant in (run.winner, run.baseline.id):
+        return ""
+    other, ratio = f"{best.variant} (the fastest setting of PyTorch tried)", best.speedup
+    if ratio is None:
+        return f"was measured in too few rounds to compare it with {other}"
+    if best.too_noisy:
+        return f"has a speed-up over {other} that is {TOO_NOISY}"
+    if ratio.low > 1:
+        return f"is {ratio.times()} faster than {other}"
+    return f"has {ratio.times()} the speed of {other}{' (which may be no difference)' if ratio.high >= 1 else ''}"
+
+
+def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
+    """Explain why the winner won over another one that it is not measurably faster than; empty if there is none."""
+    mine, rules = winner.row(batch), (run.recipe.budgets, batch, run.recipe.min_sqnr_db)
+    if run.recipe.objective != "latency" or mine is None or not mine.speedup:
+        return ""
+    others = [(row, each) for each in run.variants if each is not winner and (row := each.row(batch)) and row.speedup]
+    for theirs, record in sorted(others, key=lambda other: other[0].p50_ms or 0.0):
+        if verdicts.why_ineligible(record) or not theirs.speedup or divide(mine.speedup, theirs.speedup).low > 1:
+            continue
+        if (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0):
+            return f"it wins by its lower median, which is not measurably lower than that of {record.id}"
+        if record.quality and all(verdict.passed for verdict in verdicts.judge_budgets(record, *rules)):
+            loss = f"{record.quality.metric} drop {record.quality.drop:+.4f}"
+            return f"it wins by its smaller accuracy drop: {record.id} ({loss}) is not measurably faster"
     return ""
 
 
@@ -83,8 +161,9 @@ def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int)
         )
         return f"{record.id} takes {medians}, in too few rounds for an interval"
     times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
-    if mine.speedup.too_noisy:
-        return f"{record.id} has a speed-up over {beside} that is {times}"
+    if mine.speedup_too_noisy:
+        why = " (nearly all calls waited for a core)" if mine.speedup_disturbed else ""
+        return f"{record.id} has a speed-up over {beside} that is {TOO_NOISY}{why}"
     if mine.speedup.low > 1:
         return f"{record.id} is {times} faster than {beside}"
     unsure = " (which may be no difference)" if mine.speedup.high >= 1 else ""
@@ -101,11 +180,17 @@ def list_reasons(run: Run) -> list[str]:
 
 def group_by_reason(run: Run) -> list[tuple[list[VariantRecord], str]]:
     """Group the variants that failed, fall short or are left by their reason."""
+    records = [(record, record.reason or record.shortfall) for record in (run.baseline, *run.requested)]
+    return [(group, mark(run, reason)) for group, reason in _group_alike(records)]
+
+
+def _group_alike(reasons: Iterable[tuple[VariantRecord, str]]) -> list[tuple[list[VariantRecord], str]]:
+    """Group variants with a reason by that, whatever variant it names; it then names the first one."""
     groups: dict[str, list[VariantRecord]] = {}
-    for record in run.records:
-        if reason := record.reason or record.shortfall:
+    for record, reason in reasons:
+        if reason:
             groups.setdefault(reason.replace(record.id, "…"), []).append(record)
-    return [(records, mark(run, reason.replace("…", records[0].id))) for reason, records in groups.items()]
+    return [(records, reason.replace("…", records[0].id)) for reason, records in groups.items()]
 
 
 def list_remarks(run: Run) -> list[tuple[str, str]]:
@@ -120,7 +205,16 @@ def list_remarks(run: Run) -> list[tuple[str, str]]:
 
 def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
-    return [*map(str, run.environment.get("warnings", ())), *_warn_of_fixed_batch(run), *_list_source_notes(run)]
+    machine = map(str, run.environment.get("warnings", ()))
+    return [*machine, *_warn_of_fixed_batch(run), *_list_fallbacks(run), *_list_source_notes(run)]
+
+
+def _list_fallbacks(run: Run) -> Iterator[str]:
+    """Name the nodes of each variant that do not run on the part that its engine is for, as on the CPU."""
+    for record in run.variants:
+        ran = record.engine_coverage
+        if ran and (told := describe_fallback(ran.assigned, ran.copies)):
+            yield f"{mark_name(record)}: {told}"
 
 
 def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
@@ -134,9 +228,9 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
 
 
 def _list_source_notes(run: Run) -> list[str]:
-    """List what loading and exporting the model noted, each note once."""
+    """List what loading, running and exporting the model noted, each note once."""
     entries = (entry for record in run.records for entry in record.history if entry.step in ("load", "export"))
-    return list(dict.fromkeys("; ".join(entry.notes) for entry in entries if entry.notes))
+    return list(dict.fromkeys([*run.model.notes, *("; ".join(entry.notes) for entry in entries if entry.notes)]))
 
 
 def describe_progress(run: Run) -> str:
@@ -196,10 +290,10 @@ def describe_noise(run: Run) -> Iterator[str]:
 def _describe_disturbed(run: Run) -> Iterator[str]:
     """Name speed-ups that tell nothing, or else count medians that are of disturbed calls."""
     rows = [(record, row) for record in run.records for row in record.latency]
-    noisy = [f"{mark_name(entry)} at batch {row.batch}" for entry, row in rows if row.speedup and row.speedup.too_noisy]
+    noisy = [f"{mark_name(entry)} at batch {row.batch}" for entry, row in rows if row.speedup_too_noisy]
     shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
     if noisy:
-        yield f"the speed-up is {TOO_NOISY} of {name_some(noisy, _MOST_NAMED)}"
+        yield f"speed-up of {name_some(noisy, _MOST_NAMED)}: {TOO_NOISY}"
     elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):
         waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core"
         yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}"
@@ -221,11 +315,35 @@ def _describe_tails(run: Run) -> Iterator[str]:
 
 
 def list_measurement_notes(run: Run) -> tuple[str, ...]:
-    """List what disturbed measurements: other work, and memory that ran out."""
-    return (*describe_noise(run), *describe_out_of_memory(run))
+    """List what disturbed measurements: other work, too little memory, references that failed; and what was tuned."""
+    missing = _describe_missing_references(run)
+    return (*describe_noise(run), *describe_out_of_memory(run), *missing, *_describe_tuning(run))
+
+
+def _describe_tuning(run: Run) -> Iterator[str]:
+    tuned = ((record, record.tuning) for record in run.variants if record.tuning and not record.cuda_graphs)
+    for record, tuning in tuned:
+        for trial in tuning.trials:
+            gain = trial.speedup.times() if trial.speedup else shorten_reason(trial.failure) or "too few rounds to tell"
+            kept = " (kept)" if f"{trial.option}={trial.value}" in tuning.kept else ""
+            yield f"{mark_name(record)}, tuned: {trial.option}={trial.value}: {gain}{kept}"
+        if tuning.confirmation:
+            yield f"{mark_name(record)}, tuned: together, measured once more: {tuning.confirmation.times()}"
+        if tuning.dropped:
+            yield f"{mark_name(record)}, tuned: the recipe's options are used instead of {tuning.dropped}"
+        if tuning.untried:
+            yield f"{mark_name(record)}, tuned: no time was left for {', '.join(tuning.untried)}"
+
+
+def _describe_missing_references(run: Run) -> Iterator[str]:
+    missing = [record for record in run.variants if record.reference and record.status != "measured"]
+    for records, reason in _group_alike((record, record.reason) for record in missing):
+        names = ", ".join(record.id for record in records)
+        yield f"not measured for comparison: {names}: {shorten_reason(reason, 300)}"
 
 
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
     first = [*_warn_of_fixed_batch(run), *_list_source_notes(run)]
-    return [*first, *describe_noise(run), *map(str, run.environment.get("warnings", ()))]
+    warnings = map(str, run.environment.get("warnings", ()))
+    return [*first, *describe_noise(run), *warnings, *_describe_missing_references(run)]

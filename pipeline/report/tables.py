@@ -1,4 +1,4 @@
-"""Hold tables with formatted cells, which the terminal, Markdown and HTML render."""
+"""Make tables with formatted cells, which the terminal, Markdown and HTML render."""
 
 import re
 import textwrap
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.quality import Quality, explain_few_samples
 from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity, Throughput
+from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms
 
@@ -36,7 +37,7 @@ class Number(str):
 
 @dataclass(frozen=True)
 class Table:
-    """Hold heads and rows of text, and how a page may show them."""
+    """Describe a table: heads, rows of text, and how a page may show them."""
 
     name: str
     """Unique in its document; letters, digits and hyphens."""
@@ -150,7 +151,9 @@ def rate(value: float | None) -> str:
 def speedup(record: VariantRecord, batch: int) -> str:
     """Format a speed-up: ``3.10× [3.02, 3.18]``; a dash where it is unknown."""
     row = record.row(batch)
-    return "–" if row is None or row.speedup is None else Number(row.speedup.times(), row.speedup.median)
+    if row is None or row.speedup is None:
+        return "–"
+    return Number(TOO_NOISY if row.speedup_too_noisy else row.speedup.times(), row.speedup.median)
 
 
 def format_drop(quality: Quality | None) -> Number:
@@ -158,8 +161,8 @@ def format_drop(quality: Quality | None) -> Number:
     if quality is None:
         return Number("–", None)
     low, high = quality.drop_low, quality.drop_high
-    interval = "" if low is None or high is None or low == high else f" [{low:+.4f}, {high:+.4f}]"
-    return Number(f"{quality.drop:+.4f}{interval}".replace("-", "−"), quality.drop)
+    interval = "" if low is None or high is None or low == high else f" [{low:+z.4f}, {high:+z.4f}]"
+    return Number(f"{quality.drop:+z.4f}{interval}".replace("-", "−"), quality.drop)
 
 
 def describe_drop(quality: Quality) -> str:
@@ -183,6 +186,18 @@ def mark(run: Run, text: str) -> str:
 def shorten_reason(reason: str, longest: int = _LONGEST_REASON) -> str:
     """Shorten a reason that is told in full elsewhere to so many characters."""
     return textwrap.shorten(reason, longest, placeholder=" …")
+
+
+def describe_data(run: Run) -> str:
+    """Describe how data was split, or that a search used the samples that the drop is reported on; empty if neither."""
+    if run.model.parts:
+        counts = ", ".join(f"{count} for {part}" for part, count in run.model.parts.items())
+        few = explain_few_samples(run.model.parts, run.recipe.required_metric, run.recipe.budgets.max_drop)
+        told = f"samples of {run.recipe.data}: {counts}; no sample is in two of these parts"
+        return f"{told}; {few}" if few else told
+    if any(trial.drop is not None for record in run.variants for trial in record.search):
+        return "the search was judged on the same samples: the drop is optimistic; --data keeps them apart"
+    return ""
 
 
 def name_some(names: Sequence[str], most: int) -> str:

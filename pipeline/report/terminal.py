@@ -43,6 +43,8 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         _print_lines(f"{name}: {text}" for name, text in sentences.list_remarks(run))
         _print_lines((*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)))
         for record in run.variants:  # the groups of those in which precisions differ
+            if run.recipe.races and record.status != "measured":
+                continue
             _print_lines(filter(None, (run_tables.summarize_assignment(record),)))
             if len({group.precision for group in record.assignment}) > 1:
                 _print_table(run_tables.tabulate_assignment(record), _MOST_ROWS, "report.html")
@@ -150,7 +152,8 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         if isinstance(value, list):
             _print_lines((f"{name}:" + ("" if value else " none"), *(f"  {item}" for item in value)))
         elif isinstance(value, dict):
-            _print_lines((f"{name}:", *(f"  {key}: {item}" for key, item in value.items())))
+            known = ((key, "unknown" if item is None else item) for key, item in value.items())
+            _print_lines((f"{name}:" + ("" if value else " none"), *(f"  {key}: {item}" for key, item in known)))
         else:
             click.echo(f"{name}: {'unknown' if value is None else value}")
 

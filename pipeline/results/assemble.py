@@ -7,14 +7,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import WrongEngine
+from enginesmith.pipeline.engines.base import TUNING
+from enginesmith.pipeline.errors import NO_TIME, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import floor
-from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
+from enginesmith.pipeline.measure.rows import (
+    DeviceLimits,
+    LatencyRow,
+    LimitRow,
+    MemoryRow,
+    Profile,
+    RaceRow,
+    StageFidelity,
+    Tuning,
+)
 from enginesmith.pipeline.passes.finetune.options import read as read_recovery
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Variant
@@ -32,10 +43,11 @@ from enginesmith.pipeline.results.run import (
     VariantRecord,
     deciding_batch,
 )
-from enginesmith.pipeline.results.verdicts import judge_compression, judge_precision, select_winner
-from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.results.verdicts import find_best_reference, judge_compression, judge_precision, select_winner
+from enginesmith.pipeline.tasks.base import read_models, read_records
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT, read_limits, read_work
 from enginesmith.pipeline.tasks.prune import read_facts
+from enginesmith.pipeline.tasks.race import RACE, STAY
 
 # Look up a step's artifact, records or failure reason.
 
@@ -71,56 +83,73 @@ def make_record(
     measured = any(row.p50_ms is not None for row in rows)
     there = own and not unfinished and not (variant.unavailable and own.kind != "engine")
     status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
-    build = _build(variant, own)
-    memory, quality = (next(iter(records_of(outcomes, step)), None) for step in (variant.memory, variant.quality))
-    profile, limits = records_of(outcomes, variant.profile), _hold_against_limits(variant, plan, outcomes, rows)
+    build, measurements = _build(variant, own), _measurements(variant, plan, outcomes, rows)
     audits, reasons = _audits(variant, outcomes)
-    made = {
-        "quality": (quality, variant.quality),
-        "memory": (memory, variant.memory),
-        "latency": (rows, plan.latency),
-        "profile": (profile, variant.profile),
-        "limits": (limits, variant.work and plan.limits),
-    }
-    reasons = {name: why_missing(step, outcomes) for name, (value, step) in made.items() if not value} | reasons
-    assignment = tuple(Assignment.model_validate(entry) for entry in records_of(outcomes, variant.assignment))
+    assignment = tuple(read_models(artifact_of(outcomes, variant.assignment), Assignment))
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
         for steps in (variant.pruned, variant.recovered)
     )
-    calibrated = variant.lowering is not None and KINDS[variant.lowering].calibrated
-    ranges = artifact_of(outcomes, variant.calibration) if calibrated else None
     return VariantRecord(
         id=variant.id,
         engine=variant.engine.name,
         precision=variant.precision,
+        quantizer=variant.name.quantizer,
         prune=variant.prune,
         sparsity=variant.sparsity,
         dense=variant.dense,
         workspace_limit_bytes=build.workspace_limit_bytes if build and variant.workspace else None,
         target=variant.target,
+        cuda_graphs=variant.name.graphs,
+        reference=variant.reference,
         status=status,
         reason=failure or unfinished or variant.unavailable or _partial_failure(rows),
         failure=kind or None,
         artifact=StoredArtifact(path=str(file), sha256=own.sha256, bytes=own.bytes) if own and file else None,
         history=own.history if own else (),
         fidelity=tuple(
-            StageFidelity.model_validate(entry) for check in variant.verified for entry in records_of(outcomes, check)
+            fidelity
+            for check in variant.verified
+            for fidelity in read_models(artifact_of(outcomes, check), StageFidelity)
         ),
-        latency=rows,
-        quality=Quality.model_validate(quality) if quality else None,
-        memory=MemoryRow.model_validate(memory) if memory else None,
-        limits=limits,
-        profile=tuple(Profile.model_validate(entry) for entry in profile),
+        **measurements,
         build=build,
+        tuning=_read_tuning(own) if own else None,
+        race=tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id),
+        untried=unfinished == NO_TIME,
         pruning=tuple(map(read_facts, pruned)),
         recovery=tuple(read_recovery(artifact.folder) for artifact in recovered),
         **audits,
         assignment=assignment,
         search=_search(variant, outcomes, len(assignment) or None),
-        synthetic_calibration=ranges is not None and _are_synthetic(ranges.path),
-        reasons=reasons,
+        synthetic_calibration=_has_synthetic_ranges(variant, outcomes),
+        reasons=_explain_missing(variant, plan, outcomes, measurements) | reasons,
     )
+
+
+def _measurements(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]) -> dict[str, Any]:
+    """Read what was measured of a variant, by the record's fields."""
+    return {
+        "latency": rows,
+        "quality": next(iter(read_models(artifact_of(outcomes, variant.quality), Quality)), None),
+        "memory": next(iter(read_models(artifact_of(outcomes, variant.memory), MemoryRow)), None),
+        "limits": _compare_with_limits(variant, plan, outcomes, rows),
+        "profile": tuple(read_models(artifact_of(outcomes, variant.profile), Profile)),
+    }
+
+
+def _explain_missing(
+    variant: Variant, plan: Plan, outcomes: Outcomes, measurements: Mapping[str, Any]
+) -> dict[str, str]:
+    """Explain by the step that was to make them why measurements are missing."""
+    made_by = {
+        "quality": variant.quality,
+        "memory": variant.memory,
+        "latency": plan.references_latency if variant.reference else plan.latency,
+        "profile": variant.profile,
+        "limits": variant.work and plan.limits,
+    }
+    return {name: why_missing(step, outcomes) for name, step in made_by.items() if not measurements[name]}
 
 
 def read_device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
@@ -129,7 +158,7 @@ def read_device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
     return read_limits(artifact) if artifact else None
 
 
-def _hold_against_limits(
+def _compare_with_limits(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
 ) -> tuple[LimitRow, ...]:
     limits, counted = read_device_limits(plan, outcomes), artifact_of(outcomes, variant.work)
@@ -145,13 +174,14 @@ def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], 
     reasons: dict[str, str] = {}
     for index, name in enumerate(("coverage", "engine_coverage")):
         step = variant.audits[index] if index < len(variant.audits) else None
-        entry = next(iter(records_of(outcomes, step)), None)
-        if entry:
-            audits[name] = Coverage.model_validate(entry)
+        if coverages := read_models(artifact_of(outcomes, step), Coverage):
+            audits[name] = coverages[0]
         elif step:
             reasons[name] = why_missing(step, outcomes)
-        elif variant.engine.consumes == "torch":
+        elif variant.engine.runs_module():
             reasons[name] = f"{variant.engine.name} runs the module itself"
+        elif variant.engine.consumes == "torch":
+            reasons[name] = f"{variant.engine.name} is made from the module, without an ONNX graph"
         elif variant.audits:
             reasons[name] = f"{variant.engine.name} does not show its graph; build.layers counts its kernels"
         else:
@@ -170,16 +200,29 @@ def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[S
     return tuple(steps)
 
 
+def _has_synthetic_ranges(variant: Variant, outcomes: Outcomes) -> bool:
+    """Tell whether ranges of synthetic data are part of a variant's graph."""
+    calibrated = variant.lowering is not None and KINDS[variant.lowering].calibrated
+    ranges = artifact_of(outcomes, variant.calibration) if calibrated else None
+    beside = ranges is not None and ranges.kind == "onnx"  # of a graph whose maker found its ranges itself
+    return ranges is not None and _are_synthetic(ranges.folder / RANGES_FILE if beside else ranges.path)
+
+
 @cache
 def _are_synthetic(ranges: Path) -> bool:
     """Tell whether ranges come from synthetic data; remembered, as the document may be large and never changes."""
     return bool(json.loads(ranges.read_bytes())["provenance"]["synthetic"])
 
 
+def _read_tuning(own: Artifact) -> Tuning | None:
+    file = own.folder / TUNING
+    return Tuning.model_validate_json(file.read_bytes()) if file.is_file() else None
+
+
 def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
     if own is None or own.kind != "engine":
         return None
-    last = own.history[-1]
+    last = own.history[-2 if variant.artifact.kind == "tune" else -1]
     facts = variant.engine.facts(own).model_dump()
     missing = [name for name, value in facts.items() if value is None]
     return BuildRecord(
@@ -205,8 +248,17 @@ def explain_end(
         outcome = outcomes.get(name)
         if outcome and outcome.status == "failed":
             return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", missing
+        if outcome and outcome.status == "skipped":
+            if rows and outcome.reason == NO_TIME:  # what is left is not needed to use it
+                break
+            return "", "", outcome.reason
         if outcome and outcome.artifact and outcome.artifact.rejected:
-            return outcome.artifact.rejected, WrongEngine.failure, missing
+            rejected = outcome.artifact.rejected
+            return (
+                ("", "", rejected) if name.kind in (STAY, "sensitivity") else (rejected, WrongEngine.failure, missing)
+            )
+    if rows and all(row.failure == NO_TIME for row in rows):
+        return "", "", NO_TIME
     return _partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing
 
 
@@ -231,9 +283,7 @@ class Header:
 
 def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, artifacts: Mapping[str, Path]) -> Run:
     """Assemble the run as far as it has come; ``artifacts`` are the engines' files in the run directory by variant."""
-    latency: dict[str, list[LatencyRow]] = {}
-    for entry in records_of(outcomes, plan.latency):
-        latency.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
+    latency = _latencies(plan, outcomes)
     baseline, *records = (
         make_record(variant, plan, outcomes, tuple(latency.get(variant.id, ())), artifacts.get(variant.id))
         for variant in (plan.baseline, *plan.variants)
@@ -253,13 +303,15 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         variants.append(record.model_copy(update={"remarks": remarks}))
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [judge_compression(record, by_id, recipe.budgets, batch) for record in variants]
-    chosen = select_winner([baseline, *variants], recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db)
+    rules = recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db
+    chosen = select_winner([baseline, *variants], *rules, baseline_named=baseline.id in recipe.engines)
     return Run(
         name=header.name,
         created=header.created,
         seconds=header.seconds,
         complete=all(step.id in outcomes and outcomes[step.id].status != "unavailable" for step in plan.steps),
         recipe=recipe,
+        device=plan.baseline.device,
         environment=environment,
         limits=read_device_limits(plan, outcomes),
         model=_model(recipe, outcomes),
@@ -268,9 +320,19 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         variants=tuple(variants),
         winner=chosen.winner,
         winner_reason=chosen.reason,
+        best_reference=find_best_reference([baseline, *variants], chosen.winner, batch),
         pareto=chosen.pareto,
         verdicts=chosen.verdicts,
     )
+
+
+def _latencies(plan: Plan, outcomes: Outcomes) -> dict[str, list[LatencyRow]]:
+    """Read latencies by variant; eager's are those that were measured beside the variants that were asked for."""
+    latencies: dict[str, list[LatencyRow]] = {}
+    beside = (row for row in records_of(outcomes, plan.references_latency) if row["variant"] != plan.baseline.id)
+    for entry in (*records_of(outcomes, plan.latency), *beside):
+        latencies.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
+    return latencies
 
 
 def _step(name: str, outcome: Outcome | None) -> StepRecord:
@@ -292,5 +354,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         sha256=model.sha256 if model else None,
         signature=model.signature if model else None,
         data=known.data if known else None,
+        parts=known.parts if known else {},
         shapes={name: str(range_) for name, range_ in known.ranges.items()} if known else {},
+        notes=reference.history[-1].notes if reference and reference.history else (),
     )

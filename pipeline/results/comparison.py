@@ -6,180 +6,29 @@ The first run is the reference of all others.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 from pydantic import BaseModel, Field
 
-from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, TOO_NOISY, Interval, divide
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    MOSTLY_DISTURBED,
+    NOISE_REMEDY,
+    TOO_NOISY,
+    Interval,
+    divide,
+)
+from enginesmith.pipeline.results.differences import (
+    Differences,
+    compare_devices,
+    is_same_model,
+    list_differences,
+    why_no_yardstick,
+)
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import why_unknown
-
-# What two runs differ in besides their results: field by field, with dotted names; a side without the field has None.
-
-_PROCESSOR = ("processor", "architecture", "vector_units", "threads_per_core", "usable_cores", "quota_cores")
-"""Facts that tell processors apart, and how much of one may be used."""
-_MACHINE = (
-    *_PROCESSOR,
-    *("memory_bytes", "virtual", "numa_nodes", "governor", "turbo", "system", "kernel", "thread_variables"),
-)
-_GPU = ("name", "compute_capability", "memory_bytes", "mig")
-_GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
-
-
-class Changed(BaseModel, frozen=True):
-    """One field, as each run has it."""
-
-    name: str
-    before: Any = None
-    after: Any = None
-
-
-class Differences(BaseModel, frozen=True):
-    """Everything that two runs differ in, by subject."""
-
-    model: tuple[Changed, ...] = ()
-    recipe: tuple[Changed, ...] = ()
-    versions: tuple[Changed, ...] = ()
-    machine: tuple[Changed, ...] = ()
-    data: tuple[Changed, ...] = ()
-
-    @property
-    def sections(self) -> tuple[tuple[str, tuple[Changed, ...]], ...]:
-        """Names and fields of the subjects, also of those that do not differ."""
-        return tuple((name, getattr(self, name)) for name in type(self).model_fields)
-
-
-def list_differences(before: Run, after: Run) -> Differences:
-    """List everything that two runs differ in besides their results."""
-    environments = before.environment, after.environment
-    return Differences(
-        model=_changed(_model(before), _model(after)),
-        recipe=_changed(before.recipe.model_dump(mode="json"), after.recipe.model_dump(mode="json")),
-        versions=_changed(*({"python": env.get("python"), **env.get("packages", {})} for env in environments)),
-        machine=_changed(_machine(before, _MACHINE, _GPU_STATE), _machine(after, _MACHINE, _GPU_STATE)),
-        data=_changed(_data(before), _data(after)),
-    )
-
-
-def is_same_model(before: Run, after: Run) -> bool | None:
-    """Tell whether both runs loaded the same model; None where that is not known.
-
-    Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
-    """
-    old, other = before.model.sha256, after.model.sha256
-    if old is not None and other is not None:
-        return old == other
-    if before.model.signature != after.model.signature:
-        return False
-    made = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
-    alike = any(record.artifact and made.get(record.id) == record.artifact.sha256 for record in after.variants)
-    return True if alike else None
-
-
-def why_no_yardstick(before: Run, after: Run) -> str:
-    """Explain why the baseline of one run is no yardstick for the other; empty where it is one.
-
-    It is one where the same model ran on the same inputs by the same versions on the same kind of machine.
-    """
-    same = is_same_model(before, after)
-    if not same:
-        return "other models" if same is False else "it was not recorded whether the model is the same"
-    if before.baseline.engine != after.baseline.engine:
-        return f"{before.baseline.engine} and {after.baseline.engine}"
-    changed = [
-        *_changed(_lasting(before), _lasting(after)),
-        *_changed(_machine(before, _PROCESSOR, _GPU_STATE), _machine(after, _PROCESSOR, _GPU_STATE)),
-    ]
-    sides = ("none" if value is None else str(value) for item in changed[:1] for value in (item.before, item.after))
-    return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
-
-
-def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
-    """List how the devices differ that latency and memory were measured on; empty where they are of one kind."""
-    kinds = device_kind(before), device_kind(after)
-    if kinds[0] != kinds[1]:
-        return (Changed(name="device", before=kinds[0], after=kinds[1]),)
-    if kinds[0] == "cuda":
-        return _changed(_gpus(before, _GPU), _gpus(after, _GPU))
-    return _changed(_machine(before, _PROCESSOR, ()), _machine(after, _PROCESSOR, ()))
-
-
-def device_kind(run: Run) -> str:
-    """Return the kind of device that a run measured on, or would have: cpu or cuda."""
-    measured = (record.memory.device for record in run.records if record.memory)
-    if known := next(measured, run.recipe.device):
-        return known.partition(":")[0]
-    needs = any(needs_cuda(name) for name in run.recipe.engines)
-    return "cuda" if needs and run.environment.get("gpus") else "cpu"
-
-
-def _model(run: Run) -> dict[str, Any]:
-    signature = run.model.signature
-    sides = {"inputs": signature.inputs, "outputs": signature.outputs} if signature else {}
-    tensors = {
-        f"{side}.{spec.name}": f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
-        for side, specs in sides.items()
-        for spec in specs
-    }
-    return {"source": run.model.source, "sha256": run.model.sha256, **tensors, "baseline": run.baseline.engine}
-
-
-def _machine(run: Run, facts: Sequence[str], gpu: Sequence[str]) -> dict[str, Any]:
-    return {**{name: run.environment.get(name) for name in facts}, **_gpus(run, gpu)}
-
-
-def _gpus(run: Run, facts: Sequence[str]) -> dict[str, Any]:
-    gpus = enumerate(run.environment.get("gpus") or ())
-    return {f"gpus[{index}].{name}": gpu.get(name) for index, gpu in gpus for name in facts}
-
-
-def _data(run: Run) -> dict[str, Any]:
-    quality = next((record.quality for record in run.variants if record.quality), None)
-    return {
-        "measured on": run.model.data,
-        "shapes": run.model.shapes,
-        "metric": quality.metric if quality else None,
-        "evaluated samples": quality.samples if quality else None,
-    }
-
-
-def _lasting(run: Run) -> dict[str, Any]:
-    """Collect the facts that decide how fast the baseline is, besides model and machine."""
-    engine = run.baseline.engine
-    tools = engine_class(engine).tools if engine in ENGINES else ()
-    packages = run.environment.get("packages", {})
-    batch = batch_symbol(run.model.signature) if run.model.signature else None
-    return {
-        "python": run.environment.get("python"),
-        **{name: packages.get(name) for name in tools},
-        "device": device_kind(run),
-        "threads": run.recipe.threads,
-        "thread_variables": run.environment.get("thread_variables", {}),
-        "shapes": {name: sizes for name, sizes in run.model.shapes.items() if name != batch},
-    }
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Changed, ...]:
-    old, other = _flat(before), _flat(after)
-    names = dict.fromkeys((*old, *other))
-    return tuple(
-        Changed(name=name, before=old.get(name), after=other.get(name))
-        for name in names
-        if old.get(name) != other.get(name)
-    )
-
-
-def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Flatten mappings within mappings to dotted names; an empty one is nothing."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return flat
-
 
 # Whether a variant became slower or faster from one run to another, and how sure that is.
 #
@@ -188,9 +37,11 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 # run in the same way, the two speed-ups over it are compared, and what slowed everything down alike cancels.
 
 Basis = Literal["speed-up over eager", "milliseconds"]
-_SAME = "both runs hold the same measurement: the second took it from the store"
-MOSTLY_DISTURBED = 0.5
-"""Share of disturbed calls from which even medians are of such, and say little of the quiet machine."""
+_SAME = "both runs have the same measurement: one of them took it from the store"
+_DRIFT = "times in milliseconds are compared; the load of the machine may have differed"
+_SIDES = ("the reference", "the other run")
+"""Names of the two runs in notes, as reports of a comparison call them."""
+_SAME_BATCHES = "run both with the same --batch"
 Rows = Sequence[LatencyRow]
 
 
@@ -217,28 +68,30 @@ class Change(BaseModel, frozen=True):
         return Interval(median=self.median, low=self.low, high=self.high).too_noisy
 
 
-def compare_latency(before: Run, after: Run, variant: str, batch: int, successor: str = "") -> Change:
+def compare_latency(
+    before: Run, after: Run, variant: str, batch: int, successor: str = "", sides: tuple[str, str] = _SIDES
+) -> Change:
     """Compare a variant's latency at a batch size in two runs; the baseline is a variant, too.
 
-    ``successor`` is the one of the second run, where that has another name.
+    ``successor`` is the one of the second run, where that has another name; notes call the runs by ``sides``.
     """
     rows: list[LatencyRow] = []
     names = variant, successor or variant
-    for which, run, name in zip(("first", "second"), (before, after), names, strict=True):
+    for which, run, name in zip(sides, (before, after), names, strict=True):
         record = next((record for record in run.records if record.id == name), None)
         row = record.row(batch) if record else None
         if row is None:
-            return Change(note=_why_none(record, batch, f"the {which} run"))
+            return Change(note=_why_none(record, batch, which))
         rows.append(row)
     first, second = rows
     if first == second:
         return Change(median=1.0, low=1.0, high=1.0, significant=False, note=_SAME)
-    apart = _no_yardstick(before, after, names, first, second)
+    apart = _no_yardstick(before, after, names, dict(zip(sides, rows, strict=True)))
     if not apart and _positive(first.speedup) and _positive(second.speedup):
         baselines = [baseline for run in (before, after) if (baseline := run.baseline.row(batch))]
-        return _judge_ratio(divide(first.speedup, second.speedup), "speed-up over eager", rows, baselines, "")
+        return _judge_ratio(divide(first.speedup, second.speedup), "speed-up over eager", rows, baselines, "", sides)
     if _positive(first.median_ms) and _positive(second.median_ms):
-        return _judge_ratio(divide(second.median_ms, first.median_ms), "milliseconds", rows, (), apart)
+        return _judge_ratio(divide(second.median_ms, first.median_ms), "milliseconds", rows, (), apart, sides)
     few = next((row.reasons["median_ms"] for row in rows if "median_ms" in row.reasons), "the rows have none")
     bare = second.p50_ms / first.p50_ms if first.p50_ms and second.p50_ms else None
     return Change(median=bare, basis="milliseconds", note=f"{apart}; there is no interval: {few}")
@@ -248,20 +101,23 @@ def _positive(interval: Interval | None) -> TypeGuard[Interval]:
     return interval is not None and 0 < interval.low <= interval.median <= interval.high
 
 
-def _judge_ratio(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
+def _judge_ratio(
+    ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str, sides: tuple[str, str]
+) -> Change:
     """Judge a ratio; ``yardsticks`` are the baselines' rows, where they are part of it."""
     unjudged = ""
-    sides = zip(("first", "second"), rows, strict=True)
-    few = next(((which, row) for which, row in sides if (row.launches or 0) < LEAST_LAUNCHES), None)
+    few = next(
+        ((which, row) for which, row in zip(sides, rows, strict=True) if (row.launches or 0) < LEAST_LAUNCHES), None
+    )
     disturbed = max(row.disturbed_share or 0.0 for row in (*rows, *yardsticks))
     if few:
         which, row = few
-        unjudged = f"not judged: a reliable interval needs {LEAST_LAUNCHES} launches, and the "
-        unjudged += f"{which} run has {row.launches or 'none on record'}; give it more --measure-time"
+        unjudged = f"a reliable interval needs {LEAST_LAUNCHES} launches, and {which} has "
+        unjudged += f"{row.launches or 'none on record'}; give it more --measure-time"
     elif ratio.too_noisy:
-        unjudged = f"not judged: {TOO_NOISY}; {NOISE_REMEDY}"
+        unjudged = f"{TOO_NOISY}; {NOISE_REMEDY}"
     elif disturbed > MOSTLY_DISTURBED:
-        unjudged = f"not judged: {disturbed:.0%} of the calls of one side waited for a core that other programs used"
+        unjudged = f"{disturbed:.0%} of the calls of one side waited for a core that other programs used"
     return Change(
         median=ratio.median,
         low=ratio.low,
@@ -272,17 +128,17 @@ def _judge_ratio(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, no
     )
 
 
-def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: LatencyRow, second: LatencyRow) -> str:
+def _no_yardstick(before: Run, after: Run, names: tuple[str, str], rows: Mapping[str, LatencyRow]) -> str:
     """Explain why milliseconds are compared, and not speed-ups; empty where speed-ups can be."""
-    drift = "other work on the machine at either time is part of them"
-    if names[0] == before.baseline.id or names[1] == after.baseline.id:
-        return f"milliseconds of the baseline itself: {drift}"
-    for which, row in (("first", first), ("second", second)):
+    eager = before.baseline.id
+    if names[0] == eager or names[1] == after.baseline.id:
+        return _DRIFT
+    for which, row in rows.items():
         if not _positive(row.speedup):
             why = row.reasons.get("speedup", "not recorded")
-            return f"the {which} run has no speed-up ({why}), so milliseconds: {drift}"
+            return f"{which} has no speed-up over {eager} ({why}), so {_DRIFT}"
     changed = why_no_yardstick(before, after)
-    return f"the baselines are not the same ({changed}), so milliseconds: {drift}" if changed else ""
+    return f"{eager} is not the same in both ({changed}), so {_DRIFT}" if changed else ""
 
 
 def _why_none(record: VariantRecord | None, batch: int, run: str) -> str:
@@ -294,7 +150,7 @@ def _why_none(record: VariantRecord | None, batch: int, run: str) -> str:
         return f"not measured at batch {batch} in {run}: {why}"
     if record.latency:
         measured = ", ".join(str(row.batch) for row in record.latency)
-        return f"not measured at batch {batch} in {run}: it was at {measured}"
+        return f"not measured at batch {batch} in {run}, but at {measured}; {_SAME_BATCHES}"
     return f"not measured in {run}: {record.reason or record.reasons.get('latency', 'no reason is known')}"
 
 
@@ -324,17 +180,19 @@ class MetricDelta(BaseModel, frozen=True):
     """The reason why a number is missing, or how it was judged."""
 
 
-def compare_metrics(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> tuple[MetricDelta, ...]:
+def compare_metrics(
+    before: Run, after: Run, earlier: VariantRecord, later: VariantRecord, sides: tuple[str, str] = _SIDES
+) -> tuple[MetricDelta, ...]:
     """Compare all of them; a missing number has its reason."""
-    records = (earlier, later)
-    peaks = [record.peak_bytes for record in records]
-    sizes = [record.artifact.bytes if record.artifact else None for record in records]
-    seconds = [record.build.seconds if record.build else None for record in records]
+    records = {sides[0]: earlier, sides[1]: later}
+    peaks = [record.peak_bytes for record in records.values()]
+    sizes = [record.artifact.bytes if record.artifact else None for record in records.values()]
+    seconds = [record.build.seconds if record.build else None for record in records.values()]
     return (
-        _note_missing("peak_bytes", peaks, "max_memory_bytes", records) or _compare_memory(earlier, later),
+        _note_missing("peak_bytes", peaks, "max_memory_bytes", records) or _compare_memory(earlier, later, sides),
         _note_missing("size_bytes", sizes, "max_size_bytes", records)
         or MetricDelta(name="size_bytes", before=sizes[0], after=sizes[1], significant=sizes[0] != sizes[1]),
-        _compare_drops(before, after, earlier, later),
+        _compare_drops(before, after, records),
         _compare_fidelity(before, after, earlier, later),
         # builds are timed once, so that chance cannot be told from a difference
         _note_missing("build_seconds", seconds, "max_build_seconds", records)
@@ -343,32 +201,33 @@ def compare_metrics(before: Run, after: Run, earlier: VariantRecord, later: Vari
 
 
 def _note_missing(
-    name: Quantity, values: Sequence[float | None], budget: str, records: Sequence[VariantRecord]
+    name: Quantity, values: Sequence[float | None], budget: str, records: Mapping[str, VariantRecord]
 ) -> MetricDelta | None:
     """Explain why one of two numbers is missing, as its budget explains it; None if both are known."""
-    sides = zip(("first", "second"), values, records, strict=True)
+    sides = zip(values, records.items(), strict=True)
     missing = [
-        f"none in the {which} run: {why_unknown(record, budget, 0)}" for which, value, record in sides if value is None
+        f"none in {which}: {why_unknown(record, budget, 0)}" for value, (which, record) in sides if value is None
     ]
     return MetricDelta(name=name, before=values[0], after=values[1], note="; ".join(missing)) if missing else None
 
 
-def _compare_memory(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
+def _compare_memory(earlier: VariantRecord, later: VariantRecord, sides: tuple[str, str]) -> MetricDelta:
     rows = (row for row in (earlier.memory, later.memory) if row is not None)
     (first, before), (second, after) = ((row.batch, row.peak_bytes or 0) for row in rows)
     delta = MetricDelta(name="peak_bytes", before=before, after=after)
     if first != second:
-        return delta.model_copy(update={"note": f"at batch {first} and at batch {second}: they cannot be compared"})
+        where = f"it was measured at batch {first} in {sides[0]}, at batch {second} in {sides[1]}"
+        return delta.model_copy(update={"note": f"{where}; {_SAME_BATCHES}"})
     spread = max(MEMORY_SPREAD * before, MEMORY_GRAIN_BYTES)
     return delta.model_copy(update={"significant": abs(after - before) > spread})
 
 
-def _compare_drops(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
+def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]) -> MetricDelta:
     """Compare two drops; what the metric's samples have in common was taken out in each run by itself."""
-    old, other = earlier.quality, later.quality
+    old, other = (record.quality for record in records.values())
     drops = [quality.drop if quality else None for quality in (old, other)]
     if old is None or other is None:
-        missing = _note_missing("drop", drops, "max_drop", (earlier, later))
+        missing = _note_missing("drop", drops, "max_drop", records)
         assert missing is not None
         return missing
     delta = MetricDelta(name="drop", before=old.drop, after=other.drop)
@@ -455,7 +314,7 @@ class Pair(BaseModel, frozen=True):
 
 
 class Comparison(BaseModel, frozen=True, populate_by_name=True):
-    """Hold the whole document."""
+    """Describe the whole document."""
 
     schema_name: Literal["enginesmith.comparison/1"] = Field(SCHEMA, alias="schema")
     pairs: tuple[Pair, ...]
@@ -544,7 +403,7 @@ def _cautions(before: Side, after: Side, old: Run, other: Run, variants: Sequenc
         if not side.measured:
             yield f"nothing was measured in {side.path}"
         elif not any(row.p50_ms for row in run.baseline.latency):
-            yield f"the baseline was not measured in {side.path}, so it has no speed-ups"
+            yield f"{run.baseline.id} was not measured in {side.path}, so it has no speed-ups"
         if not run.complete:
             yield f"{side.path} is not complete; `enginesmith resume {side.path}` does the rest"
         batches = {row.batch for record in run.records for row in record.latency}

@@ -6,21 +6,64 @@ What is wrong is a ``ValueError`` with a sentence; who knows what the document i
 import functools
 import json
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from enginesmith.pipeline.engines.options import MOVED_FIELDS
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, shorten
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _MOST_BYTES = 1 << 30
 """A run of 200 variants of a model of 10 000 nodes takes less than half of it."""
 _LONGEST_SHOWN = 60
+MOST_NAMED = 8
+"""Unknown fields that a message names."""
+
+
+def read(
+    kind: type[Model],
+    path: Path,
+    schema: str,
+    command: str,
+    explain: Callable[[OSError], UsageError],
+    again: str = "run optimize again",
+) -> tuple[Model, tuple[str, ...]]:
+    """Read a document of a schema that ``command`` writes; also return the names of fields that it does not have.
+
+    ``explain`` says what it means that the file cannot be read, and ``again`` how to get rid of a damaged one.
+
+    Raises:
+        UsageError: it cannot be read, is damaged, or of another schema; the message names the field.
+    """
+    try:
+        values = load(path)
+        check_schema(path, values, schema, command)
+        return parse_known_fields(kind, values)
+    except OSError as error:
+        raise explain(error) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}", again) from error
+
+
+def require_known(path: Path, unknown: Sequence[str], again: str) -> None:
+    """Refuse to carry out a document that asks for ``unknown`` fields; the command ``again`` begins a new run.
+
+    Raises:
+        UsageError: it does.
+    """
+    if unknown:
+        replaced = {f"recipe.{old}": f" ({new} now)" for old, new in MOVED_FIELDS.items()}
+        names = ", ".join(f"{name}{replaced.get(name, '')}" for name in unknown[:MOST_NAMED])
+        raise UsageError(
+            f"{path} has fields that this version of enginesmith does not have: {names}",
+            f"begin a new run: `{again}`, or resume this one with the enginesmith that wrote it",
+        )
 
 
 def load(path: Path) -> Any:
@@ -64,7 +107,7 @@ def parse_known_fields(kind: type[Model], values: Any) -> tuple[Model, tuple[str
             if wrong is not None:
                 raise ValueError(_sentence(wrong)) from error
             for problem in errors:
-                unknown.append(_dotted(problem["loc"], indices=False))
+                unknown.append(_name_field(problem["loc"], indices=False))
                 *above, last = problem["loc"]
                 del functools.reduce(operator.getitem, above, values)[last]
     unknown += _left_out(values, document.model_dump(mode="json", by_alias=True), ())
@@ -114,7 +157,7 @@ def check_schema(path: Path, values: Any, schema: str, command: str) -> None:
     family, _, given = named.rpartition("/") if isinstance(named, str) else ("", "", "")
     known, _, number = schema.rpartition("/")
     if family != known or not given.isdecimal():
-        said = "it names no schema" if named is None else f"its schema is {_shown(named)}"
+        said = "it names no schema" if named is None else f"its schema is {_shorten_value(named)}"
         raise UsageError(f"{path} is not of the schema {schema}: {said}", f"give the folder that {command} wrote")
     older = int(given) < int(number)
     raise UsageError(
@@ -124,19 +167,18 @@ def check_schema(path: Path, values: Any, schema: str, command: str) -> None:
 
 
 def _sentence(wrong: ErrorDetails) -> str:
-    name = _dotted(wrong["loc"]) or "the document"
+    name = _name_field(wrong["loc"]) or "the document"
     if wrong["type"] == "missing":
         return f"{name} is missing"
     said = f"{name}: {wrong['msg'].removeprefix('Value error, ')}"
-    return said if isinstance(wrong["input"], dict | list) else f"{said} (it is {_shown(wrong['input'])})"
+    return said if isinstance(wrong["input"], dict | list) else f"{said} (it is {_shorten_value(wrong['input'])})"
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+def _shorten_value(value: Any) -> str:
+    return shorten(json.dumps(value, default=str), _LONGEST_SHOWN)
 
 
-def _dotted(place: Sequence[str | int], *, indices: bool = True) -> str:
+def _name_field(place: Sequence[str | int], *, indices: bool = True) -> str:
     """Name a field: ``variants[2].latency[0].p50_ms``; without indices it is one name for that of all variants."""
     parts = (f"[{key if indices else ''}]" if isinstance(key, int) else f".{key}" for key in place)
     return "".join(parts).removeprefix(".")
@@ -148,7 +190,7 @@ def _left_out(values: Any, kept: Any, place: tuple[str | int, ...]) -> Iterator[
     if isinstance(values, dict) and isinstance(kept, dict):
         for name, value in values.items():
             if name not in kept:
-                yield _dotted((*place, name), indices=False)
+                yield _name_field((*place, name), indices=False)
             else:
                 yield from _left_out(value, kept[name], (*place, name))
     elif isinstance(values, list) and isinstance(kept, list):

@@ -126,7 +126,7 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
     others = [
         (row.p50_ms, sibling.id, sibling)
         for sibling in siblings
-        if (sibling.engine, sibling.target) == (record.engine, record.target)
+        if (sibling.engine, sibling.target, sibling.cuda_graphs) == (record.engine, record.target, record.cuda_graphs)
         and sibling.precision in wider
         and sibling.status == "measured"
         and not sibling.shortfall

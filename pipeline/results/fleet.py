@@ -1,28 +1,20 @@
-"""Define and read ``fleet.json``, make the record of an entry, and compare a fleet with earlier ones.
+"""Define and read ``fleet.json``, and make the record of an entry.
 
 A number that could not be had is null, and a reason stands beside it.
 """
 
-import contextlib
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from enginesmith.calibration.file_formats import is_embedded
-from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.errors import EnginesmithError, GateBreach, MissingCapability, UsageError, storage_errors
-from enginesmith.pipeline.measure.quality import parse_metric
-from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.measure.statistics import TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
-from enginesmith.pipeline.results import comparison, documents
-from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results.comparison import Pair, VariantComparison
 from enginesmith.pipeline.results.run import Run, VariantStatus, Verdict, find_record
 from enginesmith.pipeline.results.verdicts import why_unknown
@@ -142,7 +134,7 @@ class Last(BaseModel, frozen=True):
 
 
 class FleetRecord(BaseModel, frozen=True, populate_by_name=True):
-    """Hold the whole document."""
+    """Describe the whole document."""
 
     schema_name: Literal["enginesmith.fleet/1"] = Field(SCHEMA, alias="schema")
     name: str
@@ -216,22 +208,16 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
         UsageError: there is none, or it is damaged, or of another schema.
     """
     path = folder / FILE if folder.is_dir() else folder
-    try:
-        values = documents.load(path)
-        documents.check_schema(path, values, SCHEMA, "optimize")
-        record, unknown = documents.parse_known_fields(FleetRecord, values)
-    except OSError as error:
-        if (folder / "run.json").is_file():
-            raise UsageError(f"{folder} is a single run, and a fleet is needed here", _GIVE) from error
-        raise UsageError(f"there is no fleet in {folder}: {error.strerror}", _GIVE) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}", "run optimize again") from error
-    asked = [name for name in unknown if name.startswith("fleet.")]
-    if to_go_on and asked:
-        raise UsageError(
-            f"{path} asks for what this version does not know: {', '.join(asked)}",
-            "use the version of enginesmith that wrote it, or run optimize again",
-        )
+
+    def explain(error: OSError) -> UsageError:
+        single = (folder / "run.json").is_file()
+        told = "is a single run, and a fleet is needed here"
+        return UsageError(f"{folder} {told}" if single else f"there is no fleet in {folder}: {error.strerror}", _GIVE)
+
+    record, unknown = documents.read(FleetRecord, path, SCHEMA, "optimize", explain)
+    if to_go_on:
+        asked = [name for name in unknown if name.startswith("fleet.")]
+        documents.require_known(path, asked, "enginesmith optimize FLEET.yaml --out another folder")
     return record
 
 
@@ -273,7 +259,7 @@ def entry_record(entry: Entry, result: Found, folder: Path, siblings: Sequence[s
         model=entry.model_name,
         target=entry.target_name,
         source=entry.recipe.model,
-        machine=_machine(entry),
+        machine=machine_of(entry),
         status=status,
         exit_code=exit_code,
         reason=reason,
@@ -282,7 +268,7 @@ def entry_record(entry: Entry, result: Found, folder: Path, siblings: Sequence[s
         seconds=run.seconds if run else None,
         steps=result.steps or (len(run.steps) if run else 0),
         reused=result.reused if result.steps else sum(step.cached for step in run.steps) if run else 0,
-        variants=dict(Counter(variant.status for variant in run.variants)) if run else {},
+        variants=dict(Counter(variant.status for variant in run.requested)) if run else {},
         winner=winner(run) if run else None,
         verdicts=run.verdicts if run else (),
         failures=tuple(_failures(result, folder, (entry.name, *siblings))),
@@ -290,7 +276,7 @@ def entry_record(entry: Entry, result: Found, folder: Path, siblings: Sequence[s
     )
 
 
-def _machine(entry: Entry) -> Machine:
+def machine_of(entry: Entry) -> Machine:
     place = entry.place
     return Machine(device=place.device, accelerator=place.accelerator, resources=dict(place.resources))
 
@@ -321,7 +307,7 @@ def winner(run: Run) -> Winner | None:
         batch=batch,
         p50_ms=row.p50_ms if row else None,
         p99_ms=row.p99_ms if row else None,
-        speedup=row.speedup if row and record.id != run.baseline.id else None,
+        speedup=row.speedup if row and record.id != run.baseline.id and not row.speedup_disturbed else None,
         peak_bytes=record.peak_bytes,
         bytes=record.artifact.bytes if record.artifact else None,
         metric=record.quality.metric if record.quality else None,
@@ -331,7 +317,8 @@ def winner(run: Run) -> Winner | None:
     missing = {field: budget for field, budget in _EXPLAINED_BY.items() if getattr(summary, field) is None}
     reasons = {field: why_unknown(record, budget, batch) for field, budget in missing.items()}
     if summary.speedup is None:
-        few = row.reasons.get("speedup", "it was measured in too few rounds") if row else None
+        why = TOO_NOISY if row and row.speedup_disturbed else "it was measured in too few rounds"
+        few = row.reasons.get("speedup", why) if row else None
         itself = record.id == run.baseline.id
         reasons["speedup"] = "it is the baseline" if itself else few or why_unknown(record, "max_latency_ms", batch)
     return summary.model_copy(update={"reasons": reasons})
@@ -361,211 +348,7 @@ def _failures(result: Found, folder: Path, homes: Sequence[str]) -> Iterator[Fai
     if result.error is not None:
         kind, log = result.error.failure or None, next(iter(logs.values()), None)
         yield Failure(variant="", reason=result.error.message, remedy=remedy_of(result.error), failure=kind, log=log)
-    for record in run.records if run else ():
+    for record in (run.baseline, *run.requested) if run else ():
         if record.status == "failed":
             log = next((log for step, log in logs.items() if record.reason.startswith(f"{step}: ")), None)
             yield Failure(variant=record.id, reason=record.reason, failure=record.failure, log=log)
-
-
-# Compare a fleet with earlier ones, and find the entries that need not be done again.
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """An earlier fleet and its folder."""
-
-    folder: Path
-    record: FleetRecord
-
-    def entry(self, name: str) -> EntryRecord | None:
-        """Look up an entry by name."""
-        return next((entry for entry in self.record.entries if entry.name == name), None)
-
-    def run(self, entry: EntryRecord) -> Run | None:
-        """Read the run of an entry, if it is still there."""
-        try:
-            return runs.read(self.folder / entry.run) if entry.run else None
-        except UsageError:
-            return None
-
-
-def open_fleet(folder: Path) -> Earlier:
-    """Open the fleet of a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    return Earlier(folder if folder.is_dir() else folder.parent, read(folder))
-
-
-def find_last(out: Path, begun: FleetRecord) -> Earlier | None:
-    """Find the newest fleet of the same file's name beside ``out`` that was begun before.
-
-    One that was interrupted is no yardstick, and one that was made with ``--only`` is none for another choice.
-    """
-    here, others = out.absolute(), []
-    for path in here.parent.glob(f"*/{FILE}"):
-        if path.parent != here:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # it is no fleet's
-                values = documents.load(path)
-                created, file, only = str(values["created"]), values["file"], tuple(values["only"])
-                ended = bool(values["entries"]) and all(entry["status"] != "pending" for entry in values["entries"])
-                if ended and file == begun.file and only in ((), begun.only) and created < begun.created:
-                    others.append((created, path))
-    for _, path in sorted(others, reverse=True):
-        with contextlib.suppress(UsageError):  # of another version, perhaps, which is no reason to do nothing now
-            return open_fleet(path.parent)
-    return None
-
-
-def compare_entry(
-    earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_device: bool = False
-) -> EntryChange:
-    """Compare an entry whose run lies in ``folder`` with the same one of an earlier fleet."""
-    entry = earlier.entry(name)
-    if entry is None:
-        return EntryChange(note="not in the last fleet")
-    then = earlier.run(entry)
-    if then is None:
-        why = "its run is no longer there" if entry.run else f"there was no run: {entry.reason}"
-        return EntryChange(winner=entry.winner and entry.winner.id, note=why)
-    known = winner(then)
-    change = EntryChange(winner=known and known.id, p50_ms=known and known.p50_ms)
-    if now is None:
-        return change.model_copy(update={"note": "there is no run now"})
-    if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
-        return change.model_copy(update={"note": "reused: nothing has changed"})
-    if not any_device and (apart := comparison.compare_devices(then, now)):
-        where = "; ".join(f"{figure.name} was {figure.before}, and is {figure.after}" for figure in apart)
-        return change.model_copy(update={"note": f"other machine: {where}"})
-    sides = [(earlier.folder / str(entry.run), then), (folder, now)]
-    (pair,) = comparison.compare(sides, any_device=True).pairs
-    winners = None
-    if then.winner and now.winner and then.winner != now.winner:
-        winners = comparison.compare_variants(then, now, find_record(then, then.winner), find_record(now, now.winner))
-    return change.model_copy(update={"pair": pair, "winners": winners})
-
-
-def name_last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
-    """Name the earlier fleet in the record of the one in ``out``, made with ``only`` such patterns."""
-    here = {entry.name for entry in entries}
-    gone = () if only else tuple(entry.name for entry in earlier.record.entries if entry.name not in here)
-    return Last(path=path_from(out, earlier.folder), created=earlier.record.created, without=gone)
-
-
-def path_from(out: Path, folder: Path) -> str:
-    """Return a folder's path as the documents of another one name it."""
-    return os.path.relpath(folder.resolve(), out.resolve())
-
-
-def compare_fleets(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
-    """Compare a fleet with another one than when it was made."""
-    entries = []
-    for entry in now.record.entries:
-        folder, run = now.folder / RUNS / entry.name, now.run(entry)
-        change = compare_entry(earlier, entry.name, folder, run, any_device=any_device)
-        entries.append(entry.model_copy(update={"since_last": change}))
-    against = name_last(earlier, now.folder, now.record.only, entries)
-    return now.record.model_copy(update={"entries": tuple(entries), "last": against})
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of an entry that its recipe does not hold."""
-
-    model_sha256: str | None
-    """None where it cannot be loaded."""
-    files: Mapping[str, str]
-    """Files that the recipe names → their digests."""
-    packages: Mapping[str, str]
-
-
-def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
-    """Find the run that still stands for an entry, or explain what has changed since."""
-    then = earlier.entry(entry.name)
-    if then is None:
-        return "it was not there"
-    run = earlier.run(then)
-    if run is None or run.winner is None:
-        return "it had no winner"
-    if not run.complete:
-        return "it was not complete"
-    return "; ".join(_list_changes(earlier.record.packages, then, run, entry, state)) or run
-
-
-def _list_changes(packages: Mapping[str, str], then: EntryRecord, run: Run, entry: Entry, now: State) -> Iterator[str]:
-    before, after = run.recipe, entry.recipe
-    if before != after:
-        fields = [name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)]
-        yield f"its recipe changed: {', '.join(fields)}"
-    if then.machine != _machine(entry):
-        yield "its target changed"
-    if now.model_sha256 is None:
-        yield "its model cannot be loaded"
-    elif run.model.sha256 != now.model_sha256:
-        yield "its model changed"
-    for name in sorted({*then.files, *now.files}):
-        if then.files.get(name) != now.files.get(name):
-            yield f"{name} changed"
-    for name in sorted({*packages, *now.packages}):
-        if packages.get(name) != now.packages.get(name):
-            yield f"{name} {packages.get(name, 'none')} → {now.packages.get(name, 'none')}"
-
-
-def take_over(earlier: Earlier, name: str, folder: Path) -> None:
-    """Have the run directory of an earlier fleet's entry stand in ``folder``, too.
-
-    Raises:
-        StoreError: the link cannot be made.
-    """
-    entry = earlier.entry(name)
-    assert entry is not None
-    with storage_errors(f"the run directory {folder}"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.is_symlink():
-            folder.unlink()
-        source = (earlier.folder / str(entry.run)).resolve()
-        folder.symlink_to(os.path.relpath(source, folder.parent.resolve()), target_is_directory=True)
-
-
-# Digests of the files that recipes name: the same name may hold other data the next time.
-
-
-def digest_files(recipes: Sequence[Recipe]) -> list[dict[str, str]]:
-    """Digest the files that each recipe names, by name; data sets, modules and metrics that are no files are left out.
-
-    Modules that a named file imports are not looked at.
-
-    Raises:
-        StoreError: one is there and cannot be read.
-    """
-    known: dict[str, str | None] = {}
-    digests = []
-    for recipe in recipes:
-        names = dict.fromkeys(_list_files(recipe))
-        known |= {name: _digest(name) for name in names if name not in known}
-        digests.append({name: digest for name in names if (digest := known[name])})
-    return digests
-
-
-def _list_files(recipe: Recipe) -> Iterator[str]:
-    for data in (recipe.calibration, recipe.eval_data):
-        if data and not is_embedded(data):
-            yield data
-    for code in (parse_metric(recipe.metric or "")[0], recipe.recovery.method):
-        if code and is_reference(code):
-            yield code
-    if recipe.data_options.tokenizer:
-        yield recipe.data_options.tokenizer
-    for paths in recipe.engine_files.values():
-        yield from paths
-
-
-def _digest(name: str) -> str | None:
-    path = Path(name.rpartition(":")[0] if is_reference(name) else name).expanduser()
-    with storage_errors(f"the file {path}"):
-        if path.is_file():
-            return file_digest(path)
-        if path.is_dir():
-            return folder_digest({inner: file_digest(path / inner) for inner in files_below(path)})
-    return None

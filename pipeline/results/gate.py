@@ -7,20 +7,21 @@ from the baseline that is within the tolerance by its estimate alone; ``strict``
 
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.artifact import replace_folder
 from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.results import comparison, remeasure, verdicts
+from enginesmith.pipeline.results import differences, remeasure, verdicts
 from enginesmith.pipeline.results import fleet as fleets
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compare_latency, compare_metrics
-from enginesmith.pipeline.results.fleet import RUNS, Earlier
+from enginesmith.pipeline.results.earlier_fleet import Earlier
+from enginesmith.pipeline.results.fleet import RUNS
 from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
 from enginesmith.pipeline.results.run import NOT_REACHED, Run, VariantRecord
@@ -30,6 +31,7 @@ from enginesmith.pipeline.units import format_bytes, ms
 DEFAULT_SECONDS = 20.0
 """The longest time for measuring again: what ``benchmarks/gate_power.py`` is run with."""
 
+_NO_BUDGET = "nothing was judged: neither the recipe nor an option sets a budget"
 _TOLERANCE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _COMPARED: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "peak_bytes": ("peak memory", format_bytes),
@@ -37,6 +39,7 @@ _COMPARED: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "drop": ("accuracy drop", lambda value: f"{value:+.4f}"),
 }
 """Number that is compared with the baseline, besides latency → its name, and how it is written."""
+_SIDES = ("the baseline", "the run")
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,16 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
     """Judge a run by budgets and, where one is given, by a baseline run.
 
     Raises:
-        UsageError: one of them is no run, nothing was measured, or there is no such variant.
+        UsageError: one of them is no run, nothing was measured in the baseline, or there is no such variant.
     """
     run = runs.read(folder)
-    if failure := explain_failure(run.variants):
-        failed = GateCheck(name="engines", against="run", state="failed", text=failure)
-        return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, usable=False, verdicts=(failed,))
+    failure, unmeasured = explain_failure(run.asked_for), why_unmeasured(folder, run)
+    if text := failure or unmeasured:
+        check = GateCheck(name="engines", against="run", state="failed" if failure else "unjudged", text=text)
+        return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, usable=False, verdicts=(check,))
     after = stored_in(folder, variant)
     if after is None:
-        text = f"the run has no winner: {run.winner_reason}"
+        text = f"the run has no winner: {run.winner_reason}{_next_command(folder, run)}"
         failed = GateCheck(name="winner", against="run", state="failed", text=text)
         return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, verdicts=(failed,))
     before = stored_in(baseline, variant) if baseline else None
@@ -97,8 +101,7 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
     ]
     if demands.strict:
         if not checks:
-            text = "nothing was judged: there is no budget and no baseline"
-            checks = [GateCheck(name="budgets", against="run", state="unjudged", text=text)]
+            checks = [GateCheck(name="budgets", against="run", state="unjudged", text=_NO_BUDGET)]
         checks = [check.model_copy(update={"required": True}) for check in checks]
     return Gate(
         run=str(folder),
@@ -118,17 +121,34 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
         UsageError: there is no such run or variant, or nothing was measured in it.
     """
     run = runs.read(folder)
-    if not any(record.status == "measured" for record in run.records):
-        failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
-        why = failed or run.winner_reason or run.baseline.reason or "the run is not complete"
-        raise UsageError(
-            f"nothing was measured in {folder}: {why}",
-            f"`enginesmith resume {folder}` on a machine that can measure it",
-        )
+    if unmeasured := why_unmeasured(folder, run):
+        raise UsageError(unmeasured, "give another run")
     name = variant or run.winner
     if name is None:
         return None
     return Stored(folder if folder.is_dir() else folder.parent, run, runs.find_record(run, name))
+
+
+def why_unmeasured(folder: Path, run: Run) -> str:
+    """Explain why nothing was measured in a run, and what to do; empty if something was."""
+    if any(record.status == "measured" for record in run.records):
+        return ""
+    failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
+    known = "" if run.winner_reason.startswith("nothing was measured") else run.winner_reason
+    why = failed or known or (run.complete and run.baseline.reason) or "the run is not complete"
+    return f"nothing was measured in {folder}: {why}{_next_command(folder, run)}"
+
+
+def _next_command(folder: Path, run: Run) -> str:
+    """Name the command that helps a run without a winner, as the end of a sentence; empty where the run names it."""
+    if "`enginesmith resume" in run.winner_reason:
+        return ""
+    if not run.complete or not any(record.status == "measured" for record in run.records):
+        return f"; to continue: `enginesmith resume {folder}`"
+    stored = [Stored(folder, run, record) for record in run.variants if record.status == "measured"]
+    advice = [_advise_on_p99(each) for each in stored] if run.recipe.budgets.max_p99_ms else []
+    judge = f"; to judge one variant: `enginesmith gate {folder} --variant {stored[0].record.id}`" if stored else ""
+    return next(filter(None, advice), judge)
 
 
 def _check_engines(after: Stored) -> Iterator[GateCheck]:
@@ -144,8 +164,8 @@ def _check_engines(after: Stored) -> Iterator[GateCheck]:
 
 
 def _group_by_engine(run: Run) -> Iterator[tuple[str, list[VariantRecord]]]:
-    for engine in dict.fromkeys(record.engine for record in run.variants):
-        yield engine, [record for record in run.variants if record.engine == engine]
+    for engine in dict.fromkeys(record.engine for record in run.requested):
+        yield engine, [record for record in run.requested if record.engine == engine]
 
 
 def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
@@ -168,19 +188,22 @@ def _advise_on_p99(stored: Stored) -> str:
     row, floor = stored.record.row(stored.run.deciding_batch), SAMPLE_FLOORS[99.0]
     if row is None or row.p99_ms is not None or not row.n:
         return ""
-    return f"; measure for longer: {_command(stored, verdicts.options_for_more(stored.run, row, floor / row.n))}"
+    return f"; measure for longer: {_command(stored, *verdicts.options_for_more(stored.run, row, floor / row.n))}"
 
 
-def _command(stored: Stored, options: str) -> str:
-    return f"`enginesmith optimize {stored.run.model.source} … {options} --out {stored.folder} --replace`"
+def _command(stored: Stored, options: str, remark: str) -> str:
+    return f"`enginesmith optimize {stored.run.model.source} … {options} --out {stored.folder} --replace`{remark}"
 
 
 def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if after.record.status == "measured":
         yield _check_latency(before, after, demands)
-    for metric in compare_metrics(before.run, after.run, before.record, after.record):
+    for metric in compare_metrics(before.run, after.run, before.record, after.record, _SIDES):
         if metric.name in _COMPARED and metric.before is not None:
             yield _check_quantity(metric, metric.before, demands.tolerance)
+        elif metric.name in _COMPARED and metric.after is not None and metric.name != "size_bytes":  # eager has no file
+            text = f"{_COMPARED[metric.name][0]} was not measured in the baseline, so it is not compared"
+            yield GateCheck(name=metric.name, against="baseline", state="unjudged", required=False, text=text)
 
 
 def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> GateCheck:
@@ -204,7 +227,7 @@ def _make_latency_check(state: CheckState, text: str, **more: Any) -> GateCheck:
 
 def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     """Check latency by measuring side by side where that can be done, else by what both runs stored."""
-    apart = comparison.compare_devices(before.run, after.run)
+    apart = differences.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it anyway"
@@ -234,7 +257,7 @@ def _measure_latency(before: Stored, after: Stored, demands: Demands) -> GateChe
 def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
     """Judge latency by what both runs stored; without an interval that can be judged by, it is not judged."""
     batch = after.run.deciding_batch
-    change = compare_latency(before.run, after.run, before.record.id, batch, after.record.id)
+    change = compare_latency(before.run, after.run, before.record.id, batch, after.record.id, _SIDES)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"
     basis = "; ".join(filter(None, [f"{basis} ({why})", change.note]))
     rows = [side.record.row(batch) for side in (before, after)]
@@ -246,10 +269,10 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
         ratio = Interval(median=change.median, low=change.low, high=change.high)
         return _judge_ratio(ratio, before_ms, after_ms, demands.tolerance, basis)
     advice = [
-        f"measure the {which} again for longer: {_command(side, option)}"
+        f"measure the {which} again for longer: {_command(side, *options)}"
         for which, side, row in (("baseline", before, rows[0]), ("run", after, rows[1]))
         if row and (row.launches or 0) < LEAST_LAUNCHES
-        for option in [verdicts.options_for_more(side.run, row, LEAST_LAUNCHES / (row.launches or 1))]
+        for options in [verdicts.options_for_more(side.run, row, LEAST_LAUNCHES / (row.launches or 1))]
     ]
     text = "; ".join([f"latency is {change.median - 1:+.1%} of the baseline's by its estimate alone", basis, *advice])
     common = {"before": before_ms, "actual": after_ms, "basis": basis}
@@ -272,7 +295,7 @@ def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tol
 
 def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> Iterator[str]:
     if not checks:
-        yield "nothing was judged: no budget is set, and no baseline is given"
+        yield _NO_BUDGET
     for engine, records in _group_by_engine(after.run):
         if failure := explain_failure(records):
             yield failure.replace("every requested engine failed", f"{engine} failed", 1)
@@ -284,12 +307,9 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
         yield f"{after.record.id} is compared with {before.record.id}, the baseline's winner"
     if before.run.model.source != after.run.model.source:
         yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
-    changed = comparison.list_differences(before.run, after.run)
+    changed = differences.list_differences(before.run, after.run)
     for version in changed.versions:
         yield f"{version.name} is {version.after}, and was {version.before}"
-    for name, number in (("peak memory", before.record.peak_bytes), ("quality", before.record.quality)):
-        if number is None:
-            yield f"{name} was not measured in the baseline, so it is not compared"
 
 
 # Keep a run or a fleet as the baseline of later ones: as much of it as they are held against.
@@ -326,7 +346,8 @@ def keep(source: Stored, target: Path) -> None:
         StoreError: it cannot be written.
     """
     check_replaceable(source.folder, target)
-    _replace(target, lambda whole: _copy(source, whole))
+    with storage_errors(f"the baseline {target}"), replace_folder(target) as whole:
+        _copy(source, whole)
 
 
 def keep_fleet(fleet: Earlier, winners: Mapping[str, Stored], target: Path) -> None:
@@ -335,30 +356,11 @@ def keep_fleet(fleet: Earlier, winners: Mapping[str, Stored], target: Path) -> N
     Raises:
         UsageError, StoreError: as for a run.
     """
-
-    def fill(whole: Path) -> None:
+    check_replaceable(fleet.folder, target, fleets.read)
+    with storage_errors(f"the baseline {target}"), replace_folder(target) as whole:
         for name, source in winners.items():
             _copy(source, whole / RUNS / name)
         fleets.write(fleet.record.model_copy(update={"last": None}), whole)
-
-    check_replaceable(fleet.folder, target, fleets.read)
-    _replace(target, fill)
-
-
-def _replace(target: Path, fill: Callable[[Path], None]) -> None:
-    with storage_errors(f"the baseline {target}"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-            whole, old = Path(scratch, "new"), Path(scratch, "old")
-            fill(whole)
-            if target.exists():
-                target.rename(old)
-            try:
-                whole.rename(target)
-            except OSError:
-                if old.exists():
-                    old.rename(target)
-                raise
 
 
 def _copy(source: Stored, whole: Path) -> None:

@@ -27,7 +27,7 @@ from enginesmith.pipeline.measure.statistics import (
     median_interval,
     paired_ratio,
 )
-from enginesmith.pipeline.results import comparison, documents
+from enginesmith.pipeline.results import differences, documents
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, ShapeRange
@@ -83,7 +83,7 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
     if _vector(after) is None:
         return "the run keeps no test vector that engines could be fed with"
     here = after.run.model_copy(update={"environment": environment().model_dump(mode="json")})
-    apart = comparison.compare_devices(after.run, here)
+    apart = differences.compare_devices(after.run, here)
     if apart and not any_machine:
         return f"this is not the kind of machine that the runs were measured on ({apart[0].name})"
     return ""
@@ -107,7 +107,7 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
     Raises:
         EnginesmithError: one of them cannot be loaded or run here.
     """
-    candidates = [_candidate(_BEFORE, before), _candidate(_AFTER, after)]
+    candidates = [candidate(_BEFORE, before), candidate(_AFTER, after)]
     each = limits.seconds / MOST_ITERATIONS
     settings = LatencySettings(
         precision=_UNENDING,
@@ -127,6 +127,8 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
             for name, stored in ((_BEFORE, before), (_AFTER, after)):
                 if failure := result.rows[name][0].failure:
                     raise ModelError(f"{stored.record.id} of {stored.folder} cannot be run here: {failure}")
+                if result.rows[name][0].group is not None:
+                    raise ModelError("the two do not fit on the GPU together", "free memory of the GPU, then try again")
                 launches[name] += launches_of(result.samples, name, batch)
             ratio = paired_ratio(launches[_AFTER], launches[_BEFORE], settings.seed)
             times = f"{ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
@@ -145,7 +147,8 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
     )
 
 
-def _candidate(name: str, stored: Stored) -> Candidate:
+def candidate(name: str, stored: Stored) -> Candidate:
+    """Make what opens a stored engine: the engine as it was built, its file, and the device that it ran on."""
     kept = stored.record.artifact
     assert kept is not None
     artifact = Artifact(
@@ -156,21 +159,21 @@ def _candidate(name: str, stored: Stored) -> Candidate:
         signature=stored.run.model.signature,
         history=stored.record.history,
     )
-    return Candidate(name, _engine(stored.record), artifact, _device(stored))
+    engine = _engine(stored.record)
+    running = engine.running_options(stored.run.recipe)
+    return Candidate(name, engine.model_copy(update=running), artifact, _device(stored))
 
 
 def _engine(record: VariantRecord) -> Engine:
     """Rebuild the engine's settings; nothing that a file says and that would run code is taken over."""
     kind = engine_class(record.engine)
-    options = kind.restore_options(record.built_with.get("engine", {}))
+    options = kind.restore_options(record.options_of(kind))
     return documents.parse_fields(kind, options, f"what {record.id} was built with")
 
 
 def _device(stored: Stored) -> Device:
     fields = stored.record.built_with.get("device")
-    return (
-        documents.parse_fields(Device, fields, f"where {stored.record.id} ran") if fields else stored.run.recipe.where
-    )
+    return documents.parse_fields(Device, fields, f"where {stored.record.id} ran") if fields else stored.run.where
 
 
 def _vector(stored: Stored) -> Path | None:

@@ -6,7 +6,7 @@ A number that could not be had is null, and a reason stands beside it.
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
@@ -14,11 +14,26 @@ from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
+from enginesmith.pipeline.measure.rows import (
+    DeviceLimits,
+    LatencyRow,
+    LimitRow,
+    MemoryRow,
+    Profile,
+    RaceRow,
+    StageFidelity,
+    Tuning,
+)
+from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Recovery
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.base import Engine
+
 
 # The environment within a run: facts for people, some of which are read again and have to be of their type.
 
@@ -44,8 +59,6 @@ RunEnvironment = Annotated[dict[str, Any], AfterValidator(_check_types)]
 
 SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
 
-_MOST_NAMED = 8
-"""Unknown fields that a warning names."""
 NOT_KNOWN = "run.json has fields that this version does not know"
 """Beginning of the warning about them, which says nothing of the machine."""
 
@@ -118,6 +131,8 @@ class VariantRecord(BaseModel, frozen=True):
     id: str
     engine: str
     precision: str
+    quantizer: str = ""
+    """``nncf`` where that made the int8 graph, and not enginesmith; its version and settings are in ``history``."""
     prune: str | None = None
     """The part of the model that was to go: ``macs=-50%``."""
     sparsity: str | None = None
@@ -125,6 +140,10 @@ class VariantRecord(BaseModel, frozen=True):
     """The variant that it differs from in nothing but being pruned or sparse."""
     workspace_limit_bytes: int | None = None
     target: str | None = None
+    cuda_graphs: bool = False
+    """True where each set of shapes is captured once as a CUDA graph, and replayed."""
+    reference: bool = False
+    """True where nobody asked for it: it is measured for comparison, beside eager alone, and never wins."""
     status: VariantStatus
     reason: str = ""
     failure: str | None = None
@@ -146,6 +165,12 @@ class VariantRecord(BaseModel, frozen=True):
     profile: tuple[Profile, ...] = ()
     """Time by module."""
     build: BuildRecord | None = None
+    tuning: Tuning | None = None
+    """Options that were tried in the time of ``tune_seconds``, and those that the engine runs with for it."""
+    race: tuple[RaceRow, ...] = ()
+    """Laps of the brief measurement that decides which variants are measured in full."""
+    untried: bool = False
+    """True where the time of the search was over before it was made."""
     pruning: tuple[PruningFacts, ...] = ()
     """Parts that pruning took away, one entry for each time that it was done."""
     recovery: tuple[Recovery, ...] = ()
@@ -170,6 +195,16 @@ class VariantRecord(BaseModel, frozen=True):
         """Fields of the step that made the engine, ``engine`` and ``device`` among them; empty where none did."""
         kept = (entry.parameters.get("fields") for entry in reversed(self.history))
         return next((made for made in kept if isinstance(made, dict) and isinstance(made.get("engine"), dict)), {})
+
+    def options_of(self, engine: "type[Engine]") -> dict[str, Any]:
+        """Look up the options that the engine was built and run with; what is built is the same for CUDA graphs."""
+        graphs = {"cuda_graphs": self.cuda_graphs} if engine.replays_graphs() else {}
+        return {**self.built_with.get("engine", {}), **(self.tuning.fields if self.tuning else {}), **graphs}
+
+    @property
+    def dropped(self) -> str:
+        """Return the reason why it was not measured in full after the race; empty if it was."""
+        return next((row.dropped for row in self.race if row.dropped), "")
 
     def row(self, batch: int) -> LatencyRow | None:
         """Look up the latency at a batch size; None if it was not measured."""
@@ -197,6 +232,17 @@ class Verdict(BaseModel, frozen=True):
     """The reason why ``actual`` is not known."""
 
 
+class BestReference(BaseModel, frozen=True):
+    """Name the fastest setting of PyTorch that was measured, and compare the winner with it."""
+
+    variant: str
+    batch: int
+    speedup: Interval | None = None
+    """Of the winner over it; None where one of them has no interval, or the winner is it."""
+    too_noisy: bool = False
+    """True where the speed-up is no result: its interval is too wide, or its calls were disturbed."""
+
+
 class ModelRecord(BaseModel, frozen=True):
     """Record the model that a run is of."""
 
@@ -206,7 +252,11 @@ class ModelRecord(BaseModel, frozen=True):
     signature: Signature | None
     data: str | None
     """Data that fidelity and latency were measured on: a data set's name, or ``synthetic``."""
+    parts: dict[str, int] = {}
+    """Samples for calibration, choice and judgement, where one data set was split; no sample is in two parts."""
     shapes: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    """Notes about the samples, and about eager's outputs for them."""
 
 
 class StepRecord(BaseModel, frozen=True):
@@ -221,7 +271,7 @@ class StepRecord(BaseModel, frozen=True):
 
 
 class Run(BaseModel, frozen=True, populate_by_name=True):
-    """Hold the whole document."""
+    """Describe the whole document."""
 
     schema_name: Literal["enginesmith.run/1"] = Field(SCHEMA, alias="schema")
     name: str
@@ -230,6 +280,8 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     complete: bool
     """True where every step has ended; a run that was interrupted can be resumed."""
     recipe: Recipe
+    device: Device | None = None
+    """The device that was named or chosen; None in older documents."""
     environment: RunEnvironment
     limits: DeviceLimits | None = None
     """The best that the device can do; None if that was not measured."""
@@ -239,13 +291,31 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     variants: tuple[VariantRecord, ...]
     winner: str | None
     winner_reason: str = ""
+    best_reference: BestReference | None = None
+    """None where no variant was measured for comparison, or the winner has no latency."""
     pareto: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+
+    @property
+    def requested(self) -> tuple[VariantRecord, ...]:
+        """Return the variants that were asked for."""
+        return tuple(record for record in self.variants if not record.reference)
+
+    @property
+    def asked_for(self) -> tuple[VariantRecord, ...]:
+        """Return the variants that were asked for, and the baseline beside them if its engine was named, too."""
+        named = self.requested and self.baseline.id in self.recipe.engines
+        return (*self.requested, self.baseline) if named else self.requested
 
     @property
     def records(self) -> tuple[VariantRecord, ...]:
         """Return the baseline and all variants."""
         return (self.baseline, *self.variants)
+
+    @property
+    def where(self) -> Device:
+        """Return the device that the run was on, with its threads; this machine's GPU decides nothing about it."""
+        return self.device or self.recipe.named_device or Device(threads=self.recipe.threads)
 
     @property
     def deciding_batch(self) -> int:
@@ -281,22 +351,30 @@ def has_results(run: Run) -> bool:
 def list_losses(before: Run, after: Run) -> list[str]:
     """List the results of usable variants that a run has and a later state of it lacks, with the variant's reason.
 
-    An engine that was built and fails only now, when it is measured, is still there: no result is lost.
+    An engine that was built and fails only now, when it is measured, is still there: no result is lost. Nor is the
+    latency at a batch size that was found because a larger one did not fit, where a larger one is measured now.
     """
     now = {record.id: record for record in after.records}
     losses = []
     for record in (record for record in before.records if record.status in ("measured", "built")):
         later = now.get(record.id)
-        if lacking := sorted(_results(record) - (_results(later) if later else set())):
+        largest = max(_measured_batches(later) if later else (), default=0)
+        searched = _measured_batches(record) - {*before.recipe.batch}
+        replaced = {f"latency at batch {batch}" for batch in searched if batch < largest}
+        if lacking := sorted(_results(record) - replaced - (_results(later) if later else set())):
             losses.append(
                 f"{record.id} has no {', '.join(lacking)}{(later and later.reason and f' ({later.reason})') or ''}"
             )
     return losses
 
 
+def _measured_batches(record: VariantRecord) -> set[int]:
+    return {row.batch for row in record.latency if row.p50_ms is not None}
+
+
 def _results(record: VariantRecord) -> set[str]:
     present = {name for name in ("artifact", "quality", "build", "profile", "limits") if getattr(record, name)}
-    present |= {f"latency at batch {row.batch}" for row in record.latency if row.p50_ms is not None}
+    present |= {f"latency at batch {batch}" for batch in _measured_batches(record)}
     present |= {f"fidelity after {entry.stage}" for entry in record.fidelity}
     return present | ({"peak memory"} if record.peak_bytes is not None else set())
 
@@ -316,30 +394,23 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
         UsageError: there is none, or it is damaged, or of another schema; the message names the field.
     """
     path = folder / "run.json" if folder.is_dir() else folder
-    try:
-        values = documents.load(path)
-        documents.check_schema(path, values, SCHEMA, "optimize")
-        run, unknown = documents.parse_known_fields(Run, values)
-    except OSError as error:
+    most = documents.MOST_NAMED
+
+    def explain(error: OSError) -> UsageError:
         if (folder / "fleet.json").is_file():
-            few = ", ".join(str(run) for run in sorted((folder / "runs").glob("*"))[:_MOST_NAMED]) or f"{folder}/runs/…"
-            raise UsageError(
-                f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}"
-            ) from error
-        remedy = "give a folder that optimize wrote"
-        raise UsageError(f"there is no run in {folder}: {error.strerror}", remedy) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}", "run optimize again") from error
+            few = ", ".join(str(run) for run in sorted((folder / "runs").glob("*"))[:most]) or f"{folder}/runs/…"
+            return UsageError(f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}")
+        return UsageError(f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote")
+
+    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain)
+    if to_go_on:
+        asked = [name for name in unknown if name.startswith("recipe.")]
+        again = f"enginesmith optimize {run.recipe.model} … --out {path.parent} --replace"
+        documents.require_known(path, asked, again)
     if not unknown:
         return run
-    asked = [name for name in unknown if name.startswith("recipe.")]
-    if to_go_on and asked:
-        raise UsageError(
-            f"{path} asks for what this version does not know: {', '.join(asked[:_MOST_NAMED])}",
-            "use the version of enginesmith that wrote it, or run optimize again",
-        )
-    more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-    caution = f"{NOT_KNOWN} and leaves out: {', '.join(unknown[:_MOST_NAMED])}"
+    more = f" and {len(unknown) - most} more" if len(unknown) > most else ""
+    caution = f"{NOT_KNOWN} and leaves out: {', '.join(unknown[:most])}"
     warnings = [caution + more, *run.environment.get("warnings", ())]
     return run.model_copy(update={"environment": {**run.environment, "warnings": warnings}})
 

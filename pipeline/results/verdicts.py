@@ -14,24 +14,28 @@ from dataclasses import dataclass
 from enginesmith.pipeline.engines import BASELINES
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.measure.statistics import divide
 from enginesmith.pipeline.recipe.options import Budgets, Objective
 from enginesmith.pipeline.results.explain import find_shortfall
-from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
+from enginesmith.pipeline.results.run import BestReference, Run, VariantRecord, Verdict
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
 _LONGER = 1.5
 """Factor of measuring time to advise beyond what the number of samples or launches asks for."""
+_LONGEST_SECONDS = 60.0
+"""Longest measuring time to advise: on a busy machine, a quiet one helps more than minutes."""
 
 
-def options_for_more(run: Run, row: LatencyRow, factor: float) -> str:
-    """Name the options that measure ``factor`` times as many samples or launches as the row has."""
+def options_for_more(run: Run, row: LatencyRow, factor: float) -> tuple[str, str]:
+    """Name options that measure ``factor`` times the row's samples or launches, and remark on a long time."""
     limit, factor = re.search(r"time limit of ([\d.]+) s", row.stopped_because or ""), max(factor * _LONGER, 1.0)
     seconds = factor * (float(limit[1]) if limit else run.recipe.measure.seconds)
-    option = f"--measure-time {5 * math.ceil(seconds / 5)}s"
+    option = f"--measure-time {5 * math.ceil(min(seconds, _LONGEST_SECONDS) / 5)}s"
     if (row.stopped_because or "").startswith("every median"):  # more time alone would not be used
         option += f" --precision-target {run.recipe.measure.precision / math.sqrt(factor * _LONGER):.2g}"
-    return option
+    slow = f" on a quiet machine (at the speed of this run, it would take {format_seconds(seconds)})"
+    return option, slow if seconds > _LONGEST_SECONDS else ""
 
 
 # Budgets, with one row for each.
@@ -183,6 +187,8 @@ _GAIN = 0.95
 
 def why_ineligible(record: VariantRecord) -> str:
     """Explain why a variant cannot win; empty if it can."""
+    if record.reference:
+        return f"{record.id} was measured for comparison, and not asked for"
     if record.status != "measured":
         return f"{record.id} was not measured ({record.status}): {record.reason or 'no reason is known'}"
     return f"{record.id} was rejected: {record.rejected}" if record.rejected else ""
@@ -301,6 +307,10 @@ _BEST = {
 }
 
 
+_AS_FAST = 1.05
+"""Ratio of two medians up to which noise may decide between them."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """The winner (None if no variant keeps the budgets), why it won, the Pareto front, and the verdicts by budget."""
@@ -317,10 +327,15 @@ def select_winner(
     objective: Objective,
     batch: int,
     min_sqnr_db: float | None = None,
+    *,
+    baseline_named: bool = False,
 ) -> Selection:
     """Choose among eligible records: budgets first, then the objective at ``batch``.
 
-    The first record is the baseline, which does not win if a variant was requested and none was measured.
+    Of those that are as fast as the fastest one, as far as was measured, the one with the smallest accuracy drop wins.
+
+    The first record is the baseline, which does not win if a variant was requested and none was measured. If its
+    engine was named (``baseline_named``), it wins where all others have failed.
     """
 
     def judged(record: VariantRecord) -> tuple[Verdict, ...]:
@@ -333,23 +348,72 @@ def select_winner(
     )
     pareto = _pareto(eligible, batch)
     within = [record for record in ranked if all(verdict.passed for verdict in judged(record))]
-    requested = records[1:]
-    if requested and not any(record.status == "measured" for record in requested):
+    requested = [record for record in records[1:] if not record.reference]
+    ends = {record.status for record in requested}
+    if ends and "measured" not in ends and not (baseline_named and ends == {"failed"}):
         within = ranked = []
     if within:
-        alone = "; no engine is better" if within[0].id == BASELINES["torch"] else ""
+        best = _prefer_less_loss(within, batch) if objective == "latency" else within[0]
+        alone = "; no engine is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
-        return Selection(within[0].id, why, pareto, judged(within[0]))
+        if best is not within[0]:
+            why = f"smallest accuracy drop of those that meet the budgets and are as fast as {within[0].id}"
+        return Selection(best.id, why, pareto, judged(best))
     if ranked:
-        best = judged(ranked[0])
-        missed = "; ".join(format_verdict(verdict) for verdict in best if not verdict.passed)
-        return Selection(None, f"no variant meets every budget; of the best, {ranked[0].id}, {missed}", pareto, best)
+        broken = judged(ranked[0])
+        missed = "; ".join(format_verdict(verdict) for verdict in broken if not verdict.passed)
+        return Selection(None, f"no variant meets every budget; of the best, {ranked[0].id}, {missed}", pareto, broken)
     waiting = [record for record in records if record.status == "built" and record.reason]
     if waiting:
         are = "variant is" if len(waiting) == 1 else "variants are"
         left = f"{len(waiting)} {are} built and not measured: {waiting[0].reason}"
         return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
     return Selection(None, explain_failure(requested) or f"nothing was measured that has a {objective}", pareto, ())
+
+
+def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int) -> VariantRecord:
+    """Choose the smallest accuracy drop among the fastest record and those that are not measurably slower."""
+    fastest, scale = ranked[0], _metric_scale(ranked)
+    equal = [fastest, *(record for record in ranked[1:] if _is_as_fast(record, fastest, batch))]
+    judged = [record for record in equal if record.quality]
+    return min(judged, key=lambda record: max(_visible_drop(record, scale), 0.0)) if fastest.quality else fastest
+
+
+def _metric_scale(records: Sequence[VariantRecord]) -> float:
+    return max((abs(record.quality.baseline) for record in records if record.quality), default=0.0) or 1.0
+
+
+def _visible_drop(record: VariantRecord, scale: float) -> float:
+    """Round an accuracy drop to a thousandth of the baseline's metric; less is nothing that anyone sees."""
+    return round(record.quality.drop / scale, 3) if record.quality else 0.0
+
+
+def _is_as_fast(record: VariantRecord, fastest: VariantRecord, batch: int) -> bool:
+    """Tell whether a record's median is close to the fastest one's, and their interval leaves open which is faster."""
+    rows = record.row(batch), fastest.row(batch)
+    mine, theirs = (row.speedup if row else None for row in rows)
+    if mine is None or theirs is None:
+        return False
+    ratio = divide(theirs, mine)
+    return ratio.low <= 1 and ratio.median <= _AS_FAST
+
+
+def find_best_reference(records: Sequence[VariantRecord], winner: str | None, batch: int) -> BestReference | None:
+    """Find the fastest setting of PyTorch at ``batch``, the baseline and variants that were asked for among them.
+
+    None where none was measured for comparison, or the winner has no latency.
+    """
+    mine = next((record.row(batch) for record in records if record.id == winner), None)
+    able = {records[0].engine, *(record.engine for record in records if record.reference)}
+    rows = [(row, record.id) for record in records if record.engine in able and (row := record.row(batch))]
+    if mine is None or not any(record.reference and record.row(batch) for record in records):
+        return None
+    theirs, name = min(rows, key=lambda entry: entry[0].p50_ms or math.inf)
+    speedup = mine.speedup if name == records[0].id else None
+    if mine.speedup and theirs.speedup and name != winner:
+        speedup = divide(mine.speedup, theirs.speedup)
+    noisy = speedup is not None and (speedup.too_noisy or mine.speedup_too_noisy or theirs.speedup_too_noisy)
+    return BestReference(variant=name, batch=batch, speedup=speedup, too_noisy=noisy)
 
 
 def _score(record: VariantRecord, objective: Objective, batch: int) -> float | None:
@@ -366,17 +430,13 @@ def _score(record: VariantRecord, objective: Objective, batch: int) -> float | N
 
 
 def _pareto(records: Sequence[VariantRecord], batch: int) -> tuple[str, ...]:
-    """List the records that no other one beats in latency, memory and drop at once.
-
-    Drops are rounded to a thousandth of the baseline's metric, so that none that nobody sees keeps a record there.
-    """
+    """List the records that no other one beats in latency, memory and visible drop at once."""
     points: dict[str, tuple[float, ...]] = {}
-    scale = max((abs(record.quality.baseline) for record in records if record.quality), default=0.0) or 1.0
+    scale = _metric_scale(records)
     for record in records:
         if (row := record.row(batch)) and row.p50_ms is not None:
             memory = record.peak_bytes if record.peak_bytes is not None else float("inf")
-            drop = record.quality.drop if record.quality and record.quality.drop is not None else 0.0
-            points[record.id] = (row.p50_ms, memory, round(drop / scale, 3))
+            points[record.id] = (row.p50_ms, memory, _visible_drop(record, scale))
 
     def beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
         return point != other and all(mine <= theirs for mine, theirs in zip(point, other, strict=True))

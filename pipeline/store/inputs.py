@@ -75,6 +75,8 @@ def _write(store: SharedStore, name: str, candidates: tuple[Any, ...]) -> None:
 _OWN = "{enginesmith}"
 OWN_FOLDERS = ("calibration", "models", "pipeline")
 """Folders in enginesmith's root that hold its code; a user's files may lie beside them, in a checkout."""
+OWN_FILES = ("__init__.py", "cli.py")
+"""Files there that are its code."""
 
 
 def to_portable_path(path: str) -> str:

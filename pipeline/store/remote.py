@@ -32,6 +32,7 @@ from enginesmith.pipeline.store.address import open_filesystem
 from enginesmith.pipeline.store.manifest import (
     DAY_SECONDS,
     MANIFEST,
+    SMALL_FILE,
     Entry,
     Manifest,
     StoredFile,
@@ -250,7 +251,10 @@ class SharedStore:
         return damaged
 
     def prune(self, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
-        """Remove entries as :func:`.manifest.prune_entries` does, leftovers of uploads, and unused candidates."""
+        """Remove entries as :func:`.manifest.prune_entries` does, leftovers of uploads, and unused candidates.
+
+        Returns all of them, leftovers and candidates as small files.
+        """
 
         def remove(entry: Entry) -> bool:
             self.remove(entry.key)
@@ -263,12 +267,17 @@ class SharedStore:
         for (key, upload), files in uploads.items():
             named = manifest.upload if (manifest := manifests.get(key)) else ""
             if upload != named and max(map(self.modified, files.values())) < oldest:
-                self.delete(files)
+                removed += self._remove_small("objects", files)
         if max_age_seconds is not None:
             oldest = time.time() - max_age_seconds
-            old = [path for path, info in self.files("reads").items() if self.modified(info) < oldest]
-            self.delete(f"{self.root}/reads/{path}" for path in old)
+            known = {f"{self.root}/reads/{path}": info for path, info in self.files("reads").items()}
+            old = {path: info for path, info in known.items() if self.modified(info) < oldest}
+            removed += self._remove_small("reads", old)
         return removed
+
+    def _remove_small(self, folder: str, files: Mapping[str, Info]) -> list[Entry]:
+        self.delete(files)
+        return [Entry(path, folder, SMALL_FILE, info["size"], self.modified(info)) for path, info in files.items()]
 
     def _list_files(self) -> tuple[dict[str, Info], dict[tuple[str, str], dict[str, Info]]]:
         """List manifests by key, and other files by key and upload.

@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from enginesmith.pipeline.errors import EnginesmithError, StoreError, explain_errno
 from enginesmith.pipeline.store.address import credential_variables
+from enginesmith.pipeline.units import shorten
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -159,7 +160,7 @@ def _status(error: BaseException | None) -> int | None:
 def _brief(error: BaseException) -> str:
     """Shorten an error to one line; a library's own words hold no credentials, as none are in the address."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:199]}…"
+    return shorten(text, 200)
 
 
 # Messages of a store go to the step that waits for it, else to standard error.

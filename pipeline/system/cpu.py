@@ -1,6 +1,7 @@
 """Read the processor from /sys and /proc: clocks, topology, what was lost to heat and to a host."""
 
 import contextlib
+import math
 import os
 import platform
 import re
@@ -175,6 +176,13 @@ def threads_per_core() -> int | None:
     """Count the hardware threads that share a core (SMT), in a list like ``0-1,64``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", _read_first_core("topology/thread_siblings_list") or "")
     return sum(int(last or first) - int(first) + 1 for first, last in ranges) or None
+
+
+def fewer_threads(allowed: int) -> tuple[str, ...]:
+    """List numbers of threads that may be faster than all that are allowed: the quota's, each core's, half, one."""
+    cores, quota = allowed // (threads_per_core() or 1), quota_cores()
+    counts = (math.ceil(quota) if quota else 0, cores, cores // 2, 1)
+    return tuple(str(count) for count in dict.fromkeys(counts) if 0 < count < allowed)
 
 
 def numa_nodes() -> int | None:

@@ -4,6 +4,8 @@ import os
 
 from pydantic import BaseModel
 
+from enginesmith.pipeline.errors import UsageError
+
 DEVICE_KINDS = ("cpu", "cuda")
 
 
@@ -32,6 +34,18 @@ class Device(BaseModel, frozen=True):
     def thread_count(self) -> int:
         """Number of threads that a session is given."""
         return self.threads or len(os.sched_getaffinity(0))
+
+    @classmethod
+    def parse(cls, text: str, threads: int = 0) -> "Device":
+        """Read ``cpu``, ``cuda`` or ``cuda:1``.
+
+        Raises:
+            UsageError: it is none of them.
+        """
+        kind, _, index = text.partition(":")
+        if kind not in DEVICE_KINDS or (index and not index.isdecimal()):
+            raise UsageError(f"there is no device {text!r}", "use cpu, cuda or cuda:1")
+        return cls(kind=kind, index=int(index or 0), threads=threads)
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind

@@ -131,13 +131,18 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
         thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         gpus=gpus,
     )
+    others = cpu.count_others() if machine.load_average > machine.usable_cores / 2 else 0.0
+    reasons = _explain_unknown(machine, no_gpus)
+    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, others)), "reasons": reasons})
+
+
+def _explain_unknown(machine: Environment, no_gpus: str) -> dict[str, str]:
+    """Explain, by field, why a value is not known."""
     unset = ["quota_cores", "memory_limit_bytes"]
     unset += ["quota_periods", "throttled_periods", "throttled_seconds"] if machine.quota_cores is None else []
-    unset += ["memory_limit_left_bytes"] if limit_bytes is None else []
+    unset += ["memory_limit_left_bytes"] if machine.memory_limit_bytes is None else []
     reasons = {**dict.fromkeys(unset, _NO_LIMIT), "gpus": no_gpus}
-    why = {name: reasons.get(name, _NOT_SHOWN) for name, value in machine if value is None}
-    others = cpu.count_others() if machine.load_average > machine.usable_cores / 2 else 0.0
-    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, others)), "reasons": why})
+    return {name: reasons.get(name, _NOT_SHOWN) for name, value in machine if value is None}
 
 
 def fingerprint(machine: Environment) -> str:
@@ -246,19 +251,24 @@ def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[Gpu
 
 
 def _describe_limits(gpu: GpuState) -> Iterator[str]:
-    """Describe limits that nobody asked for, and processes that are not of this program's group."""
+    """Describe limits that nobody asked for, and processes that are not of this program's group.
+
+    In a container nothing is said of processes: the driver gives the host's numbers of them, those of ours, too
+    (NVIDIA/nvidia-docker#1483).
+    """
     limits = [limit for limit in gpu.clock_limits or () if limit not in (nvidia.IDLE, nvidia.CHOSEN)]
     if limits:
         yield f"has its clocks limited by: {', '.join(limits)}"
-    if others := [str(process.pid) for process in gpu.processes or () if not _is_ours(process.pid)]:
+    listed = gpu.processes if nvidia.in_host_namespace() else ()
+    if others := [str(process.pid) for process in listed or () if not _is_ours(process.pid)]:
         yield f"is used by others too (process {', '.join(others)})"
 
 
 def _is_ours(pid: int) -> bool:
     try:
         return os.getpgid(pid) == os.getpgid(0)
-    except OSError:  # it is of another container, or has ended
-        return False
+    except OSError:  # it has ended, and disturbs nobody
+        return True
 
 
 def _grown(before: float | None, after: float | None) -> float:

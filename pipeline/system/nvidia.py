@@ -9,6 +9,9 @@ memory and its processes; the rest belongs to the whole device.
 import contextlib
 import ctypes
 import functools
+import importlib.util
+import os
+import re
 import uuid
 from collections.abc import Callable
 from ctypes import byref, c_int, create_string_buffer
@@ -18,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system.device import Availability
+from enginesmith.pipeline.system.device import Availability, unavailable
 
 OTHER_TORCH = (
     "replace it: pip uninstall -y torch && pip install torch; where PIP_EXTRA_INDEX_URL points at "
@@ -26,6 +29,18 @@ OTHER_TORCH = (
 )
 """For a torch without CUDA. It satisfies every requirement, so that installing alone leaves it as it is; and pip takes
 ``2.13.0+cpu`` for newer than ``2.13.0``, wherever it finds both."""
+OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of
+minimum driver versions (Linux)."""
+_CUDA_OF = re.compile(r"^\s*cuda(?:_version)?\b[^=\n]*=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
+_START_ERRORS = {
+    100: "it shows no device",
+    802: "the system is not ready: is nvidia-fabricmanager running?",
+    803: "the library and the kernel's driver differ in version: restart the machine, or the container",
+    804: "a package cuda-compat is in use, which this GPU does not support: remove it",
+    805: "the server of MPS does not answer",
+}
+"""Codes of CUresult in cuda.h."""
 _NAME_BYTES, _ADDRESS_BYTES, _IDENTITY_BYTES = 256, 32, 16
 _CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 
@@ -58,7 +73,8 @@ def driver() -> Driver:
     except OSError:
         return Driver(reason="there is no CUDA driver (libcuda.so.1)")
     if code := library.cuInit(0):
-        return Driver(reason=f"the CUDA driver does not start (cuInit gives {code})")
+        words = f"; {_START_ERRORS[code]}" if code in _START_ERRORS else ""
+        return Driver(reason=f"the CUDA driver does not start (cuInit gives {code}{words})")
     version, count = c_int(), c_int()
     if code := library.cuDriverGetVersion(byref(version)) or library.cuDeviceGetCount(byref(count)):
         return Driver(reason=f"the CUDA driver does not say which devices there are (error {code})")
@@ -78,25 +94,76 @@ def driver() -> Driver:
     return Driver(version=version.value, devices=tuple(devices), reason=reason)
 
 
+def dotted(version: int) -> str:
+    """Write the driver's number of a CUDA version as people do: 13.2 for 13020."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def cuda_device(index: int) -> CudaDevice | None:
     """Return the device, if it is there."""
     devices = driver().devices
     return devices[index] if index < len(devices) else None
 
 
+def cuda_of(package: str, file: str) -> str | None:
+    """Read the CUDA that a package was built for, as ``13.0``, from one of its files; None where that does not say."""
+    spec = importlib.util.find_spec(package)
+    path = Path(spec.origin).parent / file if spec and spec.origin else None
+    match = _CUDA_OF.search(path.read_text()) if path and path.is_file() else None
+    return match[1] if match else None
+
+
+@functools.cache
+def torch_cuda() -> str | None:
+    """Read the CUDA that the installed torch was built for, without importing it; None for a build without CUDA."""
+    return cuda_of("torch", "version.py")
+
+
 def available(index: int) -> Availability:
-    """Tell whether the driver shows that device."""
+    """Tell whether engines can use that device: the driver shows it, and fits the torch whose buffers all of them use.
+
+    A package cuda-compat (forward compatibility) brings a newer libcuda.so.1, whose version counts.
+    """
     shown = driver()
     if not shown.devices:
         remedy = "install NVIDIA's driver, or start the container with --gpus all"
         return Availability(ok=False, reason=f"no CUDA device here: {shown.reason}", remedy=remedy)
+    built_for = torch_cuda()
+    if built_for is None:
+        return unavailable(
+            "the installed torch is built without CUDA, and buffers of all engines come from it", OTHER_TORCH
+        )
+    major = int(built_for.partition(".")[0])
+    if (version := shown.version or 0) // 1000 < major:
+        least = OLDEST_DRIVER.get(major, f"for CUDA {major}")
+        known, needed = f"it is for CUDA {dotted(version)}", f"the installed torch needs CUDA {major}"
+        reason = f"the NVIDIA driver is too old: {known}, and {needed}"
+        return unavailable(reason, f"install driver {least} or newer, or use --device cpu")
     if index < len(shown.devices):
-        return Availability(ok=True)
+        return _check_compute_mode(index)
     remedy = f"use one of cuda:0 … cuda:{len(shown.devices) - 1}"
     return Availability(ok=False, reason=f"there is no cuda:{index}", remedy=remedy)
 
 
+def _check_compute_mode(index: int) -> Availability:
+    """Tell whether several processes may use a device at once: each session has one, and several are open together.
+
+    With MPS they share one context, which NVIDIA's guide for it wants in exclusive mode.
+    """
+    try:
+        state = nvml().state(index)
+    except MissingCapability:  # nothing is known of it
+        return Availability(ok=True)
+    mode = state.compute_mode or ""
+    with_mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_PIPES)).exists()
+    if mode != "prohibited" and (not mode.startswith("exclusive") or with_mps):
+        return Availability(ok=True)
+    reason = f"cuda:{index} is in the compute mode {mode!r}, and several processes have to use it at once"
+    return Availability(ok=False, reason=reason, remedy=f"sudo nvidia-smi -i {state.pci_bus_id} -c DEFAULT")
+
+
 _PROC = Path("/proc")
+_MPS_PIPES = "/tmp/nvidia-mps"
 _HOST_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO of the kernel's proc_ns.h: where processes have the numbers that the driver knows."""
 _SM, _MEMORY = 1, 2
@@ -123,11 +190,19 @@ class _UnknownError(Exception):
     """NVML's answer to a question says nothing; the message says why."""
 
 
+def in_host_namespace() -> bool:
+    """Tell whether processes have the numbers here that the driver knows them by, which they have in no container."""
+    namespace = _PROC / "self/ns/pid"
+    return namespace.is_symlink() and str(namespace.readlink()) == _HOST_NAMESPACE
+
+
 class GpuProcess(BaseModel, frozen=True):
     """A process that computes on a device, as the driver numbers it; its bytes are None where the driver hides them."""
 
     pid: int
     used_bytes: int | None
+    """Never 0, which drivers give for processes of containers (NVIDIA/open-gpu-kernel-modules#614): a context takes
+    some."""
 
 
 class GpuState(BaseModel, frozen=True):
@@ -211,8 +286,7 @@ class Nvml:
             processes = self._processes(part)
         except self._calls.NVMLError as refusal:
             return None, f"NVML does not list processes: {refusal}"
-        namespace = _PROC / "self/ns/pid"
-        if not (namespace.is_symlink() and str(namespace.readlink()) == _HOST_NAMESPACE):
+        if not in_host_namespace():
             strange = [process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()]
             if strange:
                 example = f"({strange[0]}, say)"
@@ -298,7 +372,7 @@ class Nvml:
 
     def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
         listed = self._calls.nvmlDeviceGetComputeRunningProcesses(handle)
-        return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
+        return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory or None) for process in listed)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Import what workers need into the fork server; what is broken is left for the worker to report."""
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -22,13 +23,18 @@ def _import(names: str) -> None:
 
 _FRAMEWORKS = (
     "torch torch.export torch.onnx onnx enginesmith.pipeline.engines:import_default onnxscript safetensors.torch "
-    "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.frameworks.torch.module"
+    "enginesmith.pipeline.tasks.mixed_precision enginesmith.pipeline.tasks.load "
+    "enginesmith.pipeline.frameworks.torch.module"
 )
 _import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))
+_wanted = os.environ.get("ENGINESMITH_PRELOAD", "").split()
+_import(" ".join(name for name in _wanted if name.startswith("enginesmith.")))  # engines: no part of a model
 with contextlib.suppress(ImportError):  # tqdm's lock across processes is a semaphore that a killed worker leaves
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
 COMMON = frozenset(name.partition(".")[0] for name in sys.modules)
 """Top-level modules that every worker has, whatever the model is."""
-_import(os.environ.get("ENGINESMITH_PRELOAD", ""))
+_import(" ".join(_wanted))
+gc.collect()
+gc.freeze()  # collections in workers pass over what is here already, and copy none of its pages

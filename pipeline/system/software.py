@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -17,7 +18,6 @@ from enginesmith.pipeline.system.nvidia import GpuState
 Numbers = tuple[int, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_CUDA_OF = re.compile(r"^\s*cuda(?:_version)?\b[^=\n]*=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 _GLIBC = re.compile(r"manylinux_(\d+_\d+)")
 
 
@@ -112,13 +112,6 @@ def find(package: str) -> Path | None:
     """Find the folder that a package would be imported from."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def cuda_of(package: str, file: str) -> str | None:
-    """Read the CUDA that a package was built for, as ``13.0``, from one of its files; None where that does not say."""
-    folder = find(package)
-    match = _CUDA_OF.search((folder / file).read_text()) if folder and (folder / file).is_file() else None
-    return match[1] if match else None
 
 
 def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,8 @@ from enginesmith.pipeline.system import oom
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0
 _LOG_TAIL_BYTES = 4096
+_TRACE = re.compile(r"\n(?=Traceback \(most|[^\n]*\n*  File \")")
+"""Begin of a trace inside of an error's message, which torch puts there when CUDA fails at its first use."""
 _starting = threading.Lock()
 _server: Any = forkserver._forkserver
 _ADDRESS = ("_forkserver_address", "_forkserver_authkey")  # what reaches a fork server; the key since Python 3.14
@@ -100,7 +103,7 @@ class Worker:
         try:
             self._connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
-            raise self._ended() from None
+            raise self._explain_end() from None
         return self.receive(on_progress, timeout_seconds)
 
     def receive(self, on_progress: Progress | None = None, timeout_seconds: float | None = None) -> Any:
@@ -110,11 +113,11 @@ class Worker:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._connection.poll(left):
                 self.kill()
-                raise StepTimeout(f"it ran past its time limit of {timeout_seconds:g} s", "allow more: --time-limit")
+                raise StepTimeout(f"it ran past its time limit of {timeout_seconds:.3g} s", "give more: --time")
             try:
                 kind, value = self._connection.recv()
             except (EOFError, ConnectionResetError):
-                raise self._ended() from None
+                raise self._explain_end() from None
             if kind == _DONE:
                 return value
             if kind == _FAILED:
@@ -129,14 +132,15 @@ class Worker:
                 self._process.kill()
             self._process.join(_STOP_SECONDS)
 
-    def _ended(self) -> StepError:
+    def _explain_end(self) -> StepError:
         with self._ending:
             self._process.join(_STOP_SECONDS)
             code = self._process.exitcode
         said = ""
         if self.log.is_file():
             said = self.log.read_bytes()[self._said_before :][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        said = " / ".join(said.splitlines()[-3:]) or "empty"
+        lines = [line for line in said.splitlines() if not line.startswith("Extension modules:")]  # of faulthandler
+        said = " / ".join(filter(None, lines[-3:])) or "empty"
         tail = f"; the end of its log ({self.log.name}): {said}"
         if code == -signal.SIGKILL:
             return StepKilled(
@@ -191,7 +195,8 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
             return _FAILED, memory
         if isinstance(error, EnginesmithError):
             return _FAILED, error
-        return _FAILED, StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
+        told = _TRACE.split(str(error), maxsplit=1)[0].rstrip()
+        return _FAILED, StepError(f"{type(error).__name__}: {told}", "the whole trace is in the step's log")
 
 
 def _main(

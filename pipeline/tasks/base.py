@@ -4,15 +4,16 @@ A task's fields, with the digests of what it takes, make its key; so everything 
 """
 
 import json
+import math
 import resource
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.passes.base import Progress
@@ -20,6 +21,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
 
 Inputs = Mapping[str, Artifact]
+M = TypeVar("M", bound=BaseModel)
 
 RECORDS = "records.json"
 """The main file of a ``record`` artifact: a list of plain objects."""
@@ -35,6 +37,11 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     """True where nothing else may run on the machine at the same time."""
     in_process: ClassVar[bool] = False
     """True where it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
+    time_share: ClassVar[float] = 1.0
+    """Share of the time that is left when it begins which it may take; later it counts as hanging."""
+
+    left_seconds: float = Field(math.inf, exclude=True)
+    """That share, as the scheduler finds it out; no part of the key."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -58,6 +65,11 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     def gpus(self) -> Literal["", "one", "all"]:
         """GPUs that it takes."""
         return "one" if self.runs_on.kind == "cuda" else ""
+
+    @property
+    def pairs(self) -> bool:
+        """Tell whether others of the same title may run beside it, although it is exclusive."""
+        return False
 
     @property
     def machine_specific(self) -> bool:
@@ -127,6 +139,11 @@ def read_records(artifact: Artifact) -> list[dict[str, Any]]:
     """Read the main file of a record."""
     records: list[dict[str, Any]] = json.loads(artifact.path.read_bytes())
     return records
+
+
+def read_models(artifact: Artifact | None, kind: type[M]) -> list[M]:
+    """Read the main file of a record as models; none without a record."""
+    return [kind.model_validate(record) for record in read_records(artifact)] if artifact else []
 
 
 def scratch_artifact(kind: Kind, path: Path, signature: Signature | None) -> Artifact:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializeAsAny
 
 from enginesmith.calibration.collector import Collector
 from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
@@ -75,7 +75,7 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
     """None means the samples of the reference; where those are made up, as many of their kind as are asked for."""
     samples: int = Field(gt=0)
     seed: int
-    options: DataOptions = AS_FOUND
+    options: SerializeAsAny[DataOptions] = AS_FOUND
 
     def open(self, model: Artifact, reference: Artifact) -> tuple[Feeding, tuple[Path, ...]]:
         """Return the feeds for a model, and the files and folders that they were read from.
@@ -144,8 +144,6 @@ class Calibrate(Task):
 
     feeder: Feeder
     percentile: float = Field(PERCENTILE, gt=50, le=100)
-    channels: bool = True
-    """True to keep statistics by channel, which scaling and bias correction need."""
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -155,7 +153,7 @@ class Calibrate(Task):
         model = inputs["model"]
         feeding, read = self.feeder.open(model, inputs["reference"])
         chosen = find_calibration_points(edit.load(model.path))
-        collector = Collector(chosen.histograms, chosen.channels if self.channels else {})
+        collector = Collector(chosen.histograms, chosen.channels)
         _collect(model, feeding, chosen, collector, progress)
         progress("choosing ranges")
         ranges_by_source = collector.tensors(self.percentile)

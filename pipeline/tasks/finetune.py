@@ -8,6 +8,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+from pydantic import SerializeAsAny
+
 from enginesmith.calibration.dataset import Dataset, Labels, open_dataset
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.user_code import is_reference
@@ -43,7 +46,7 @@ class Recover(ResumableTask):
     options: RecoverOptions
     data: str | None
     """An embedded set without a split means its training split."""
-    data_options: DataOptions = AS_FOUND
+    data_options: SerializeAsAny[DataOptions] = AS_FOUND
     samples: int | None = None
     """None means all there are."""
     metric: str | None = None
@@ -141,6 +144,10 @@ class Recover(ResumableTask):
                 "give some samples with --calibration DATA; distilling needs no labels",
             )
         data = open_dataset(self.data, signature.inputs, split="train", options=self.data_options)
+        if {"calibration", "choice"} <= data.parts.keys():
+            rows = np.concatenate([data.parts["calibration"], data.parts["choice"]])
+            whole = dataclasses.replace(data.whole, parts=data.parts)
+            data = whole.take(rows, f"{whole.name} (calibration and choice: {len(rows)} of {len(whole)})")
         if self.options.method == "supervised" and data.one_label is None:
             raise DataError(
                 f"{data.name} has {'several' if data.labels else 'no'} labels, and supervised recovery needs one array",
@@ -164,7 +171,7 @@ class Recover(ResumableTask):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """Hold models and data of one process, and the files that they were read from."""
+    """Keep models and data of one process, and the files that they were read from."""
 
     work: "Work"
     fingerprint: str

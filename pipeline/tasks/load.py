@@ -108,16 +108,13 @@ class LoadOnnx(_FromSource):
                 f"{', '.join(map(str, signature.inputs))}",
                 "omit --input: an ONNX file names its own inputs",
             )
-        external = model_file.external_files(path)
-        for source, target in ((path.name, "model.onnx"), *((name, name) for name in external)):
-            (out / target).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path.parent / source, out / target)
+        model_file.copy(path, out / "model.onnx")
         facts = model_file.summary(path)
         return Effect(
             file="model.onnx",
             summary=f"{facts.nodes} nodes, opset {facts.opset}, {facts.parameters:,} parameters",
             signature=signature,
-            reads=(path, *(path.parent / name for name in external)),
+            reads=(path, *(path.parent / name for name in model_file.external_files(path))),
         )
 
 

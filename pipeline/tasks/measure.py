@@ -5,6 +5,7 @@ import datetime
 import functools
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.engines.base import Candidate, Engine, Session
-from enginesmith.pipeline.errors import DataError, UsageError
+from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
@@ -34,12 +35,14 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes, format_si
 
 _SHARE_OF_FREE = 0.8
+HANG_SECONDS = 900.0
+"""Time after which a session counts as hanging."""
 ENVIRONMENT = "environment.json"
 """The machine as it was when latency was measured, which may have been in an earlier run."""
 VERIFIED = "verified"
@@ -51,9 +54,12 @@ _OUTPUTS = "outputs.npz"
 _TRIED = 2
 """Samples that a metric is tried on."""
 _TOGETHER_BYTES = 32 << 20
+_BRIEF_BLOCK_MS = 25.0
+_SHARE_TO_MEASURE = 0.9
+"""Share of the time that is left until measuring ends."""
 
 
-class _Measurement(Task):
+class Measurement(Task):
     """Measure with nothing else running, so that what comes out is true of this machine alone."""
 
     produces: ClassVar[Kind] = "record"
@@ -67,8 +73,13 @@ class _Measurement(Task):
     def environment_key(self) -> dict[str, Any]:
         return this_machine()
 
+    @property
+    def measuring_seconds(self) -> float:
+        """Time to measure in, so that the result can be written before the time that is left is over."""
+        return _SHARE_TO_MEASURE * self.left_seconds
 
-class Latency(_Measurement):
+
+class Latency(Measurement):
     """Measure the latency of all variants, interleaved; the first one is the baseline."""
 
     title: ClassVar[str] = "latency"
@@ -106,15 +117,17 @@ class Latency(_Measurement):
         if self.most is not None and settings.memory_limit_bytes is None:
             # without a limit the kernel would end other processes than a sweep's, too
             settings = settings.model_copy(update={"memory_limit_bytes": _within_free(None, self.device)})
+        ends_at = time.monotonic() + self.measuring_seconds
         machine = environment()  # before the measurement itself makes the machine busy
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
-            for batch, arrays in sorted(feeds.items()):
+            for left, (batch, arrays) in zip(range(len(feeds), 0, -1), sorted(feeds.items()), strict=True):
+                benchmark.end_in((ends_at - time.monotonic()) / left)
                 benchmark.measure(batch, arrays)
             feeds_at = _make_larger_feeds(inputs["reference"], inputs[candidates[0].id])
             if feeds_at is not None:
                 benchmark.sweep(feeds_at, max(feeds), self.most)
             result = benchmark.result()
-            disturbed = devices.interference(machine, environment())
+            disturbed = devices.interference(machine, environment(), benchmark.gpu_looks)
         machine = devices.add_warnings(machine, disturbed)
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -129,7 +142,9 @@ class Latency(_Measurement):
         measured = sorted({row.batch for rows in result.rows.values() for row in rows})
         variants = "variant" if len(candidates) == 1 else "variants"
         summary = f"{len(candidates)} {variants} at batch {', '.join(map(str, measured))}"
-        return Effect(file=RECORDS, summary="; ".join([summary, *failed]), incomplete=bool(failed))
+        groups = max((row.group or 0 for rows in result.rows.values() for row in rows), default=0)
+        grouped = [f"in {groups} groups, as they do not fit on the GPU together"] if groups else []
+        return Effect(file=RECORDS, summary="; ".join([summary, *grouped, *failed]), incomplete=bool(failed))
 
 
 def _within_free(limit_bytes: int | None, device: Device) -> int | None:
@@ -141,7 +156,7 @@ def _within_free(limit_bytes: int | None, device: Device) -> int | None:
     return share if limit_bytes is None else min(limit_bytes, share)
 
 
-class Memory(_Measurement):
+class Memory(Measurement):
     """Measure the peak memory of one variant at one batch size."""
 
     title: ClassVar[str] = "memory"
@@ -149,10 +164,14 @@ class Memory(_Measurement):
     engine: SerializeAsAny[Engine]
     batch: int | None = None
     """None is the largest one that is measured."""
+    time_share: ClassVar[float] = 0.5
     limit_bytes: int | None = None
     """Limit of what the session takes besides libraries."""
-    time_limit_seconds: float = Field(900.0, exclude=True)
-    """No part of what is measured."""
+
+    @property
+    def pairs(self) -> bool:
+        """Tell whether it reads its own process's memory alone, which others do not change."""
+        return self.device.kind == "cpu" and self.batch is None
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds: Feeds
@@ -162,8 +181,9 @@ class Memory(_Measurement):
             batch, feeds = self.batch, feeds_at(self.batch)
             limit = _within_free(limit, self.device)
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
+        seconds = min(HANG_SECONDS, self.measuring_seconds)
         with logs_in_own_log() as logs:
-            row = measure_memory(candidate, batch, feeds, logs, progress, self.time_limit_seconds, limit)
+            row = measure_memory(candidate, batch, feeds, logs, progress, seconds, limit)
         write_records(out, [row])
         if row.peak_bytes is not None:
             summary = f"peak {format_bytes(row.peak_bytes)} at batch {batch}"
@@ -184,21 +204,20 @@ def measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
     return {case.batch: samples.read_arrays(reference.folder, "feeds", index) for index, case in cases if case.measured}
 
 
-def measure_pair(
-    engine: Engine,
+def measure_beside(
+    sides: Mapping[str, tuple[Engine, Artifact]],
     device: Device,
-    pair: Mapping[str, Artifact],
     reference: Artifact,
     seconds: float,
     progress: Progress,
 ) -> list[LatencyRow]:
-    """Measure two artifacts of an engine beside each other for so long, at the first batch size; a row for each."""
+    """Measure engines of artifacts beside each other for so long, at the first batch size; a row for each."""
     batch, feeds = next(iter(measured_feeds(reference).items()))
-    candidates = [Candidate(name, engine, artifact, device) for name, artifact in pair.items()]
-    settings = LatencySettings(precision=0.02, time_limit_seconds=seconds, launches=1)
+    candidates = [Candidate(name, engine, artifact, device) for name, (engine, artifact) in sides.items()]
+    settings = LatencySettings(precision=0.02, time_limit_seconds=seconds, block_ms=_BRIEF_BLOCK_MS, launches=1)
     with logs_in_own_log() as logs:
         rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
-    return [rows[name][0] for name in pair]
+    return [rows[name][0] for name in sides]
 
 
 def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
@@ -229,11 +248,12 @@ class Quality(Task):
 
     title: ClassVar[str] = "quality"
     produces: ClassVar[Kind] = "record"
+    time_share: ClassVar[float] = 0.5
 
     engine: SerializeAsAny[Engine]
     device: Device
     data: str
-    data_options: DataOptions
+    data_options: SerializeAsAny[DataOptions]
     samples: int | None
     metric: str | None
     """None where nobody asked for one: then data without labels, or with labels for another metric, is no error."""
@@ -338,7 +358,7 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
     return said, _code_read(metric, tracker.files)
 
 
-class DeviceRates(_Measurement):
+class DeviceRates(Measurement):
     """Measure what a device can do at best, once on a machine."""
 
     title: ClassVar[str] = "limits"
@@ -394,23 +414,21 @@ class CountWork(Task):
 
 def read_limits(record: Artifact) -> DeviceLimits:
     """Read what :class:`DeviceRates` wrote."""
-    return DeviceLimits.model_validate(read_records(record)[0])
+    return read_models(record, DeviceLimits)[0]
 
 
 def read_work(record: Artifact) -> dict[int, Work]:
     """Read what :class:`CountWork` wrote, by batch size."""
-    return {work.batch: work for work in map(Work.model_validate, read_records(record))}
+    return {work.batch: work for work in read_models(record, Work)}
 
 
-class ProfileVariant(_Measurement):
-    """Profile one variant by module; takes its ``model``, the ``reference``, and the ``graph`` where there is one."""
+class ProfileVariant(Measurement):
+    """Profile one variant by module, at its smallest batch; the ``graph`` is taken where there is one."""
 
     title: ClassVar[str] = "profile"
 
     variant: str
     engine: SerializeAsAny[Engine]
-    batch: int | None = None
-    """Measured batch size; None for the smallest."""
     calls: int = Field(20, ge=1)
     """Inferences that are profiled."""
 
@@ -420,10 +438,7 @@ class ProfileVariant(_Measurement):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds = measured_feeds(inputs["reference"])
-        batch = min(feeds) if self.batch is None else self.batch
-        if batch not in feeds:
-            raise UsageError(f"batch {batch} is not measured", f"take one of {', '.join(map(str, feeds))}")
-        model = inputs["model"]
+        batch, model = min(feeds), inputs["model"]
         graph = inputs.get(GRAPH) or (model if model.kind == "onnx" else None)
         candidate = Candidate(self.variant, self.engine, model, self.device)
         path = graph.path if graph else None

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, SerializeAsAny
 
+from enginesmith.calibration.options import PartOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
@@ -21,16 +22,17 @@ from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageErro
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
+from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import layers, precision, search
 from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Judgement, Trial, best, propose
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, scratch_artifact, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import read_ranges
-from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_pair
+from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
 
 
 class Sensitivity(Task):
@@ -43,8 +45,10 @@ class Sensitivity(Task):
     produces: ClassVar[Kind] = "record"
 
     step: SerializeAsAny[PrecisionPass]
-    """The precision, with everything quantised."""
+    """The precision, with inputs of all products quantised, and nothing else."""
     feeder: Feeder
+    least_share: float = 0.0
+    """Share of the multiply-adds that needs a form in the precision; with less it is not worth a trial."""
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -80,7 +84,12 @@ class Sensitivity(Task):
         write_records(out, records)
         known = sorted((record.sqnr_db, record.name) for record in records if record.sqnr_db is not None)
         worst = f"; most sensitive {known[0][1]} with {known[0][0]:.1f} dB" if known else ""
-        return Effect(file=RECORDS, summary=f"{len(records)} groups, {len(known)} measured{worst}", reads=reads)
+        share = sum(work.get(name, 0) for name in ratios) / max(1, sum(work.values()))
+        rejected = ""
+        if share < self.least_share and all(group.name in work for group in groups):
+            rejected = f"only {share:.1%} of the multiply-adds have a form in {self.step.precision}"
+        summary = f"{len(records)} groups, {len(known)} measured{worst}"
+        return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected)
 
     def _measure_ratios(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
@@ -91,9 +100,8 @@ class Sensitivity(Task):
             quantised, both = Path(folder, "quantised"), Path(folder, "joint")
             for place in (quantised, both):
                 place.mkdir()
-            alone = self.step.rounding_inputs()
             records = {name: artifact for name, artifact in inputs.items() if name == "ranges"}
-            effect = run_pass(alone, model, quantised, progress, records)
+            effect = run_pass(self.step, model, quantised, progress, records)
             left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
             floating, narrow = edit.load(model.path), edit.load(quantised / effect.file)
             require_opset(floating, narrow.opset_imports[""], self.step.precision)
@@ -120,6 +128,8 @@ MODEL, REFERENCE, RANGES = "model", "reference", "ranges"
 SENSITIVITY, FLOAT, BEFORE = "sensitivity", "float", "before"
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
+_FAR = 1e9
+"""Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
 
 
 class Goal(BaseModel, frozen=True, extra="forbid"):
@@ -140,19 +150,30 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         """Compare a graph or engine with the reference, and the metric on it with the baseline's."""
         with engine.load(made, device) as session:
             worst = self._compare(session, inputs[REFERENCE])
-            drop: float | None = None
+            drop, reason = None, ""
             reads: tuple[Path, ...] = ()
-            if self.quality and BASELINE in inputs:
+            if worst.passed and self.quality and BASELINE in inputs:  # the metric takes long
                 quality, _, reads = self.quality.judge(session, inputs[BASELINE], progress)
-                drop = None if isinstance(quality, str) else quality.drop
+                if not isinstance(quality, str):
+                    drop, reason = quality.drop, self._judge_drop(quality)
         sqnr = worst.sqnr_db
         few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
         reasons = [] if worst.passed else [few]
-        if self.max_drop is not None and drop is not None and drop > self.max_drop:
-            reasons.append(f"the drop of {drop:.4f} is more than {self.max_drop:g}")
-        error = drop if drop is not None and self.max_drop is not None else -(sqnr if sqnr is not None else -1e3)
+        reasons += [reason] if reason else []
+        error = drop if drop is not None and self.max_drop is not None else _FAR - (-1e3 if sqnr is None else sqnr)
         judged = Judgement(passed=not reasons, error=error, drop=drop, sqnr_db=sqnr, reason="; ".join(reasons))
         return judged, reads
+
+    def _judge_drop(self, quality: Judged) -> str:
+        """Give the reason where more is lost than allowed, else nothing.
+
+        On a part of the data that is for choosing, it takes a whole sample more: others decide in the end.
+        """
+        if self.max_drop is None or self.quality is None:
+            return ""
+        on_part = isinstance(self.quality.data_options, PartOptions)
+        exceeds = quality.exceeds(self.max_drop) if on_part else quality.drop > self.max_drop
+        return f"the drop of {quality.drop:.4f} is more than {self.max_drop:g}" if exceeds else ""
 
     def _compare(self, session: Session, reference: Artifact) -> Fidelity:
         """Compute the worst fidelity over the points of the shape range."""
@@ -164,12 +185,17 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         return min(points, key=lambda point: (point.passed, point.sqnr_db if point.sqnr_db is not None else -1e3))
 
 
+_SEARCH_SECONDS = 600.0
+"""Time of trials after which no other is begun; the time that one trial may take, where that is less."""
+
+
 class Search(Task):
     """Make one more trial, unless the search is over or its time is up; the record has all trials so far."""
 
     title: ClassVar[str] = "search"
     produces: ClassVar[Kind] = "record"
     exclusive: ClassVar[bool] = True
+    time_share: ClassVar[float] = 0.5
 
     step: SerializeAsAny[PrecisionPass]
     """The precision, with everything quantised."""
@@ -179,23 +205,23 @@ class Search(Task):
     methods: tuple[str, ...]
     keep: tuple[str, ...]
     """Patterns of groups that stay in floating point anyway."""
-    limit_seconds: float
+    timed: bool = False
+    """True where speed decides, too: what is found then holds for this machine alone."""
 
     @property
-    def identity(self) -> dict[str, Any]:
-        identity = super().identity
-        identity["fields"].pop("limit_seconds")  # more time continues a search, and begins no new one
-        return identity
+    def environment_key(self) -> dict[str, Any]:
+        return this_machine() if self.timed else {}
 
     @property
     def tools(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.step.tools, *self.engine.tools)))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        groups = [GroupFact.model_validate(entry) for entry in read_records(inputs[SENSITIVITY])]
-        trials = [Trial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []
+        groups = read_models(inputs[SENSITIVITY], GroupFact)
+        trials = read_models(inputs.get(BEFORE), Trial)
         candidate = propose(trials, groups, self.methods, find_kept(self.keep, groups))
-        late = bool(trials) and sum(trial.seconds for trial in trials) >= self.limit_seconds
+        limit = min(_SEARCH_SECONDS, self.left_seconds)
+        late = bool(trials) and sum(trial.seconds for trial in trials) >= limit
         reads: tuple[Path, ...] = ()
         if candidate and not late:
             progress(candidate.why)
@@ -228,8 +254,8 @@ class Search(Task):
                 built = scratch_artifact("engine", out / effect.file, graph.signature)
                 judged, reads = self.goal.judge(self.engine, built, self.device, inputs, progress)
                 if judged.passed:
-                    pair, feeds = {"float": inputs[FLOAT], "quantised": built}, inputs[REFERENCE]
-                    _, row = measure_pair(self.engine, self.device, pair, feeds, _SPEED_SECONDS, progress)
+                    sides = {"float": (self.engine, inputs[FLOAT]), "quantised": (self.engine, built)}
+                    _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
                     speedup = row.speedup.median if row.speedup else None
             except (ModelError, MissingCapability) as error:
                 _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
@@ -269,8 +295,8 @@ class Assign(Task):
     keep: tuple[str, ...]
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        groups = [GroupFact.model_validate(entry) for entry in read_records(inputs[SENSITIVITY])]
-        trials = [Trial.model_validate(entry) for entry in read_records(inputs[BEFORE])]
+        groups = read_models(inputs[SENSITIVITY], GroupFact)
+        trials = read_models(inputs[BEFORE], Trial)
         winner = best(trials, groups)
         chosen = winner or min(trials, key=lambda trial: trial.error)
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
@@ -278,7 +304,7 @@ class Assign(Task):
         write_records(out, assignment(groups, chosen.kept, chosen.method, self.step, reasons))
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         summary = f"{len(groups) - left} of {len(groups)} groups quantized, ranges by {chosen.method}"
-        rejected = "" if winner else f"no assignment of {len(trials)} tried reaches the goal: {chosen.reason}"
+        rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         if left == len(groups):
             rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
         return Effect(file=RECORDS, summary=summary, rejected=rejected)
@@ -316,7 +342,7 @@ def assignment(
     ]
 
 
-def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact]) -> frozenset[str]:
+def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact | layers.QuantizableOp]) -> frozenset[str]:
     """Find groups whose name or module fits one of the patterns.
 
     Raises:

@@ -18,10 +18,10 @@ from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, scratch_artifact, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
 from enginesmith.pipeline.tasks.load import read_ranges
-from enginesmith.pipeline.tasks.measure import measure_pair, this_machine
+from enginesmith.pipeline.tasks.measure import measure_beside, this_machine
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
@@ -308,7 +308,7 @@ class TryLatency(Task):
             UsageError: the model cannot be pruned like that, however little.
             ModelError: it cannot be built or measured.
         """
-        trials = _read_trials(inputs)
+        trials = read_models(inputs.get(BEFORE), LatencyTrial)
         share = propose_share(trials, self.prune.target.left)
         if share is None:
             summary = "the search is over"
@@ -334,10 +334,9 @@ class TryLatency(Task):
                 return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
             model = scratch_artifact("torch", small / effect.file, inputs[MODEL].signature)
             built = self.way.build(inputs, model, engine, progress)
-            pair = {DENSE: inputs[DENSE], "pruned": scratch_artifact("engine", engine / built.file, model.signature)}
-            dense, pruned = measure_pair(
-                self.way.engine, self.way.device, pair, inputs[REFERENCE], self.seconds, progress
-            )
+            made = scratch_artifact("engine", engine / built.file, model.signature)
+            sides = {DENSE: (self.way.engine, inputs[DENSE]), "pruned": (self.way.engine, made)}
+            dense, pruned = measure_beside(sides, self.way.device, inputs[REFERENCE], self.seconds, progress)
         if (faster := pruned.speedup) is not None:
             return LatencyTrial(
                 macs_left=share, latency_left=1 / faster.median, low=1 / faster.high, high=1 / faster.low
@@ -357,7 +356,7 @@ class PruneToLatency(Prune):
         Raises:
             UsageError: no model that can be had is fast enough; the message names the fastest.
         """
-        trials = _read_trials(inputs)
+        trials = read_models(inputs.get(BEFORE), LatencyTrial)
         best = choose_trial(trials, self.target.left)
         if best is None:
             raise UsageError(f"--prune {self.target} is not reached: {describe_fastest(trials)}", "ask for less")
@@ -371,7 +370,3 @@ class PruneToLatency(Prune):
 def _to_macs(task: Prune, share: float) -> Prune:
     target = PruneTarget(kind="macs", value=1 - share)
     return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
-
-
-def _read_trials(inputs: Inputs) -> list[LatencyTrial]:
-    return [LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []

@@ -1,22 +1,25 @@
 """Sample feeds, answer them with the baseline, and compare what others answer."""
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from pydantic import SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset
-from enginesmith.calibration.options import DataOptions
+from enginesmith.calibration.dataset import Dataset, check_parts, count_parts
+from enginesmith.calibration.options import DataOptions, PartOptions
+from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
-from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError
+from enginesmith.pipeline.engines.profiling import warm_up
+from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
-from enginesmith.pipeline.frameworks.records import format_shares
-from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
+from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, find_thresholds
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
@@ -24,13 +27,13 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import try_metric
-from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
 
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
 class Sample(Task):
-    """Make feeds at every size that is needed, and the baseline's answers at the points of the shape range."""
+    """Make feeds at every size that is needed, and the baseline's answers to them."""
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
@@ -39,7 +42,7 @@ class Sample(Task):
     ranges: dict[str, ShapeRange]
     batches: tuple[int, ...]
     data: str | None
-    data_options: DataOptions
+    data_options: SerializeAsAny[DataOptions]
     held_out: Feeder | None = None
     """Calibration, whose other samples stand in where no data is named."""
     seed: int
@@ -61,50 +64,84 @@ class Sample(Task):
                 )
         given, sizes = make_example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
-        data: Dataset | None = None
-        read: tuple[Path, ...] = ()
-        if self.data:
-            data, read = open_data(self.data, signature.inputs, "test", self.data_options)
-        elif self.held_out:
-            data, read = self.held_out.held_out(signature)
+        data, read = self._open(signature)
         planned = samples.plan_cases(signature, ranges, self.batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
-        odd: dict[str, float] = {}
         tried: list[str] = []
         with self.engine.load(model, Device()) as session:
             if self.metric and self.data and data:
                 progress(f"trying {self.metric} on a few samples")
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
-            for index, case in enumerate(cases):
-                feeds = samples.feeds_for(case, signature, given, data, self.seed)
-                samples.write_arrays(out, "feeds", index, feeds)
-                for call in samples.judged_calls(case):
-                    progress(f"running {self.engine.name} at {_format_sizes(case.sizes)}")
-                    if call:
-                        feeds = samples.feeds_for(case, signature, given, data, self.seed, call)
-                        samples.write_arrays(out, "feeds", index, feeds, call)
-                    outputs = session.run(feeds)
-                    odd |= {key: share for key, value in outputs.items() if (share := _share_not_finite(value))}
-                    samples.write_arrays(out, "outputs", index, outputs, call)
+            odd = self._answer(session, cases, given, data, out, progress)
         name = data.name if data else "synthetic"
-        samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
-        if any(share == 1.0 for share in odd.values()):
+        parts, notes = dict[str, int](), data.notes if data else ()
+        if self.data and data and isinstance(self.data_options, PartOptions):
+            parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
+        samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, parts=parts))
+        if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
-                f"the model answers NaN or Inf only in {', '.join(odd)}, so nothing can be compared with it",
-                "look at its weights, and at the data it was run on",
+                f"all numbers in the model's output {', '.join(empty)} are NaN or infinity, for all samples of {name}",
+                "check the weights, and that the data has the values that the model was trained on",
             )
-        strange = (f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())
-        notes = (*(data.notes if data else ()), *tried, *strange)
+        strange = (
+            f"{100 * share:.3g} % of the numbers in eager's output {key!r} are NaN or infinity"
+            for key, share in odd.items()
+        )
+        notes = (*notes, *tried, *strange)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
+    def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
+        """Open the data, with the files that it was read from.
+
+        Raises:
+            DataError: it cannot be used, or is to be split and is not the same each time.
+        """
+        if not self.data:
+            return self.held_out.held_out(signature) if self.held_out else (None, ())
+        data, read = open_data(self.data, signature.inputs, "test", self.data_options)
+        if isinstance(self.data_options, PartOptions) and is_reference(self.data):
+            again, _ = open_data(self.data, signature.inputs, "test", self.data_options)
+            if again.digest != data.digest:
+                raise DataError(
+                    f"{self.data} yields other samples each time that it is called, so they cannot be split",
+                    "give its random numbers a fixed seed, and sort files that it lists",
+                )
+        return data, read
+
+    def _answer(
+        self,
+        session: Session,
+        cases: Sequence[samples.Case],
+        given: Feeds,
+        data: Dataset | None,
+        out: Path,
+        progress: Progress,
+    ) -> dict[str, float]:
+        """Write the feeds of all cases and the answers; return shares of NaN and Inf."""
+        odd, sizes = Counter[str](), Counter[str]()
+        for index, case in enumerate(cases):
+            feeds = samples.feeds_for(case, session.signature, given, data, self.seed)
+            samples.write_arrays(out, "feeds", index, feeds)
+            for call in range(case.calls):
+                progress(f"running {self.engine.name} at {_format_sizes(case.sizes)}")
+                if call:
+                    feeds = samples.feeds_for(case, session.signature, given, data, self.seed, call)
+                    samples.write_arrays(out, "feeds", index, feeds, call)
+                outputs = session.run(feeds)
+                sizes.update({key: value.size for key, value in outputs.items()})
+                odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
+                samples.write_arrays(out, "outputs", index, outputs, call)
+        return {key: count / sizes[key] for key, count in odd.items()}
+
 
 class Verify(Task):
-    """Compare outputs with the reference's, at min, opt and max."""
+    """Compare outputs with the reference's, at min, opt and max, and at every batch that is measured."""
 
     title: ClassVar[str] = "verify"
     produces: ClassVar[Kind] = "record"
+    time_share: ClassVar[float] = 0.5
 
     stage: str
     engine: SerializeAsAny[Engine]
@@ -127,7 +164,7 @@ class Verify(Task):
         return Effect(
             file=RECORDS,
             summary=f"SQNR at least {worst:.0f} dB" if worst is not None else "outputs agree",
-            rejected=f"after {self.stage} at {failed[0].point}: {failed[0].reason}" if failed else "",
+            rejected=f"after {self.stage} at {_describe(failed[0])}" if failed else "",
         )
 
     def _compare(
@@ -136,7 +173,9 @@ class Verify(Task):
         thresholds = find_thresholds(
             (str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db
         )
-        result = compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds)
+        replayed = bool(getattr(self.engine, "cuda_graphs", False))
+        answers = [run_once(session, call, replayed=replayed) for call in feeds]
+        result = compare_calls(list(zip(expected, answers, strict=True)), thresholds)
         return [
             StageFidelity(
                 stage=self.stage,
@@ -150,12 +189,18 @@ class Verify(Task):
         ]
 
 
-def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
-    """Find the thresholds of outputs of these dtypes: the precision's, and those of fp16 where one is float16.
+def _describe(failure: StageFidelity) -> str:
+    return f"{failure.point} (batch {failure.batch}): {failure.reason}"
 
-    An SQNR that was asked for stands instead of both.
-    """
-    return thresholds_for("fp16" if "float16" in outputs else precision, min_sqnr_db)
+
+def run_once(session: Session, feeds: Feeds, *, replayed: bool) -> dict[str, Array]:
+    """Run one inference; ``replayed``: as often as it takes to capture a CUDA graph, so that it answers by a replay."""
+    if not replayed:
+        return session.run(feeds)
+    bound = warm_up(session, feeds)
+    session.enqueue(bound)
+    session.synchronize()
+    return session.fetch()
 
 
 def describe_failure(fidelity: Fidelity) -> str:
@@ -168,11 +213,9 @@ def describe_failure(fidelity: Fidelity) -> str:
     return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"
 
 
-def _share_not_finite(value: Array) -> float:
-    """Compute the share of elements that are NaN or infinite."""
-    if not np.issubdtype(value.dtype, np.floating) or not value.size:
-        return 0.0
-    return float(np.mean(~np.isfinite(value)))
+def _count_not_finite(value: Array) -> int:
+    """Count the elements that are NaN or infinite."""
+    return int((~np.isfinite(value)).sum()) if np.issubdtype(value.dtype, np.floating) else 0
 
 
 def _format_sizes(sizes: Mapping[str, int]) -> str:
@@ -204,6 +247,8 @@ class Audit(Task):
         with tempfile.TemporaryDirectory(prefix="enginesmith-audit-") as scratch:
             path = self.engine.executed(model, self.device, Path(scratch)) if self.engine else model.path
             covered = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
+        if self.engine:
+            covered = covered.model_copy(update={"assigned": self.engine.assign_nodes(model, self.device)})
         write_records(out, [covered])
         parts = [f"multiply-adds {format_shares(covered.macs)}", f"weights {format_shares(covered.weights)}"]
         counts = {
@@ -212,7 +257,9 @@ class Audit(Task):
             "products of unknown size": covered.unknown_products,
         }
         parts += [f"{count} {what}" for what, count in counts.items() if count]
-        return Effect(file=RECORDS, summary="; ".join(parts))
+        return Effect(
+            file=RECORDS, summary="; ".join(filter(None, (*parts, describe_fallback(covered.assigned, covered.copies))))
+        )
 
 
 class Answers(Task):
@@ -238,16 +285,15 @@ class Answers(Task):
                 for call in range(case.calls):
                     feeds = samples.read_arrays(given, "feeds", index, call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
-                    if case.points:
-                        progress(f"running the changed model at batch {case.batch}")
-                        outputs = session.run(feeds)
-                        before = samples.read_arrays(given, "outputs", index, call)
-                        for name, value in outputs.items():
-                            if _share_not_finite(value) and not _share_not_finite(before[name]):
-                                raise ModelError(
-                                    f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
-                                    "prune less, or with other weights left",
-                                )
-                        samples.write_arrays(out, "outputs", index, outputs, call)
+                    progress(f"running the changed model at batch {case.batch}")
+                    outputs = session.run(feeds)
+                    before = samples.read_arrays(given, "outputs", index, call)
+                    for name, value in outputs.items():
+                        if _count_not_finite(value) and not _count_not_finite(before[name]):
+                            raise ModelError(
+                                f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
+                                "prune less, or with other weights left",
+                            )
+                    samples.write_arrays(out, "outputs", index, outputs, call)
         samples.write(out, known)
         return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered")

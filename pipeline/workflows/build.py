@@ -17,7 +17,7 @@ from enginesmith.pipeline.planning.plan import LOAD
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system import worker
-from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.build import TrialResult
 from enginesmith.pipeline.tasks.load import SHAPES
 from enginesmith.pipeline.workflows.stages import run_steps, try_steps
@@ -106,7 +106,7 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     for name, step in trials.items():
         target, artifact, error = name or "the device here", outcomes[step].artifact, outcomes[step].error
         if artifact is not None:
-            record = TrialResult.model_validate(read_records(artifact)[0])
+            record = read_models(artifact, TrialResult)[0]
             checked.append(TargetChecked(target=target, **record.model_dump(exclude={"facts"})))
         elif isinstance(error, StepError):
             told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}

@@ -18,10 +18,12 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Entry, read
 from enginesmith.pipeline.recipe.parsing import parsed
 from enginesmith.pipeline.report import fleet as files
+from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results import gate as gates
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.fleet import RUNS, Earlier, EntryRecord, FleetRecord, Found, entry_record
+from enginesmith.pipeline.results.earlier_fleet import Earlier
+from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
 from enginesmith.pipeline.workflows import optimize as job
@@ -49,7 +51,7 @@ def optimize(
     """
     fleet, out = read(file), out.absolute()
     entries = fleet.entries(only, options)
-    since = records.open_fleet(changed_since) if changed_since else None
+    since = earlier_fleet.open_fleet(changed_since) if changed_since else None
     with lock_folder(out):
         begun = FleetRecord(
             name=out.name,
@@ -60,7 +62,7 @@ def optimize(
             fleet=fleet,
             only=only,
             options=dict(options or {}),
-            changed_since=records.path_from(out, since.folder) if since else None,
+            changed_since=earlier_fleet.path_from(out, since.folder) if since else None,
             packages=environment().packages,
             entries=(),
         )
@@ -71,8 +73,10 @@ def optimize(
         return _run_entries(begun, entries, out, settings or Settings())
 
 
-def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
-    """Do what is missing of a fleet.
+def resume(
+    out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None
+) -> FleetRecord:
+    """Do what is missing of a fleet; a finished one is returned as it is, and ``on_finished`` is told.
 
     Raises:
         UsageError: there is no fleet there. Errors as in :func:`optimize` besides.
@@ -81,9 +85,21 @@ def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_folder(out))
         begun = records.read(out, to_go_on=True).model_copy(update={"packages": environment().packages})
+        if (settings is None or settings.reuse) and _is_finished(begun, out):
+            on_finished(job.NOTHING_LEFT.format(out))
+            return records.read(out)
         if Path(begun.folder).is_dir():
             stack.enter_context(contextlib.chdir(begun.folder))
         return _run_entries(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
+
+
+def _is_finished(record: FleetRecord, out: Path) -> bool:
+    """Tell whether nothing is left to do for any entry on this machine, with its versions."""
+    if record.changed_since is not None or not record.entries:
+        return False
+    ended = all(entry.run and entry.status in ("done", "breached") for entry in record.entries)
+    folders = (out / str(entry.run) for entry in record.entries)
+    return ended and all(job.is_finished(runs.read(folder), folder) for folder in folders)
 
 
 _PARTS = {
@@ -129,10 +145,10 @@ class _ActiveFleet:
     def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
         self._begun, self._entries, self._out = begun, entries, out
         self._started = time.monotonic()
-        self._files = records.digest_files([entry.recipe for entry in entries])
+        self._files = earlier_fleet.digest_files([entry.recipe for entry in entries])
         known = begun.changed_since or (begun.last.path if begun.last else None)
         named = known is not None and records.is_fleet(out / known)
-        self._last = records.open_fleet(out / str(known)) if named else records.find_last(out, begun)
+        self._last = earlier_fleet.open_fleet(out / str(known)) if named else earlier_fleet.find_last(out, begun)
         """The fleet to compare with: the named one, or the one that it was compared with before, or the newest."""
         self.found: dict[str, Found] = {}
         """By name, the results of entries that have ended."""
@@ -145,16 +161,16 @@ class _ActiveFleet:
         """Let entries stand that have not changed since the earlier fleet, if one was named."""
         if self._begun.changed_since is None:
             return
-        since = records.open_fleet(self._out / self._begun.changed_since)
+        since = earlier_fleet.open_fleet(self._out / self._begun.changed_since)
         models = job.load_digests([self._request(entry) for entry in self._entries], settings)
         for entry, named in zip(self._entries, self._files, strict=True):
-            state = records.State(models.get(entry.name), named, self._begun.packages)
-            earlier = records.find_unchanged(since, entry, state)
+            state = earlier_fleet.State(models.get(entry.name), named, self._begun.packages)
+            earlier = earlier_fleet.find_unchanged(since, entry, state)
             folder = self._out / RUNS / entry.name
             if isinstance(earlier, str):
                 self._because[entry.name] = earlier
             elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
-                records.take_over(since, entry.name, folder)
+                earlier_fleet.take_over(since, entry.name, folder)
                 self._taken.add(entry.name)
                 self.found[entry.name] = Found(earlier, steps=len(earlier.steps), reused=len(earlier.steps))
 
@@ -177,7 +193,7 @@ class _ActiveFleet:
             update={
                 "seconds": round(self._begun.seconds + time.monotonic() - self._started, 3),
                 "entries": entries,
-                "last": self._last and records.name_last(self._last, self._out, self._begun.only, entries),
+                "last": self._last and earlier_fleet.name_last(self._last, self._out, self._begun.only, entries),
             }
         )
 
@@ -192,11 +208,11 @@ class _ActiveFleet:
         ]
         record = entry_record(entry, state, self._out, siblings)
         if self._last is not None and record.status != "pending":
-            change = records.compare_entry(self._last, entry.name, folder, state.run)
+            change = earlier_fleet.compare_entry(self._last, entry.name, folder, state.run)
         return record.model_copy(
             update={
                 "files": dict(named),
-                "taken_from": records.path_from(self._out, folder) if folder.is_symlink() else None,
+                "taken_from": earlier_fleet.path_from(self._out, folder) if folder.is_symlink() else None,
                 "done_because": self._because.get(entry.name, ""),
                 "since_last": change,
             }
@@ -209,8 +225,8 @@ def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path |
     Raises:
         UsageError: one of the folders holds no fleet, or the demands make no sense for a recipe.
     """
-    fleet = records.open_fleet(folder)
-    before = records.open_fleet(baseline) if baseline else None
+    fleet = earlier_fleet.open_fleet(folder)
+    before = earlier_fleet.open_fleet(baseline) if baseline else None
     entries = {entry.name: _judge(fleet, entry, demands_of, before) for entry in fleet.record.entries}
     return FleetGate(fleet=str(folder), baseline=None if baseline is None else str(baseline), entries=entries)
 
@@ -222,7 +238,7 @@ def keep(folder: Path, target: Path) -> None:
         UsageError: there is something else in that folder.
         StoreError: it cannot be written.
     """
-    fleet = records.open_fleet(folder)
+    fleet = earlier_fleet.open_fleet(folder)
     winners = {entry.name: gates.stored_in(fleet.folder / str(entry.run), None) for entry in fleet.record.entries}
     gates.keep_fleet(fleet, {name: winner for name, winner in winners.items() if winner}, target)
 

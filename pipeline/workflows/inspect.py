@@ -203,7 +203,7 @@ def zoo() -> list[Facts]:
 
 def engines(device: str) -> list[Facts]:
     """List the engines and whether they can be used on a device."""
-    where = make({"model": "digits", "device": device}).where
+    where = make({"model": "digits", "device": device}, listed=True).where
     rows = []
     for name in ENGINES:
         engine = engine_class(name)
@@ -225,7 +225,7 @@ def engines(device: str) -> list[Facts]:
     return rows
 
 
-def cached(store: "Store") -> list[Facts]:
+def list_entries(store: "Store") -> list[Facts]:
     """List what a store holds."""
     return [
         {

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from enginesmith.pipeline.artifact import has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.errors import (
+    NO_TIME,
     EnginesmithError,
     MissingCapability,
     ModelError,
@@ -22,18 +24,23 @@ from enginesmith.pipeline.execution.executor import Executor
 from enginesmith.pipeline.execution.merge import DeduplicatedSteps, assign_machines, deduplicate_steps
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, libraries_of
-from enginesmith.pipeline.planning.planner import in_time, plan, plan_loading
+from enginesmith.pipeline.measure.quality import explain_few_samples
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, is_optional, libraries_of
+from enginesmith.pipeline.planning.planner import plan, plan_loading
+from enginesmith.pipeline.planning.race import searching_seconds
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import explain_end
-from enginesmith.pipeline.results.comparison import compare_devices
+from enginesmith.pipeline.results.differences import compare_devices
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.units import format_seconds
+from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 from enginesmith.pipeline.workflows.run_directory import (
     RunDirectory,
     claim_run_directory,
@@ -100,8 +107,11 @@ class _ActiveRun:
         """Add outcomes, and find out whether a variant can still win: the model as it is alone is no result."""
         self.outcomes |= new
         if not self.over and not all(outcome.good for outcome in new.values()):
-            variants = self.plan.variants or (self.plan.baseline,)
-            failures = [explain_end(variant, self.plan, self.outcomes)[0] for variant in variants]
+            requested = [variant for variant in self.plan.variants if not variant.reference]
+            named = str(self.plan.baseline.name) in self.request.recipe.engines
+            variants = [*requested, *([self.plan.baseline] if named or not requested else [])]
+            ends = [explain_end(variant, self.plan, self.outcomes) for variant in variants]
+            failures = [failure or (unfinished if unfinished == NO_TIME else "") for failure, _, unfinished in ends]
             reason = failures[0].partition("\n")[0]
             self.over = f"no variant can win any more: {reason}" if all(failures) else ""
         self.directory.update(self.outcomes)
@@ -123,8 +133,12 @@ class OptimizeJob:
         self._environment = environment()
         for request in requests:
             with self._record_errors(request):
-                planned = self._plans[request.name] = plan(request.resolved(), here=settings.executor == "local")
-                worker.also_preload(libraries_of(planned.steps))
+                planned = plan(request.resolved(), here=settings.executor == "local", kept=_list_kept(request))
+                if request.place is None and settings.executor == "local":
+                    begin_on(planned.baseline.device, request.recipe, settings.listener, planned.steps[0])
+                self._plans[request.name] = planned
+                engines = (engine_class(name).modules for name in request.recipe.engines)
+                worker.also_preload((*itertools.chain.from_iterable(engines), *libraries_of(planned.steps)))
 
     def run(self) -> list[RunResult]:
         """Carry out the steps of all runs, and return each run's result.
@@ -174,10 +188,12 @@ class OptimizeJob:
             name, own = together.takers[step.id][0]
             return self._active[name].request.out / "logs" / f"{own}.log"
 
-        runner = Runner(executor, log_of, settings.time_limit_seconds, settings.listener)
+        times = [active.request.recipe.time_seconds for active in runs]
+        seconds = None if None in times else sum(filter(None, times))
+        search_seconds = None if seconds is None else searching_seconds(seconds)
+        runner = Runner(executor, log_of, settings.time_limit_seconds or seconds, settings.listener, search_seconds)
         given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
-        most = max((len(run.request.recipe.batch) for run in runs), default=1)
-        steps = in_time(together.steps, settings.time_limit_seconds, most)
+        steps = sorted(together.steps, key=is_optional) if runner.time_limit_seconds else together.steps
 
         with files.Writer(len(runs)) as reports:
 
@@ -189,6 +205,8 @@ class OptimizeJob:
                 for name, outcomes in together.by_plan(new).items():
                     active = self._active[name]
                     active.add(outcomes)
+                    if few := _explain_few_samples(active.request.recipe, outcomes):
+                        settings.listener(Event("note", active.plan.steps[0], few))
                     if active.ended:
                         report(active)
                 over = {name: active.over for name, active in self._active.items() if active.over}
@@ -236,13 +254,39 @@ class OptimizeJob:
         return RunResult(run, error, len(outcomes), reused)
 
 
+def _explain_few_samples(recipe: Recipe, new: Outcomes) -> str:
+    """Explain that there are too few samples to judge the budget for accuracy, as soon as they are counted."""
+    reference = new[REFERENCE].artifact if REFERENCE in new else None
+    parts = samples.read(reference.folder).parts if reference else {}
+    return explain_few_samples(parts, recipe.required_metric, recipe.budgets.max_drop)
+
+
+def _list_kept(request: RunRequest) -> list[str]:
+    """List the variants of an earlier state of a run that a race must not drop: those with results in full.
+
+    Where nothing is left to be tried, they are those of the race that was run last, which is then found in the store.
+    """
+    if not request.recipe.races or request.replace or not (request.out / "run.json").exists():
+        return []
+    run = runs.read(request.out)
+    if run.recipe != request.recipe:
+        return []
+    untried = any(record.untried for record in run.requested)
+    measured = (record for record in run.requested if record.status == "measured")
+    return [record.id for record in measured if untried or any(row.kept for row in record.race)]
+
+
 def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
     """Explain why no usable variant came out, if so; ``again`` is the command that resumes."""
     for name in (LOAD, REFERENCE):
         if name in outcomes and (error := outcomes[name].error) is not None:
             return error
-    if any(record.status in ("measured", "built") for record in run.variants or (run.baseline,)):
+    if any(record.status in ("measured", "built") for record in run.asked_for or (run.baseline,)):
         return None
+    if any(record.untried for record in run.asked_for):
+        limit = run.recipe.time_seconds or 0.0
+        message = f"the time of {format_seconds(limit)} was over before a variant could be measured"
+        return ModelError(message, f"give more: --time {5 * limit:.0f}s; what was made is kept, and used again")
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     for kind in (MissingCapability, UsageError):
         if errors and all(isinstance(error, kind) for error in errors):
@@ -251,7 +295,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` continues there")
     alike: dict[str | None, list[str]] = {}
-    for record in run.variants or (run.baseline,):
+    for record in run.asked_for or (run.baseline,):
         alike.setdefault(record.reason, []).append(record.id)
     reasons = "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in alike.items())
     return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the details")
@@ -278,29 +322,38 @@ def optimize(
     return finished.run
 
 
-def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = None) -> dict[str, RunResult]:
+def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
     """Carry out several requests; steps they share are done once, and none of them stops another.
 
     Raises:
         EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
     """
-    finished = OptimizeJob(requests, settings or Settings()).run()
+    finished = OptimizeJob(requests, settings).run()
     return {request.name: result for request, result in zip(requests, finished, strict=True)}
 
 
+NOTHING_LEFT = "nothing is left to do: {} is finished; --no-cache does every step again"
+"""Said by ``resume`` of a finished folder."""
+
+
 def is_finished(run: Run, folder: Path) -> bool:
-    """Tell whether nothing is left to do on this machine, with its versions; not to fit below a limit is a result."""
+    """Tell whether nothing is left to do on this machine, with its versions.
+
+    Not to fit below a limit is a result. So is the failure of a variant that nobody asked for.
+    """
     here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
     same = not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
-    rows = (row for record in run.records for row in record.latency)
-    failed = any(step.status == "failed" for step in run.steps) or any(
+    rows = (row for record in (run.baseline, *run.requested) for row in record.latency)
+    beside = tuple(f"-{record.id}" for record in run.variants if record.reference)
+    failed = any(step.status == "failed" and not step.id.endswith(beside) for step in run.steps) or any(
         row.failure and not (row.oom and row.oom.limit_bytes) for row in rows
     )
     built = [record for record in run.variants if record.artifact]
     older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
-    return run.complete and same and not failed and not older and whole
+    late = any(step.effect == NO_TIME for step in run.steps)
+    return run.complete and same and not failed and not older and whole and not late
 
 
 def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None) -> Run:
@@ -310,13 +363,15 @@ def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[s
 
     Raises:
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
+        MissingCapability: it was measured on a GPU, and none can be used here.
     """
     before, out = runs.read(out, to_go_on=True), out.absolute()
     if (settings is None or settings.reuse) and is_finished(before, out):
-        on_finished(f"nothing is left to do: {out} is finished; --no-cache does every step again")
+        on_finished(NOTHING_LEFT.format(out))
         if error := _why_unusable(before, {}, ""):
             raise error
         return before
+    require_device_of(before, out)
     folder = Path(before.environment.get("folder") or "/nowhere")
     try:  # where the run was begun, if the model is there
         with contextlib.chdir(folder):
@@ -327,9 +382,8 @@ def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[s
         return optimize(before.recipe, out, settings)
 
 
-def load_digests(requests: Sequence[RunRequest], settings: Settings | None = None) -> dict[str, str]:
+def load_digests(requests: Sequence[RunRequest], settings: Settings) -> dict[str, str]:
     """Load models as they are now, and return their digests by name; a model that cannot be loaded has none."""
-    settings = settings or Settings()
     plans = {}
     for request in requests:
         with contextlib.suppress(EnginesmithError):

@@ -19,7 +19,7 @@ from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import SAMPLES
-from enginesmith.pipeline.planning.plan import LOAD, Plan, Step, Variant
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results import run as runs
@@ -98,7 +98,7 @@ class RunDirectory:
         with storage_errors(f"the run directory {self._folder}, or the store,"):
             made = [(variant, artifact_of(outcomes, variant.artifact)) for variant in self._plan.variants]
             engines = [(variant, engine) for variant, engine in made if engine and engine.kind == "engine"]
-            paths = {variant.id: Path("variants", variant.id, engine.path.name) for variant, engine in engines}
+            paths = {variant.id: _folder(variant) / engine.path.name for variant, engine in engines}
             run = assemble(header, self._recipe, self._plan, outcomes, paths)
             self.losses = runs.list_losses(self._before, run) if self._before else []
             if self._before and self.losses:
@@ -106,7 +106,7 @@ class RunDirectory:
             self._before, beside = None, dict[str, dict[str, StoredArtifact]]()
             documents.write_text(self._folder / "environment.json", json.dumps(header.environment, indent=1) + "\n")
             for variant, engine in engines:
-                self._copy(Path("variants", variant.id), engine)
+                self._copy(_folder(variant), engine)
                 beside[variant.id] = self._copy_beside(variant, engine, outcomes)
             records = tuple(record.model_copy(update=beside.get(record.id, {})) for record in run.variants)
             run = run.model_copy(update={"variants": records})
@@ -126,12 +126,13 @@ class RunDirectory:
 
         The vector is the smallest case of a reference: pruned and sparse models have one each.
         """
-        graph_step, step = self._plan.graph_of(variant), self._plan.reference_of(variant)
+        graph_step = self._plan.input_of(variant.artifact, "model")
+        step = self._plan.input_of(variant.verified[-1], REFERENCE) if variant.verified else None
         graph, reference = artifact_of(outcomes, graph_step), artifact_of(outcomes, step)
         beside = {}
         if variant.engine.loads_graph and graph:
             same = graph.sha256 == engine.sha256
-            where = Path("variants", variant.id) if same else Path("graphs", str(graph_step))
+            where = _folder(variant) if same else Path("graphs", str(graph_step))
             path = where / engine.path.name if same else self._copy(where, graph)
             beside["graph"] = StoredArtifact(path=str(path), sha256=graph.sha256, bytes=graph.bytes)
         if step is not None and reference is not None:
@@ -162,6 +163,11 @@ class RunDirectory:
                 shutil.rmtree(partial, ignore_errors=True)
         self._whole.add(str(relative))
         return relative / artifact.path.name
+
+
+def _folder(variant: Variant) -> Path:
+    """Name the folder of a variant's engine; a variant that replays CUDA graphs runs that of the one that does not."""
+    return Path("variants", variant.as_built.id)
 
 
 def _restore_engines(folder: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, replace_folder
 from enginesmith.pipeline.engines import PORTABLE_PLACEMENT, environment, read_file
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import FidelityError, ModelError, UsageError, storage_errors
-from enginesmith.pipeline.execution.events import Outcome, Outcomes
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
@@ -22,8 +22,7 @@ from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import single_stages as plans
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef, libraries_of
-from enginesmith.pipeline.planning.planner import in_time
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef, is_optional, libraries_of
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -31,9 +30,9 @@ from enginesmith.pipeline.results.assemble import Header, assemble
 from enginesmith.pipeline.results.package import verify as verification
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
-from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.measure import Memory, ProfileVariant
+from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prune import read_facts
+from enginesmith.pipeline.workflows.device import begin_on
 
 
 def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
@@ -47,6 +46,9 @@ def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
 
 def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
     """Run steps as far as they come. Logs are kept only where an error names them."""
+    here = next((step for step in steps if step.task.machine_specific), None)
+    if here and settings.executor == "local":
+        begin_on(recipe.where, recipe, settings.listener, here)
     worker.also_preload(libraries_of(steps))
     logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
     outcomes: dict[str, Outcome] = {}
@@ -155,14 +157,8 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
     assert pruned is not None
     from enginesmith.pipeline.frameworks.torch.saved import write_saved
 
-    with storage_errors(f"the output {output}"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
-            whole = Path(scratch, output.name)
-            write_saved(made, whole, output)
-            if output.exists():
-                output.rename(Path(scratch, "before"))
-            whole.rename(output)
+    with storage_errors(f"the output {output}"), replace_folder(output) as whole:
+        write_saved(made, whole, output)
     notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
     files = tuple(str(path) for path in sorted(output.iterdir()))
     summary = f"wrote {output}: {made.history[-1].effect}{notes}"
@@ -172,12 +168,12 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
-    fidelity = _fidelity(outcomes, plans.VERIFY_FILE)
+    fidelity = tuple(read_models(outcomes[plans.VERIFY_FILE].artifact, StageFidelity))
     good = all(entry.passed for entry in fidelity)
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
 
 
-def verify_bundle(folder: Path, settings: Settings) -> StageResult:
+def verify_bundle(folder: Path, settings: Settings, *, trust: bool = False) -> StageResult:
     """Check that a bundle is what was packaged, and that it answers its test vector.
 
     Raises:
@@ -189,7 +185,7 @@ def verify_bundle(folder: Path, settings: Settings) -> StageResult:
             f"{folder} is a file, and nothing says what its outputs have to equal",
             "give the model: --against MODEL; or a bundle, which is a folder",
         )
-    summary, fidelity = verification.verify(folder, settings.time_limit_seconds)
+    summary, fidelity = verification.verify(folder, settings.time_limit_seconds, trust=trust)
     return StageResult(summary=summary, fidelity=(fidelity,))
 
 
@@ -214,7 +210,7 @@ def _to_file(
             "",
         )
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
-    fidelity = _fidelity(outcomes, StepRef("verify", stage))
+    fidelity = tuple(read_models(outcomes[StepRef("verify", stage)].artifact, StageFidelity))
     if failed := next((entry for entry in fidelity if not entry.passed), None):
         message = f"the result differs from the original at {failed.point}: {failed.reason}"
         if recipe.min_sqnr_db is None:
@@ -247,11 +243,6 @@ def _check_output(source: Source, output: Path) -> None:
         data = output.resolve().with_name(f"{output.name}.data")
         if data in [(given.parent / name).resolve() for name in model_file.external_files(given)]:
             raise UsageError(f"{data.name} has the weights of {source.text}, and would be overwritten", other)
-
-
-def _fidelity(outcomes: Outcomes, step: StepRef) -> tuple[StageFidelity, ...]:
-    artifact = outcomes[step].artifact
-    return tuple(StageFidelity.model_validate(entry) for entry in read_records(artifact)) if artifact else ()
 
 
 def _save_as(made: Artifact, output: Path) -> list[str]:
@@ -288,9 +279,7 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     engines = [variant.engine for variant in (plan.baseline, *plan.variants)]
     if not any(engine.available(measured.runs_on).ok for engine in engines):
         plan.baseline.engine.require(measured.runs_on)
-    steps = in_time(plan.steps, settings.time_limit_seconds, len(recipe.batch))
-    steps.sort(key=lambda step: isinstance(step.task, (Memory, ProfileVariant)))  # where time ends, latency is known
-    outcomes = try_steps(steps, settings, recipe)
+    outcomes = try_steps(sorted(plan.steps, key=is_optional), settings, recipe)  # where time ends, latency is known
     needed = (LOAD, REFERENCE, plan.latency or "")
     if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
         raise error

@@ -1,6 +1,9 @@
 """What is ONNX Runtime's own: the engine file, its record, and errors in our words."""
 
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -9,11 +12,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime import engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import Level
-from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, MissingCapability, ModelError
+from enginesmith.pipeline.engines.options import EngineOptions, OnnxRuntimeOptions
+from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvidia import Driver
+from enginesmith.pipeline.workflows.device import describe
 
 CPU = Device(threads=1)
 FEEDS = {"x": np.ones((2, 64), np.float32)}
@@ -113,6 +121,20 @@ def test_call_that_fails_inside_is_a_model_error(tmp_path: Path) -> None:
         session.enqueue(session.bind({"x": np.ones((2, 3), np.float32)}))
 
 
+@pytest.mark.parametrize(("total", "reader"), [("Add(x, skip)", "LayerNormalization"), ("Add(x, c)", "Gelu")])
+def test_sums_stay_apart_from_what_reads_them(total: str, reader: str, tmp_path: Path) -> None:
+    """The CPU's kernels for SkipLayerNormalization and BiasGelu take longer than the operators that they replace."""
+    text = f"""<ir_version: 10, opset_import: ["" : 20]> g (float[N,4,64] x, float[N,4,64] skip) => (float[N,4,64] y)
+        {{ t = {total} y = {reader}({"t" if reader == "Gelu" else "t, c"}) }}"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones(64, np.float32), "c"))
+    onnx.save(proto, tmp_path / "graph.onnx")
+    built = build(
+        OnnxRuntime(), Artifact(kind="onnx", path=tmp_path / "graph.onnx", sha256="", bytes=0), tmp_path / "o"
+    )
+    assert model_file.summary(built.path).operators == {"Add": 1, reader: 1}
+
+
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
 def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> None:
     """ONNX Runtime 1.31 quantises biases by itself, with the product of two scales: 1e-6 is hardly there in float16."""
@@ -145,10 +167,71 @@ def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> N
 @pytest.mark.parametrize(("tf32", "option", "row"), [(False, "0", "fp32"), (True, "1", "tf32")])
 def test_float32_is_float32_on_cuda_too(tf32: bool, option: str, row: str) -> None:
     """By itself the CUDA provider rounds to TF32."""
-    from enginesmith.pipeline.engines.onnxruntime import session
-
-    name, options = session._providers(Device(kind="cuda"), 7, tf32)[0]
-    assert (name, options["use_tf32"]) == ("CUDAExecutionProvider", option)
     engine = OnnxRuntime(tf32=tf32)
+    name, options = engine._providers(Device(kind="cuda"), 7)[0]
+    assert (name, options["use_tf32"]) == ("CUDAExecutionProvider", option)
     assert engine.arithmetic == row
     assert engine.runnable(Device()).ok != tf32
+
+
+def test_options_of_the_provider_are_variants_and_reach_bundles() -> None:
+    texts = ["prefer_nhwc=0,1", "cudnn_conv_algo_search=HEURISTIC", "sdpa_kernel=2"]
+    asked = EngineOptions(onnxruntime=OnnxRuntimeOptions(provider_options=tuple(texts)))
+    made = list(OnnxRuntime.configurations(asked, "fp16"))
+    words = "cudnn_conv_algo_search_HEURISTIC-sdpa_kernel_2"
+    assert [config.mode for config in made] == [words, f"prefer_nhwc_1-{words}"]
+    engine = made[1].engine.model_copy(update={"cuda_graphs": True})
+    assert not engine.runnable(Device()).ok
+    session = engine.package_facts(Path("none.onnx"), Device(kind="cuda", index=1)).options["session"]
+    own = {"prefer_nhwc": "1", "cudnn_conv_algo_search": "HEURISTIC", "sdpa_kernel": "2", "enable_cuda_graph": "1"}
+    assert session["provider_options"] == [{"use_tf32": "0", **own}, {}]
+    packaged = OnnxRuntime.from_package({"session": session})
+    assert isinstance(packaged, OnnxRuntime)
+    assert sorted(packaged.provider_options) == ["cudnn_conv_algo_search=HEURISTIC", "prefer_nhwc=1", "sdpa_kernel=2"]
+    assert engine.package_facts(Path("none.onnx"), Device()).options["session"]["provider_options"] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prefer_nwhc=1", "has the option 'prefer_nwhc'"),
+        ("prefer_nhwc=yes", "does not take 'yes'"),
+        ("sdpa_kernel", "''"),
+    ],
+)
+def test_options_that_no_provider_has_are_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        OnnxRuntime.check_options(EngineOptions(onnxruntime=OnnxRuntimeOptions(provider_options=(text,))))
+
+
+def test_a_broken_onnxruntime_is_found_by_importing_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(engine, "importlib", SimpleNamespace(import_module=fail))
+    assert describe(Device(), ["onnxruntime"]).endswith(": onnxruntime")  # a run's first line imports nothing
+    assert "cannot be imported" in OnnxRuntime.available(Device()).reason
+
+
+def test_options_of_cuda_are_refused_where_the_device_is_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = OnnxRuntimeOptions(provider_options=("prefer_nhwc=1",))
+    monkeypatch.setattr(nvidia, "driver", lambda: Driver(reason="there is none"))
+    for device in ("cpu", None):  # None: chosen by itself, where there is no GPU
+        with pytest.raises(UsageError, match="the device is cpu"):
+            OnnxRuntime.check_options(EngineOptions(device=device, onnxruntime=asked))
+    OnnxRuntime.check_options(EngineOptions(device="cuda", onnxruntime=asked))
+
+
+def test_bundles_give_a_copy_of_the_cache_to_the_provider(tmp_path: Path) -> None:
+    """The processor's provider takes the option in the place of TensorRT's, and leaves the folder alone."""
+    graph = model(tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/kept.engine").write_bytes(b"engine")
+    options = {**OnnxRuntime().package_facts(graph.path, CPU).options, "cache": "trt_engine_cache_path"}
+    record: dict[str, Any] = {"options": options}
+    run = runpy.run_path(str(OnnxRuntime.infer_script()))["_onnxruntime"](graph.path, record)
+    assert run(FEEDS)["y"].shape == (2, 64)
+    given = options["session"]["provider_options"][0]["trt_engine_cache_path"]
+    assert given != str(tmp_path / "cache")
+    assert Path(given, "kept.engine").read_bytes() == b"engine"
+    record["scratch"].cleanup()

@@ -16,17 +16,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
+from enginesmith.pipeline.engines.base import BuildRequest, Candidate, Engine, Session
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch import saved
+from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.measure.latency.timer import serve_session
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker
 from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.workflows.load import LoadedModel, Stored
 
 CPU = Device(threads=1)
 RANGES = {"batch": ShapeRange(min=1, opt=2, max=5)}
@@ -105,12 +107,11 @@ def onnx_artifact(module: torch.nn.Module, tmp_path_factory: pytest.TempPathFact
     return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=SIGNATURE)
 
 
-INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning")
+MARKS = {"compiled": (INDUCTOR,), "aotinductor": (INDUCTOR, pytest.mark.thorough)}  # it compiles for 20 s and more
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=INDUCTOR if name == "compiled" else ()) for name in ENGINES]
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES])
 def engine(request: pytest.FixtureRequest) -> Engine:
     kind = engine_class(request.param)
     found = kind.available(where(kind))
@@ -124,11 +125,12 @@ def artifact(
     engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact:
     """What the engine loads: the torch artifact itself, or the engine built from the graph."""
-    if engine.consumes == "torch":
+    if engine.runs_module():
         return torch_artifact
+    given = torch_artifact if engine.consumes == "torch" else onnx_artifact
     out = tmp_path_factory.mktemp("engine")
     try:
-        effect = engine.build(BuildRequest(onnx_artifact, out, where(engine), RANGES))
+        effect = engine.build(BuildRequest(given, out, where(engine), RANGES))
     except MissingCapability as error:
         if "cpu" in engine.kinds:
             raise
@@ -232,6 +234,43 @@ def test_siblings_answer_at_the_same_time(session: Session, module: torch.nn.Mod
         for outputs in found:
             np.testing.assert_allclose(outputs["scores"], wanted["scores"], rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(outputs["best"], wanted["best"])
+
+
+@pytest.mark.parametrize("calls", [20, pytest.param(10_000, marks=pytest.mark.thorough)])
+def test_any_thread_is_answered_and_keeps_its_settings(engine: Engine, artifact: Artifact, calls: int) -> None:
+    """Eight threads of one loaded model; torch's number of threads is one of each thread's own."""
+    before = torch.get_num_threads()
+    stored = Stored(Candidate(engine.name, engine, artifact, where(engine)), RANGES, None, thresholds_for("fp32", None))
+    with LoadedModel(stored) as model:
+        given = [tuple(feeds(1 + seed % 3, seed).values()) for seed in range(12)]
+        wanted = [model(*values) for values in given]
+        assert torch.get_num_threads() == before
+
+        def work(thread: int) -> bool:
+            torch.get_num_threads()  # else torch takes the number of the whole process at the thread's first operator
+            torch.set_num_threads(1 + thread % 3)
+            for index in range(thread, thread + calls):
+                values = given[index % 12]
+                if thread % 2:
+                    values = tuple(map(torch.from_numpy, values))
+                for answer, want in zip(model(*values).values(), wanted[index % 12].values(), strict=True):
+                    assert np.array_equal(answer, want), f"call {index} of thread {thread}"
+            return torch.get_num_threads() == 1 + thread % 3
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(work, range(8)))
+    with pytest.raises(UsageError, match="closed"):
+        model(*given[0])
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_torch_compile_leaves_a_loaded_module_alone(engine: Engine, artifact: Artifact) -> None:
+    stored = Stored(Candidate(engine.name, engine, artifact, where(engine)), RANGES, None, thresholds_for("fp32", None))
+    with LoadedModel(stored) as model:
+        module, tensors = model.as_module(), tuple(map(torch.from_numpy, feeds(2).values()))
+        wanted = module(*tensors)["scores"] * 2
+        compiled = torch.compile(lambda *values: module(*values)["scores"] * 2, backend="aot_eager")
+        assert torch.equal(compiled(*tensors), wanted)
 
 
 def test_siblings_are_closed_in_any_order(engine: Engine, artifact: Artifact, module: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ it with too little memory, captures it cold, or leaves it without an address.
 
 import contextlib
 import ctypes
+import enum
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,10 +31,16 @@ class Base:
     """What TensorRT's callback interfaces are in Python."""
 
 
+class Logger:
+    """What its logger is."""
+
+    Severity = enum.IntEnum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"], start=0)
+
+
 TRT = SimpleNamespace(
     IOutputAllocator=Base,
     IGpuAsyncAllocator=Base,
-    ILogger=Base,
+    ILogger=Logger,
     TensorLocation=SimpleNamespace(HOST="host", DEVICE="device"),
     ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
     DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
@@ -125,6 +132,8 @@ class Context:
         if self.engine.says:
             self.engine.log.take("ERROR", self.engine.says)
             return False
+        if self.memory[1] < self.engine.runs_with:
+            return False
         assert self.memory[1] >= self.update_device_memory_size_for_shapes()
         work = self._work(dict(self.addresses))
         if Graph.capturing:
@@ -161,8 +170,8 @@ class Engine:
     """An engine for up to eight samples."""
 
     profiles: tuple[tuple[int, int, int], ...] = ((0, 4, 8),)
-    needs, most, insists = 100, 1000, 0
-    """Bytes of activations: for a sample, for the profile, and what is asked for after all."""
+    needs, most, insists, runs_with = 100, 1000, 0, 0
+    """Bytes of activations: for a sample, for the profile, and what is asked for after all: aloud, or by a run."""
     says = ""
     streamable_weights_size = weight_streaming_budget_v2 = 500
     location, input_dtype = "device", "FLOAT"

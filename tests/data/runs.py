@@ -66,7 +66,7 @@ def small(baseline: VariantRecord, /, *variants: VariantRecord, **changes: Any) 
         "created": "2026-01-01T00:00:00+00:00",
         "seconds": 1.5,
         "complete": True,
-        "recipe": make({"model": "digits"}),
+        "recipe": make({"model": "digits"}, listed=True),
         "environment": {},
         "model": ModelRecord(source="digits", signature=None, data="digits"),
         "steps": (),

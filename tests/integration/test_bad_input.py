@@ -132,7 +132,9 @@ def odd(outputs, labels):
 """
 
 
-QUICK = "measure: {latency: false, memory: false}\nbatch: [2]\nexport: {exporter: torchscript}\n"
+QUICK = (
+    "engines: [onnxruntime]\nmeasure: {latency: false, memory: false}\nbatch: [2]\nexport: {exporter: torchscript}\n"
+)
 
 FILES = {
     "net.py": NET,
@@ -257,11 +259,11 @@ GRAPHS = (
     Case("for the compiled engine", "optimize m.onnx --engine compiled", 2, "'compiled'|file.py:factory", GIVEN),
 )
 CHOICES = (
-    Case("unknown engine", "optimize net.py:build --engine openvino", 2, "'openvino'|eager, compiled, onnxruntime"),
+    Case("unknown engine", "optimize net.py:build --engine tflite", 2, "'tflite'|eager, compiled, aotinductor"),
     Case("unknown device", "optimize net.py:build --device tpu", 2, "'tpu'|cpu, cuda or cuda:1"),
     Case("unknown objective", "optimize net.py:build --objective speed", 2, "'speed'|latency"),
     Case("size without sense", "optimize net.py:build --max-memory lots", 2, "'lots'|256MiB"),
-    Case("old opset", "export net.py:build --opset 9", 2, "export.opset|18|9"),
+    Case("old opset", "export net.py:build --opset 9", 2, "--opset|18|9"),
     Case("output of another kind", "export net.py:build -o m.trt", 2, "m.trt|.onnx"),
     Case("not a run", "resume .", 2, "no run|optimize"),
     Case("recipe missing", "optimize net.py:build --recipe gone.yaml", 2, "gone.yaml|check the path"),
@@ -274,7 +276,8 @@ DATA = (
     Case("NaN", "optimize net.py:build --eval d.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
     Case("labels", "optimize net.py:build --eval d.npz --metric top5", 2, "no labels|top5|--labels KEY", arrays(x=X)),
     Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),
-    Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "the budget max_drop|--eval"),
+    Case("no limit", "optimize net.py:build --max-p99 0ms", 2, "--max-p99: must be|given: '0ms'|--help-all"),
+    Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "--max-drop needs|--eval"),
     Case("raises", "optimize net.py:build --eval d.npz --metric m:odd", 2, "m:odd|out of order", arrays(x=X, labels=Y)),
 )
 
@@ -344,7 +347,7 @@ STORAGE = (
     Case("run.json is damaged", "resume out", 2, "out/run.json|damaged|again", file("out/run.json", "{")),
 )
 MACHINE = (
-    Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install 'onnxruntime-gpu>="),
+    Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda:0 cannot be used|NVIDIA's driver"),
     Case("no timm", "export timm:resnet18", 4, "timm|not installed|pip install", patch=hide_packages),
     Case("no transformers", "export hf:org/name", 4, "transformers|pip install", patch=hide_packages),
     Case("broken timm", "export timm:resnet18", 4, "timm|torchvision::nms|--force-reinstall 'timm>=", patch=break_timm),

@@ -28,9 +28,10 @@ EXIT = re.compile(r"#\s*exit (\d+)\s*$")
 SCRIPTS = ("train.py", "encoder.py")
 """Files of the cookbook that make what is in the project; they are run once."""
 BRIEFLY = {
+    "--precision": ("--search-steps", "1"),
     "--recover": ("--recover-time", "2s"),
-    "--precision": ("--search-limit", "1s"),
     "--prune": ("--samples", "16"),
+    "--data": ("--time", "60s"),
 }
 """What is added to ``optimize`` and ``prune`` with such an option, where the command itself says nothing of it."""
 

@@ -87,7 +87,7 @@ def test_its_pass_and_its_metric_are_used(site: Path, home: Path) -> None:
     logits = np.eye(4, dtype=np.float32)
     np.savez(home / "data.npz", x=logits, labels=np.array([0, 1, 2, 0]))
     words = ("optimize", "net.onnx", "--no-simplify", "--pass", "clear-docs", "--metric", "within_one", "--batch", "1")
-    more = ("--eval", "data.npz", "--measure-time", "0.3s", "--no-memory", "--out", "out")
+    more = ("--engine", "onnxruntime", "--eval", "data.npz", "--measure-time", "0.3s", "--no-memory", "--out", "out")
     done = enginesmith(site, home, *words, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((home / "out" / "run.json").read_text())
@@ -115,6 +115,33 @@ def test_the_unusable_is_explained(site: Path, home: Path, words: tuple[str, ...
     done = enginesmith(broken, home, "optimize", "net.onnx", "--eval", "digits", *words)
     assert done.returncode == code, done.stderr
     assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.thorough
+def test_engines_that_go_wrong_in_a_race_leave_the_others_measured(home: Path) -> None:
+    """One hangs, one crashes, one answers wrong numbers: each has its reason, the time is kept, the exit code is 0."""
+    folder = home / "faulty"
+    about = folder / "faulty_engines-1.0.dist-info"
+    about.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "data" / "faulty_engines.py", folder)
+    names = {"hangs": "Hangs", "aborts": "Aborts", "wrong": "Wrong"}
+    entries = "".join(f"{name} = faulty_engines:{kind}\n" for name, kind in names.items())
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty_engines\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[enginesmith.engines]\n{entries}")
+    (about / "top_level.txt").write_text("faulty_engines\n")
+    engines = [word for name in ("onnxruntime", "openvino", *names) for word in ("--engine", name)]
+    limits = ("--time", "120s", "--batch", "1", "--measure-time", "1s", "--no-memory", "--out", "out")
+    done = enginesmith(folder, home, "optimize", "net.onnx", *engines, *limits)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((home / "out" / "run.json").read_text())
+    assert run["complete"]
+    records = {record["engine"]: record for record in run["variants"]}
+    assert {name: records[name]["status"] for name in names} == dict.fromkeys(names, "failed")
+    assert "it failed in the race: it ran past its time limit" in records["hangs"]["reason"]
+    assert "it failed in the race: its process crashed (SIGABRT)" in records["aborts"]["reason"]
+    assert "Extension modules" not in records["aborts"]["reason"]
+    assert "SQNR" in records["wrong"]["reason"]
+    assert run["winner"] in ("onnxruntime-fp32", "openvino-fp32")
 
 
 def test_the_document_shows_the_example() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 
+from enginesmith import Settings, load_run, optimize
 from enginesmith.calibration.dataset import embedded
-from enginesmith.pipeline import Settings, load_run, optimize
+from enginesmith.pipeline.system.software import version
 
 COMMON = ("fp16", "int8")
 PRECISIONS = (*COMMON, "bf16", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
@@ -50,6 +52,27 @@ def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precisi
     }
     assert wanted[precision] in kinds
     assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(version("nncf") is None, reason="nncf is not installed; pip install nncf")
+def test_nncf_makes_the_same_graph_twice(cli: Cli, tmp_path: Path) -> None:
+    """Groups stay in floating point by name; the sentence tells its version and settings."""
+    files = [tmp_path / "first.onnx", tmp_path / "second.onnx"]
+    for out in files:
+        done = cli(
+            *("precision", "digits", "-o", out, "--precision", "int8", "--quantizer", "nncf", "--keep", "fc"),
+            *("--batch", "1,3", "--samples", "16", "--weight-bits", "7", "--no-cache", "--json"),
+        )
+        assert done.code == 0, done.text
+    found = json.loads(done.stdout)
+    assert all(entry["passed"] for entry in found["fidelity"])
+    assert f"15 of 16 products in int8; NNCF {version('nncf')}: preset mixed, 7-bit weights" in found["summary"]
+    assert found["history"][-1]["tools"]["nncf"] == version("nncf")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    weights = {each.name: numpy_helper.to_array(each) for each in onnx.load(out).graph.initializer}
+    largest = max(np.abs(array.astype(int)).max() for array in weights.values() if array.dtype == np.int8)
+    assert 60 <= largest <= 64
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_a_latency_is_searched_for_and_no_trial_done_twice(
         ("prune given.onnx -o small --prune 0.3", "channels are pruned in a module"),
         ("prune digits -o small --prune 0.3 --recover los.py:loss", "there is no file los.py"),
         ("prune digits -o small --prune 0.3 --recover loss.py:los", "did you mean loss.py:loss?"),
-        ("prune digits -o small --prune 0.3 --recover distil --recover-time 0", "recovery.seconds: "),
+        ("prune digits -o small --prune 0.3 --recover distil --recover-time 0", "--recover-time: "),
         ("optimize digits --prune 0.3 --metric loss:metric", "loss has no function 'metric'"),
         ("prune digits -o small --prune latency=-40% --engine compiled", "give --engine onnxruntime"),
         ("sparsify given.onnx -o given.onnx", "given.onnx is the model itself, and would be overwritten"),

@@ -19,7 +19,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = tmp_path_factory.mktemp("copy") / "enginesmith"
     for folder in _FOLDERS:
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copyfile(ROOT / "cli.py", package / "cli.py")
+    for name in ("__init__.py", "cli.py"):
+        shutil.copyfile(ROOT / name, package / name)
     return package
 
 

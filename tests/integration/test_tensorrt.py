@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import load_run
+from enginesmith import load_run
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt import builder, manifest, versions
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Built, Profile
@@ -234,7 +234,7 @@ CASES = (
     Case("two targets", MLP, "--target sm86 --target sm89", 2, "2 engines|one target"),
     Case("two limits", MLP, "--target sm86 --workspace 1MiB,max", 2, "2 engines|one workspace limit"),
     Case("strip plan", MLP, f"{T86} --strip-plan", 4, "--strip-plan|a machine with a GPU"),
-    Case("enterprise", MLP, "--engine tensorrt", 4, "tensorrt|install"),
+    Case("enterprise", MLP, "--engine tensorrt", 4, "tensorrt|not installed|pip install"),
     Case("engine without a file", MLP, "--engine onnxruntime", 2, "onnxruntime|tensorrt_rtx"),
     Case("min above max", MLP, "--target sm86 --shape batch=8:4:1", 2, "8:4:1|min <= opt <= max"),
     Case("profile beyond", MLP, f"{T86} --optimization-profile batch=1:1:65", 2, "batch=1:1:65|1:8:64|--shape"),

@@ -4,6 +4,7 @@ import contextlib
 import runpy
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 
@@ -13,10 +14,11 @@ import psutil
 import pytest
 import torch
 
-from enginesmith.pipeline import Settings, load_run, optimize, resume
-from enginesmith.pipeline.errors import FidelityError, SourceError
+from enginesmith import Settings, load, load_run, optimize, resume
+from enginesmith.pipeline.errors import FidelityError, MissingCapability, ModelError, ShapeError, SourceError
 from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.results.package.package import package
 from enginesmith.pipeline.workflows.stages import export
 
 HEAD = """
@@ -139,14 +141,15 @@ def test_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_answers_of_nothing_but_nan_prove_nothing(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="NaN or Inf only"):
+    with pytest.raises(SourceError, match=r"all numbers .* are NaN or infinity"):
         answer(write("self.layer(x) * float('nan')"), X, Settings(store=tmp_path / "store"), exporter="auto")
 
 
 def built(model: str) -> dict[str, object]:
     """A recipe of which nothing is measured."""
     measure = {"latency": False, "memory": False}
-    return {"model": model, "batch": [1], "measure": measure, "threads": 1, "export": {"exporter": "torchscript"}}
+    once = {"engines": ["onnxruntime"], "batch": [1], "threads": 1, "export": {"exporter": "torchscript"}}
+    return {"model": model, "measure": measure, **once}
 
 
 def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +212,39 @@ def _kill_a_session(killed: list[int]) -> None:
                     child.send_signal(signal.SIGKILL)
                     killed.append(child.pid)
                     break
+
+
+UNMEASURED = {"batch": [1, 3], "measure": {"seconds": 0.2, "memory": False}}
+
+
+@pytest.mark.thorough
+def test_a_module_that_was_changed_after_its_run_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+    optimize(make({"model": write(), "engines": ["eager"], **UNMEASURED}), tmp_path / "run")
+    with load("run", "eager") as model:
+        assert model(X).shape == X.shape
+    write("self.layer(x) * 2", "self.more = nn.Linear(2, 2)")
+    with pytest.raises(
+        ModelError, match=r"another model than that of \S*run: it has changed .* earlier version"
+    ) as told:
+        load("run", "eager")
+    assert "engine file" in told.value.remedy
+
+
+@pytest.mark.thorough
+def test_an_engine_of_machine_code_is_loaded_from_a_run_and_from_a_trusted_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+    optimize(make({"model": write(), "engines": ["aotinductor"], **UNMEASURED}), tmp_path / "run")
+    package(tmp_path / "run", "bundle", tmp_path / "bundle", "aotinductor-fp32")
+    with load("run", "aotinductor-fp32") as model:
+        wanted = model(X)
+    with pytest.raises(MissingCapability, match="machine code") as refused:
+        load("bundle")
+    assert "trust=True" in refused.value.remedy
+    with load("bundle", trust=True) as model, ThreadPoolExecutor(4) as threads:
+        assert model.check().passed
+        assert all(np.array_equal(each, wanted) for each in threads.map(model, [X] * 40))
+        with pytest.raises(ShapeError, match="batch is 0"):
+            model(X[:0])

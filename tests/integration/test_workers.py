@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import SourceError, StepCrashed, StepKilled, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.system import worker
@@ -47,6 +48,18 @@ def test_an_error_of_ours_comes_back_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no 'nothing'") as caught:
         load("nothing", tmp_path)
     assert "mlp" in caught.value.remedy
+
+
+def test_a_trace_inside_of_a_message_stays_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch's message has one where CUDA fails at its first use."""
+    text = 'CUDA failed lazily\n\nCUDA call was originally invoked at:\n\n  File "<string>", line 1\n'
+
+    def fail() -> None:
+        raise RuntimeError(text)
+
+    _, error = worker._attempt(fail, ())
+    assert error.message == "RuntimeError: CUDA failed lazily"
+    assert "invoked at" in capfd.readouterr().err
 
 
 def test_a_segmentation_fault_ends_the_worker_alone(tmp_path: Path) -> None:
@@ -129,6 +142,19 @@ def test_a_progress_bar_of_a_worker_that_is_killed_leaves_no_semaphore() -> None
     done = subprocess.run(command, env=alone(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "leaked" not in done.stderr
+
+
+def test_engines_that_are_imported_ahead_are_no_part_of_a_model() -> None:
+    pytest.importorskip("openvino")
+    names = {"ENGINESMITH_PRELOAD_ONLY": "json", "ENGINESMITH_PRELOAD": " ".join(engine_class("openvino").modules)}
+    script = "import sys; from enginesmith.pipeline.system import preload; "
+    script += (
+        "import gc; print('openvino' in preload.COMMON, 'openvino_telemetry' in sys.modules, gc.get_freeze_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=alone() | names, capture_output=True, text=True)
+    common, telemetry, frozen = done.stdout.split()
+    assert (common, telemetry) == ("True", "False"), done.stderr
+    assert int(frozen) > 1000  # objects that no collection in a worker has to look at
 
 
 def test_scripts_need_no_main_guard(tmp_path: Path) -> None:

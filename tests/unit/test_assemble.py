@@ -122,6 +122,9 @@ def test_what_paid_is_remarked(outcomes: Outcomes) -> None:
 def test_made_up_calibration_data_is_noted(outcomes: Outcomes, synthetic: bool) -> None:
     outcomes.put("calibrate", {"provenance": {"synthetic": synthetic}})
     assert outcomes.record(INT8).synthetic_calibration is synthetic
+    outcomes.put("graph", [], kind="onnx")
+    (outcomes.folder / "graph" / "ranges.json").write_text(json.dumps({"provenance": {"synthetic": synthetic}}))
+    assert outcomes.record(replace(INT8, calibration=StepRef("graph"))).synthetic_calibration is synthetic
     half = replace(INT8, name=VariantName("onnxruntime", "fp16"), precision="fp16", lowering="fp16")
     assert not outcomes.record(half).synthetic_calibration, "ranges are no part of that graph"
 
@@ -180,7 +183,7 @@ def test_fields_of_a_later_version_are_left_out_and_named(tmp_path: Path) -> Non
             record["latency"][0]["p42_ms"] = 1.0
 
     run = read(tmp_path, add)
-    assert run.recipe == make({"model": "digits"})
+    assert run.recipe == make({"model": "digits"}, listed=True)
     caution, before = run.environment["warnings"]
     assert before == "the machine is busy"
     assert set(caution.partition(": ")[2].split(", ")) == {
@@ -190,8 +193,10 @@ def test_fields_of_a_later_version_are_left_out_and_named(tmp_path: Path) -> Non
 
 
 def test_a_recipe_that_is_not_known_as_a_whole_is_not_gone_on_with(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not know: recipe\.colour"):
+    with pytest.raises(UsageError, match=r"does not have: recipe\.colour\n.*optimize digits … .*--replace"):
         read(tmp_path, lambda found: found["recipe"].update(colour="red"), to_go_on=True)
+    with pytest.raises(UsageError, match=r"recipe\.eager\.cuda_graphs \(cuda_graphs now\)\n"):
+        read(tmp_path, lambda found: found["recipe"]["eager"].update(cuda_graphs=True), to_go_on=True)
     assert read(tmp_path, lambda found: found.update(mood="good"), to_go_on=True).name == "demo"
 
 
@@ -240,6 +245,27 @@ def test_what_is_no_document_is_refused(tmp_path: Path, content: bytes, words: s
     (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(UsageError, match=words):
         runs.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        ({1: True, 8: False, 5: True}, {1: True, 8: True}, []),  # 5 was the largest that fit, where 8 did not
+        ({1: True, 8: False, 5: True}, {1: True, 8: False, 4: True}, ["a has no latency at batch 5"]),
+        ({1: True, 8: True}, {8: True, 16: True}, ["a has no latency at batch 1"]),
+    ],
+)
+def test_a_batch_that_was_found_is_no_loss_where_a_larger_one_fits(
+    before: dict[int, bool], after: dict[int, bool], lost: list[str]
+) -> None:
+    first, later = (
+        small(
+            variant("eager"),
+            variant("a", latency=[{"batch": n, "p50_ms": 1.0 if fits else None} for n, fits in row.items()]),
+        )
+        for row in (before, after)
+    )
+    assert runs.list_losses(first, later) == lost
 
 
 def test_what_is_truncated_anywhere_is_refused(tmp_path: Path) -> None:

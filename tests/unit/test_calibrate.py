@@ -427,11 +427,9 @@ def test_what_holds_no_ranges_is_refused(tmp_path: Path, text: str) -> None:
         load(tmp_path / "nothing", model_sha256="m")
 
 
-def test_percentile_and_channels_are_parameters(tmp_path: Path) -> None:
+def test_the_percentile_is_a_parameter(tmp_path: Path) -> None:
     model, beside = network(tmp_path), reference(tmp_path)
     usual, _ = calibrated(tmp_path, model, beside)
     low, _ = calibrated(tmp_path, model, beside, percentile=60)
-    none, _ = calibrated(tmp_path, model, beside, channels=False)
     assert low.tensors["product"].amax["percentile"] < 0.9 * usual.tensors["product"].amax["percentile"]
     assert usual.channels
-    assert not none.channels

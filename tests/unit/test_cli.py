@@ -43,9 +43,22 @@ def test_an_old_spelling_is_taken_and_not_shown() -> None:
     assert "No such option" not in CliRunner().invoke(cli.main, ["precision", "net.onnx", "--equalise"]).output
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimize", "digits", "--time-limit", "1m"], "--time-limit is called --time now"),
+        (["build", "net.onnx", "--time-limit", "1m"], "--time-limit is called --time now"),
+        (["precision", "net.onnx", "--search-limit=1m"], "--search-limit is called --time now"),
+    ],
+)
+def test_an_option_that_there_was_names_the_one_that_replaces_it(words: list[str], said: str) -> None:
+    answer = CliRunner().invoke(cli.main, words)
+    assert (answer.exit_code, said in answer.output) == (2, True), answer.output
+
+
 def test_libraries_report_nothing_to_their_makers() -> None:
     names = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
-    code = f"import os, enginesmith.pipeline; print([os.environ[name] for name in {names!r}])"
+    code = f"import os, enginesmith; print([os.environ[name] for name in {names!r}])"
     rest = {name: value for name, value in os.environ.items() if name not in names}
     answer = subprocess.run([sys.executable, "-c", code], env=rest, capture_output=True, text=True, check=True)
     assert answer.stdout == "['1', '1']\n"
@@ -53,7 +66,7 @@ def test_libraries_report_nothing_to_their_makers() -> None:
 
 def test_planning_loads_neither_torch_nor_onnx() -> None:
     code = (
-        "import sys\nfrom enginesmith.pipeline import recipe\n"
+        "import sys, enginesmith\nenginesmith.load\nfrom enginesmith.pipeline import recipe\n"
         "from enginesmith.pipeline.planning import planner, variants\n"
         "from enginesmith.pipeline.workflows import optimize\n"
         "planner.plan(variants.resolve_recipe(recipe.make({'model': 'digits'})))\n"
@@ -138,7 +151,6 @@ def test_what_options_are_called_in_a_recipe_is_known() -> None:
             "--changed-since",
             "--jobs",
             "--no-cache",
-            "--time-limit",
             "--store",
         ),
         *("--executor", "--ray-address", "--quiet", "--json", "--help-all"),
@@ -160,3 +172,11 @@ def test_help_lists_everyday_options_under_headings_and_help_all_lists_every_one
     assert len(brief.splitlines()) < 80
     assert "--precision-target" in whole
     assert "--precision-target" not in brief
+
+
+@pytest.mark.parametrize(
+    ("given", "labels"), [([], None), (["--labels", "a"], "a"), (["--labels", "a,b", "--labels", "c"], "a,b,c")]
+)
+def test_labels_that_are_given_twice_are_all_used(given: list[str], labels: str | None) -> None:
+    context = cli.main.commands["optimize"].make_context("optimize", ["net.onnx", *given])
+    assert context.params["data_options__labels"] == labels

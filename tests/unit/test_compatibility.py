@@ -1,5 +1,6 @@
 """Whether versions fit each other: rules on stacks that are made up, and what is found of this one."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from enginesmith.pipeline.engines import check_software
 from enginesmith.pipeline.engines.compatibility import Check
 from enginesmith.pipeline.engines.stack import find_stack
-from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system import nvidia, software
 from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
 
@@ -55,7 +56,11 @@ def test_what_fits_needs_no_fix() -> None:
     ("change", "name", "fix"),
     [
         ({"driver_cuda": (12, 4), "driver": "550.54"}, "driver for torch", "apt-get install nvidia-driver-580"),
-        ({"driver_cuda": (12, 4), "driver": "550.54"}, "driver for tensorrt", "pip install tensorrt-cu12"),
+        (
+            {"driver_cuda": (12, 4), "driver": "550.54", "torch_cuda": "12.8"},
+            "driver for tensorrt",
+            "pip install tensorrt-cu12",
+        ),
         ({"driver_cuda": None, "gpus": (), "gpu_without_driver": True}, "driver for torch", "nvidia-driver-580"),
         (gpu(compute_mode="exclusive process"), "compute mode of cuda:0", "nvidia-smi -i 0000:17:00.0 -c DEFAULT"),
         (gpu(driver=None), "state of cuda:0", "NVIDIA_DRIVER_CAPABILITIES"),
@@ -91,6 +96,10 @@ def test_what_does_not_fit_has_a_fix(change: dict[str, Any], name: str, fix: str
     check = found(**change)[name]
     assert check.ok is False
     assert fix in check.fix
+
+
+def test_tensorrt_for_an_older_cuda_is_no_way_out_where_torch_needs_the_driver() -> None:
+    assert "cu12" not in found(driver_cuda=(12, 4), driver="550.54")["driver for tensorrt"].fix
 
 
 def test_without_a_gpu_nothing_is_wrong() -> None:
@@ -134,7 +143,7 @@ def test_what_cannot_be_known_says_so() -> None:
     assert "does not say" in found(onnxruntime_cuda=None)["CUDA libraries of onnxruntime-gpu"].note
     provider = found(versions={**ALL_IS_WELL.versions, "tensorrt": "11.4.0"})["TensorRT provider of onnxruntime-gpu"]
     assert provider.ok is None
-    assert "not used here" in provider.note
+    assert "in another environment" in provider.note
 
 
 @pytest.mark.parametrize(
@@ -164,13 +173,14 @@ def test_builds_are_read_from_files(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
     (tmp_path / "capi").mkdir()
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '13.0.1'\n")
-    monkeypatch.setattr(software, "find", lambda package: tmp_path)
+    module = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(nvidia.importlib.util, "find_spec", lambda package: module)
     file = "capi/build_and_package_info.py"
-    found = [software.cuda_of(*build) for build in (("torch", "version.py"), ("onnxruntime", file))]
+    found = [nvidia.cuda_of(*build) for build in (("torch", "version.py"), ("onnxruntime", file))]
     assert found == ["13.0", "13.0.1"]
     (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\n")
-    assert (software.cuda_of("torch", "version.py"), software.cuda_of("onnxruntime", file)) == (None, None)
+    assert (nvidia.cuda_of("torch", "version.py"), nvidia.cuda_of("onnxruntime", file)) == (None, None)
 
 
 def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage
-from enginesmith.pipeline.frameworks.records import Coverage
+from enginesmith.pipeline.frameworks.records import Coverage, describe_fallback
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.verify import Audit
@@ -238,3 +238,24 @@ def test_inspect_shows_what_a_file_asks_for(tmp_path: Path) -> None:
     assert (found["sizes"], found["multiply-adds"]) == ("batch 1", "128")
     assert found["share of multiply-adds"] == found["share of weights"] == "fp32 50 %, int8 50 %"
     assert (found["Q/DQ pairs"], found["separate low-precision parts"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "copies", "said"),
+    [
+        ({}, 0, ""),
+        ({"CUDA": {"Gemm": 4}}, 2, ""),
+        (
+            {"CUDA": {"Mul": 4}, "CPU": {"Det": 1, "NonZero": 2}},
+            0,
+            "3 of 7 nodes run on CPU, not on CUDA (2 NonZero, 1 Det)",
+        ),
+        (
+            {"GPU": {}, "CPU": {"If": 1}},
+            2,
+            "1 of 1 nodes run on CPU, not on GPU (1 If); 2 copies between host and device",
+        ),
+    ],
+)
+def test_nodes_that_run_elsewhere_are_named(assigned: dict[str, dict[str, int]], copies: int, said: str) -> None:
+    assert describe_fallback(assigned, copies) == said

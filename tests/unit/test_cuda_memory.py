@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,9 +19,9 @@ from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, OUTPUTS, TRANSFERS, WEIGHTS, WORKSPACE
 from enginesmith.pipeline.engines.onnxruntime import session
 from enginesmith.pipeline.engines.tensorrt.loader import allocator, ledger_of
-from enginesmith.pipeline.errors import MissingCapability, StepOutOfMemory
-from enginesmith.pipeline.measure.memory import peak, usage
-from enginesmith.pipeline.measure.memory.peak import CudaPhases, measure_on_cuda
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.measure.memory import cuda, deployment, usage
+from enginesmith.pipeline.measure.memory.cuda import CudaPhases, measure_on_cuda
 from enginesmith.pipeline.measure.memory.usage import Sampler
 from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.system import nvidia
@@ -33,6 +34,7 @@ SEGMENT = 2 * MIB
 CONTEXT, LIBRARIES, OTHERS = 300 * MIB, 100 * MIB, 7 * MIB
 FEEDS: Feeds = {"x": np.zeros((8, 125), np.float32)}  # 4000 bytes, 4096 in blocks
 WEIGHTS_BYTES, ACTIVATION_BYTES = 3 * MIB + 100, 1 * MIB + 1
+WORKSPACE_BYTES = 8 * MIB + 128 * KIB
 
 
 class Gpu:
@@ -97,7 +99,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(peak, "used_bytes", lambda one: (device.used(), ""))
+    monkeypatch.setattr(cuda, "used_bytes", lambda one: (device.used(), ""))
     answers = SimpleNamespace(process_bytes=lambda index, pid: (device.used() - OTHERS, ""))
     monkeypatch.setattr(nvidia, "nvml", lambda: answers)
     return device
@@ -159,7 +161,6 @@ class OrtLike(Eager):
     """Calls the functions whose addresses the options of ONNX Runtime's provider have; else it has an arena."""
 
     memory_from_torch: ClassVar[bool] = False
-    fails = ""
 
     def load(self, artifact: Artifact, device: Device) -> Any:
         options = session.counted_options(device.index)
@@ -167,8 +168,6 @@ class OrtLike(Eager):
             self.take = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(int(options["gpu_external_alloc"]))
             self.give = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(options["gpu_external_free"]))
         else:
-            if self.fails:
-                raise StepOutOfMemory(self.fails)
             self.take, self.give = self._from_arena, lambda address: None
         return self.session(self)
 
@@ -257,7 +256,7 @@ def test_figures_are_those_of_what_was_taken(kind: type[Eager], gpu: Gpu) -> Non
     assert (found.weights_bytes, found.activation_bytes) == (blocks(WEIGHTS_BYTES), blocks(ACTIVATION_BYTES))
     assert found.peak_bytes == blocks(WEIGHTS_BYTES) + blocks(ACTIVATION_BYTES)
     shown = lenses(seen)
-    asked = WEIGHTS_BYTES + ACTIVATION_BYTES + FEEDS["x"].nbytes
+    asked = WEIGHTS_BYTES + ACTIVATION_BYTES
     assert (shown["allocator_requested"], shown["allocator_reserved"]) == (asked, 6 * MIB)
     assert shown["allocator_current"] == blocks(WEIGHTS_BYTES) + 4096
     assert (shown["allocator_closed"], shown["device_closed"]) == (0, 11 * MIB)
@@ -291,7 +290,6 @@ def test_tensorrt_is_split_by_the_ledger(gpu: Gpu) -> None:
     assert shown["engine"] == 5 * MIB
     assert "3 MiB" in found.lenses["engine"].note
     assert shown["allocator_closed"] == 0
-    assert seen.deployed is None
 
 
 def test_differences_between_instruments_are_explained(gpu: Gpu) -> None:
@@ -344,18 +342,83 @@ def test_what_a_session_leaves_behind_is_told(gpu: Gpu) -> None:
     assert "1 given back twice, 1 given back and never taken, 3 MiB that the engine took and did not give back" in note
 
 
-def test_onnxruntime_is_also_seen_as_it_allocates_in_production(gpu: Gpu) -> None:
-    seen = measured(OrtLike(gpu))
-    assert lenses(seen)["deployed"] == 4 * MIB + 4 * KIB + 4 * (2 * MIB)  # weights, inputs, four calls' activations
-    assert "an arena rounds up" in row(seen).lenses["deployed"].note
+def test_workspaces_of_cublas_and_the_first_call_are_told_apart(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes a workspace for each stream that multiplies: at priming, and when the session is first called."""
+    workspaces: list[int] = []
+
+    class Multiplying(Session):
+        def enqueue(self, bound: list[int]) -> None:
+            if len(workspaces) == 0:
+                workspaces.append(gpu.take(WORKSPACE_BYTES))
+                gpu.give(gpu.take(5 * MIB))  # tried kernels
+            super().enqueue(bound)
+
+    class Primed(Eager):
+        session: ClassVar[type[Session]] = Multiplying
+
+        def prime(self, artifact: Artifact, device: Device) -> None:
+            super().prime(artifact, device)
+            workspaces.append(gpu.take(WORKSPACE_BYTES))
+
+    def clear() -> None:
+        while workspaces:
+            gpu.give(workspaces.pop())
+
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    found = row(measured(Primed(gpu)))
+    shown = {name: lens.bytes for name, lens in found.lenses.items()}
+    assert (found.peak_bytes, found.activation_bytes) == (blocks(WEIGHTS_BYTES) + 5 * MIB, 5 * MIB)
+    assert (shown["allocator_libraries"], shown["allocator_closed"]) == (WORKSPACE_BYTES, 0)
+    assert shown["allocator_current"] == blocks(WEIGHTS_BYTES) + 4096
+    steady = blocks(WEIGHTS_BYTES) + blocks(ACTIVATION_BYTES)
+    assert (shown["first_call_peak"], shown["steady_peak"]) == (blocks(WEIGHTS_BYTES) + 5 * MIB, steady)
+    assert "a deployment of PyTorch takes them" in found.lenses["allocator_libraries"].note
 
 
-def test_a_second_session_that_does_not_fit_leaves_the_rest(gpu: Gpu) -> None:
-    engine = OrtLike(gpu)
-    engine.fails = "memory ran out"
-    seen = measured(engine)
-    assert "memory ran out" in row(seen).reasons["deployed"]
-    assert row(seen).peak_bytes == blocks(WEIGHTS_BYTES) + blocks(ACTIVATION_BYTES)
+def test_an_allocator_without_blocks_counts_what_was_asked_for(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics of PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync have 0 as requested bytes."""
+    without = lambda device: {name: size * ("requested" not in name) for name, size in gpu.stats(device).items()}  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "memory_stats", without)
+    shown = lenses(measured(Eager(gpu)))
+    assert shown["allocator_requested"] == shown["allocator"]
+
+
+@pytest.mark.parametrize(
+    ("own", "readings", "expected"),
+    [((3 * MIB, "2 readings"), (), 3 * MIB), ((None, "hidden"), (90, 90, 20, 20), 70), ((None, "hidden"), (90,), None)],
+)
+def test_a_deployment_is_what_its_process_takes(
+    own: tuple[int | None, str],
+    readings: tuple[int, ...],
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    served = deployment._Serving(*own, device_bytes=200, shares_system_memory=False)
+    seen = itertools.chain(readings, itertools.repeat(readings[-1] if readings else 0))
+
+    class Process:
+        def __init__(self, body: Any, *args: Any, log: Path) -> None:
+            self.request = lambda *message, timeout_seconds: served if "candidate" in body.__name__ else next(seen)
+
+        def __enter__(self) -> "Process":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def kill(self) -> None:
+            pass
+
+    clock = itertools.count()
+    monkeypatch.setattr(deployment, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(clock)))
+    monkeypatch.setattr(deployment, "Worker", Process)
+    candidate = SimpleNamespace(id="x", device=CUDA)
+    fields = deployment.measure_deployment(candidate, FEEDS, tmp_path, 1.0, None).summarize()  # type: ignore[arg-type]
+    assert (fields["deployment_bytes"], fields["device_bytes"]) == (expected, 200)
+    assert fields["deployments_per_device"] == (None if expected is None else 200 // expected)
+    reasons = "hidden, and the use of the device did not change"
+    assert set(fields["reasons"].values()) == (set() if expected else {reasons})
 
 
 def test_an_engine_that_allocates_past_the_ledger_has_the_devices_figure(gpu: Gpu) -> None:
@@ -387,7 +450,7 @@ def test_lenses_that_cannot_work_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPat
         raise MissingCapability("there is no NVML (libnvidia-ml.so.1)")
 
     monkeypatch.setattr(nvidia, "nvml", missing)
-    monkeypatch.setattr(peak, "used_bytes", usage.used_bytes)
+    monkeypatch.setattr(cuda, "used_bytes", usage.used_bytes)
     found = row(measured(Eager(gpu)))
     assert {"process", "context"}.isdisjoint(found.lenses)
     assert "no NVML" in found.reasons["process"]

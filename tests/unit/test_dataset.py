@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from enginesmith.calibration.dataset import Dataset, embedded, open_dataset, synthetic
+from enginesmith.calibration.dataset import (
+    Dataset,
+    check_parts,
+    count_parts,
+    embedded,
+    open_dataset,
+    split_rows,
+    synthetic,
+)
 from enginesmith.calibration.file_formats import Request, check_readable
 from enginesmith.calibration.lazy_arrays import Cast, Picked
-from enginesmith.calibration.options import DataOptions
+from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
 from enginesmith.pipeline.errors import DataError, SignatureError
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -138,6 +146,97 @@ class TestDataset:
     def test_a_sample_of_nothing(self):
         with pytest.raises(DataError, match="0 samples of numbered"):
             numbered(5).sample(0, seed=0)
+
+
+class TestParts:
+    LABELS = np.repeat(np.arange(4), [100, 60, 30, 10])
+
+    def parts(self, count=200, most=None, sharing=PARTS):
+        return split_rows(numbered(count, self.LABELS[:count]), sharing, most)
+
+    def test_they_are_disjoint_whole_and_always_the_same(self):
+        found, again = self.parts(most=50), self.parts(most=50)
+        assert sorted(np.concatenate(list(found.values())).tolist()) == list(range(200))
+        assert all(np.array_equal(found[name], again[name]) for name in PARTS)
+
+    def test_each_class_is_in_each_part_in_proportion(self):
+        for rows in self.parts().values():
+            shares = np.bincount(self.LABELS[rows], minlength=4) / len(rows)
+            assert np.abs(shares - [0.5, 0.3, 0.15, 0.05]).max() < 1 / len(rows)
+
+    def test_rows_are_not_in_the_order_of_the_file(self):
+        assert len(set(self.LABELS[self.parts()["choice"][:8]].tolist())) > 1
+
+    @pytest.mark.parametrize(
+        ("count", "most", "sharing", "sizes"),
+        [
+            (200, 128, PARTS, [66, 67, 67]),
+            (200, 40, PARTS, [40, 80, 80]),
+            (200, None, PARTS, [66, 67, 67]),
+            (199, 40, PARTS, [40, 79, 80]),
+            (24, 128, PARTS, [8, 8, 8]),
+            (199, 40, PARTS[1:], [99, 100]),
+            (199, 40, PARTS[:2], [40, 159]),
+            (199, 128, PARTS[:2], [99, 100]),
+            (199, 128, PARTS[1:2], [199]),
+        ],
+    )
+    def test_sizes(self, count, most, sharing, sizes):
+        assert [len(rows) for rows in self.parts(count, most, sharing).values()] == sizes
+
+    @pytest.mark.parametrize(("count", "sharing", "needed"), [(23, PARTS, 24), (15, PARTS[1:], 16)])
+    def test_too_few(self, count, sharing, needed):
+        said = f"numbered has {count} samples, and {needed} are needed: 8 each for {', '.join(sharing)}"
+        with pytest.raises(DataError, match=f"{said}\n.*--calibration DATA"):
+            self.parts(count, sharing=sharing)
+
+    @pytest.mark.parametrize(
+        ("changes", "labels", "notes"),
+        [
+            ({}, np.arange(40) % 4, []),
+            ({}, None, []),
+            ({5: 6, 7: 6}, np.arange(40) % 4, ["2 of 40 samples of samples.npz are copies of others"]),
+            ({}, np.full(40, 3), ["all samples of samples.npz have the label 3: no metric"]),
+            ({}, np.maximum(np.arange(40), 2) % 38, ["37 of 38 classes of samples.npz have too few samples"]),
+            ({}, np.arange(40) / 8, []),
+        ],
+    )
+    def test_what_makes_parts_tell_less_is_noted(self, saved, changes, labels, notes):
+        image = rows(40)
+        for row, other in changes.items():
+            image[row] = image[other]
+        path = saved(image=image, **({} if labels is None else {"labels": labels}))
+        options = PartOptions(part="choice")
+        data = open_dataset(path, IMAGE, options=options)
+        assert count_parts(data, path, options) == {"calibration": 13, "choice": 13, "judgement": 14}
+        found = check_parts(data)
+        assert len(found) == len(notes)
+        assert all(found[index].startswith(note) for index, note in enumerate(notes))
+
+    def test_a_file_is_opened_in_parts(self, saved):
+        path = saved(image=rows(40), labels=np.arange(40) % 2)
+        opened = [open_dataset(path, IMAGE, options=PartOptions(part=part)) for part in PARTS]
+        sizes = {"calibration": 13, "choice": 13, "judgement": 14}
+        assert [data.name for data in opened] == [f"samples.npz ({part}: {sizes[part]} of 40)" for part in PARTS]
+        assert sorted(row for data in opened for row in data.rows) == list(range(40))
+        assert all(np.array_equal(data.batch(2, 1)["image"][0], rows(40)[data.rows[2]]) for data in opened)
+        few = opened[0].sample(4, seed=3)
+        assert set(few.rows) < set(opened[0].rows)
+
+    @pytest.mark.parametrize(
+        ("sharing", "sizes"), [(PARTS, [240, 178, 179]), (PARTS[1:], [240, 178, 179]), (PARTS[:2], [240, 357, 357])]
+    )
+    def test_an_embedded_set_keeps_its_calibration(self, sharing, sizes):
+        image = (TensorSpec.parse("image:float32:batch,1,8,8"),)
+        splits = {"calibration": "calibration", "choice": "test", "judgement": "test"}
+        opened = [
+            open_dataset("digits", image, split=split, options=PartOptions(part=part, shared_by=sharing))
+            for part, split in splits.items()
+        ]
+        assert [len(data) for data in opened] == sizes
+        counts = count_parts(opened[1], "digits", PartOptions(part="choice", shared_by=sharing))
+        assert counts == {part: size for part, size in zip(PARTS, sizes, strict=True) if part in sharing}
+        assert len(open_dataset("digits/test", image, options=PartOptions(part="calibration"))) == 119
 
 
 class TestEmbedded:

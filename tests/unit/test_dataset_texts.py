@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from enginesmith.calibration.dataset import DataOptions, open_dataset
+from enginesmith.calibration.options import PARTS, PartOptions
 from enginesmith.pipeline.errors import DataError, MissingCapability
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -71,6 +72,13 @@ class TestTokens:
         assert data.arrays["input_ids"].tolist() == [[CLS, ONE, SEP, PAD], [CLS, ONE, TWO, SEP]]
         assert "(the model's length)" in data.notes[0]
         assert data.notes[1] == "1 of 2 texts are longer and were cut off"
+
+    def test_in_parts(self, write):
+        path = write(*({"text": f"one {index}", "label": index % 3} for index in range(30)))
+        opened = [open_dataset(path, IDS, options=PartOptions(part=part)) for part in PARTS]
+        assert [len(data) for data in opened] == [10, 10, 10]
+        assert sorted(row for data in opened for row in data.rows) == list(range(30))
+        assert [data.labels.tolist() for data in opened] == [[row % 3 for row in data.rows] for data in opened]
 
     def test_max_length(self, write):
         data = open_dataset(write({"text": "one"}), IDS, options=DataOptions(max_length=6))

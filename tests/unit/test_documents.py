@@ -4,19 +4,26 @@ import ast
 import json
 import re
 import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import enginesmith
 from enginesmith.pipeline import errors
 from enginesmith.pipeline.recipe import commented, make
 from enginesmith.pipeline.recipe.cli_options import list_options
-from enginesmith.pipeline.report.reference import recipe_reference
 from enginesmith.pipeline.results.run import json_schema
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def test_the_public_api_is_what_is_documented() -> None:
+    page = (ROOT / "docs/stability.md").read_text()
+    assert [*enginesmith.__all__] == sorted(enginesmith._HOMES)
+    assert not [name for name in enginesmith.__all__ if f"`{name}`" not in page or not getattr(enginesmith, name)]
 
 
 def test_the_shipped_schema_is_that_of_the_code() -> None:
@@ -28,13 +35,13 @@ def test_the_options_of_the_command_line_are_those_of_the_recipes_fields() -> No
     assert json.loads((ROOT / "pipeline/commands/options.json").read_text()) == list_options(), "run `make documents`"
 
 
-def test_the_recipe_reference_is_that_of_the_code() -> None:
-    assert (ROOT / "docs/recipe.md").read_text() == recipe_reference(), "run `make documents`"
-
-
-def test_the_reference_of_commands_is_that_of_the_code() -> None:
-    write = runpy.run_path(str(ROOT / "docs" / "commands.py"))["command_reference"]
-    assert (ROOT / "docs" / "cli.md").read_text() == write(), "run `make documents`"
+@pytest.mark.parametrize(
+    ("script", "function", "page"),
+    [("fields.py", "recipe_reference", "recipe.md"), ("commands.py", "command_reference", "cli.md")],
+)
+def test_a_reference_is_that_of_the_code(script: str, function: str, page: str) -> None:
+    write = runpy.run_path(str(ROOT / "docs" / script))[function]
+    assert (ROOT / "docs" / page).read_text() == write(), "run `make documents`"
 
 
 def prose(document: Path) -> str:
@@ -112,6 +119,33 @@ def test_every_dependency_is_pinned() -> None:
     names = {re.split(r"[<>=\[]", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
     assert names - {"enginesmith"} <= {pin.lower().replace("_", "-") for pin in pins}
+
+
+@pytest.mark.parametrize(("flavour", "other"), [("cpu", "gpu"), ("gpu", "cpu")])
+def test_make_keeps_flavours_apart(flavour: str, other: str, tmp_path: Path) -> None:
+    words = ["make", "-n", "demo", "test-all", f"FLAVOUR={flavour}", f"VENV={tmp_path}"]
+    lines = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    packages = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu"}
+    uninstall = f"{tmp_path}/bin/pip uninstall -q -y onnxruntime onnxruntime-gpu"
+    removed = next(i for i, line in enumerate(lines) if f"show -q {packages[other]} " in line and uninstall in line)
+    installed = next(index for index, line in enumerate(lines) if f"-e '.[{flavour},openvino]'" in line)
+    assert removed < installed < lines.index(f"touch {tmp_path}/.runtime-{flavour}")
+    assert f"rm -f {tmp_path}/.runtime-{other} {tmp_path}/.dev-{other}" in lines
+    together = [line for line in lines if "-n 2" in line]  # several processes: none of them sees a GPU
+    assert [line.startswith("CUDA_VISIBLE_DEVICES= ") for line in together] == [True, True]
+    assert f"{tmp_path}/bin/pytest -n 0 -m gpu tests/gpu" in lines
+    assert ("--device cuda --out" in "".join(lines)) == (flavour == "gpu")
+
+
+def test_no_message_names_a_file_of_the_documents() -> None:
+    """A wheel has none of them."""
+    named = []
+    for path in (path for room in ("pipeline", "calibration", "models") for path in (ROOT / room).rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        about = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in about]
+        named += [f"{path.name}:{node.lineno}" for node in texts if "docs/" in str(node.value)]
+    assert not named
 
 
 def test_a_commented_recipe_reads_back_as_itself() -> None:

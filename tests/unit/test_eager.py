@@ -7,6 +7,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.nvidia import CudaDevice
+from enginesmith.pipeline.tasks.verify import run_once
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 CPU = Device(threads=1)
@@ -89,6 +91,8 @@ def test_a_cast_module_answers_in_the_models_own_types(artifact: Artifact, dtype
         ({"dtype": "float16"}, "fp16"),
         ({"dtype": "bfloat16", "tf32": True}, "bf16"),
         ({"cuda_graphs": True}, "fp32"),
+        ({"tf32": "convolutions"}, "tf32"),
+        ({"tf32": "convolutions", "dtype": "float16"}, "fp16"),
     ],
 )
 def test_each_option_is_held_to_its_own_thresholds(options: dict[str, Any], row: str) -> None:
@@ -117,15 +121,44 @@ def test_devices_without_tf32(monkeypatch: pytest.MonkeyPatch, capability: tuple
     found = Eager(tf32=True).runnable(Device(kind="cuda"))
     assert found.ok == ok
     assert ok or "sm75" in found.reason
-    assert Eager().runnable(Device(kind="cuda")).ok
+    assert Eager().as_shipped(Device(kind="cuda")).runnable(Device(kind="cuda")).ok
+    assert Eager.usual_half(Device(kind="cuda")) == ("bf16" if ok else "fp16")
 
 
-def test_a_torch_without_cuda_is_to_be_taken_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It satisfies every requirement: installing alone leaves it as it is."""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    found = Eager.available(Device(kind="cuda"))
-    assert not found.ok
-    assert found.remedy.index("pip uninstall -y torch") < found.remedy.index("pip install torch")
+@pytest.mark.parametrize(
+    ("capability", "installed", "variables", "words"),
+    [
+        ((6, 1), "triton gcc Python.h", {}, "needs compute capability 7.0, and cuda:0 is sm61"),
+        ((8, 9), "triton Python.h", {}, "no C compiler 'gcc' or 'clang'"),
+        ((8, 9), "triton g++ Python.h", {"CXX": "g++"}, "no C compiler"),
+        ((8, 9), "triton gcc Python.h", {"CC": "cc-9"}, "no C compiler 'cc-9'"),
+        ((8, 9), "gcc Python.h", {}, "triton is not installed"),
+        ((8, 9), "triton gcc", {}, "(Python.h) are missing"),
+        ((7, 0), "triton clang Python.h", {}, ""),
+    ],
+)
+def test_compiled_on_cuda_needs_what_triton_needs(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capability: tuple[int, int],
+    installed: str,
+    variables: dict[str, str],
+    words: str,
+) -> None:
+    for name in ("available", "installed"):
+        monkeypatch.setattr(Eager, name, classmethod(lambda cls, device: Availability(ok=True)))
+    monkeypatch.setattr(eager.nvidia, "cuda_device", lambda index: CudaDevice(name="T", compute_capability=capability))
+    monkeypatch.setattr(eager.shutil, "which", lambda name: name if name in installed.split() else None)
+    monkeypatch.setattr(eager, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(eager.sysconfig, "get_path", lambda name: tmp_path)
+    if "Python.h" in installed:
+        (tmp_path / "Python.h").touch()
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+        if name in variables:
+            monkeypatch.setenv(name, variables[name])
+    answer = Compiled.available(Device(kind="cuda"))
+    assert (answer.ok, words in answer.reason) == (not words, True)
 
 
 @pytest.fixture
@@ -136,18 +169,19 @@ def tf32_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tf32_as_it_was")
-@pytest.mark.parametrize("allowed", [False, True])
-def test_tf32_is_as_asked_for_products_and_convolutions(allowed: bool) -> None:
+@pytest.mark.parametrize("tf32", [False, True, "convolutions"])
+def test_tf32_is_as_asked_for_products_and_convolutions(monkeypatch: pytest.MonkeyPatch, tf32: Any) -> None:
     """In both of torch's ways to ask, which raise where they disagree."""
     assert torch.backends.cudnn.allow_tf32  # torch's own default, which a float32 baseline cannot leave
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        eager._allow_tf32(Device(kind="cuda"), allowed)
+        eager.allow_tf32(Device(kind="cuda"), matmul=tf32 is True, cudnn=bool(tf32))
         backends = torch.backends
-        assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == allowed
-        assert (torch.get_float32_matmul_precision() == "high") == allowed
+        allowed = [tf32 is True, bool(tf32)]
+        assert [backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32] == allowed
+        assert (torch.get_float32_matmul_precision() == "high") == allowed[0]
         precisions = [backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision]
-        assert [one == "tf32" for one in precisions] == [allowed, allowed]
+        assert [one == "tf32" for one in precisions] == allowed
 
 
 class FakeStream:
@@ -248,6 +282,16 @@ def test_the_third_call_is_captured_and_replayed(current: list[FakeStream]) -> N
     assert module.calls == 3
     assert len(bound.graph.calls) == 1
     assert len(current) >= 6
+
+
+@pytest.mark.usefixtures("current")
+def test_checks_are_of_what_graphs_answer() -> None:
+    session = opened(GraphedSession, Doubling())
+    np.testing.assert_array_equal(run_once(session, feeds(), replayed=True)["y"], doubled())
+    module = Doubling(RuntimeError("operation not permitted when stream is capturing"))
+    with pytest.raises(ModelError, match="captured no graph"):
+        run_once(opened(GraphedSession, module), feeds(), replayed=True)
+    assert run_once(opened(GraphedSession, module), feeds(), replayed=False)
 
 
 @pytest.mark.usefixtures("current")

@@ -120,7 +120,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(skip=["*@tpu"]), "skip names"),
         (changed(models={"digits": {"targets": ["cpus"]}}), "models.digits.targets names 'cpus'.*did you mean cpu"),
         (changed(targets={"gpu": {"device": "cpu"}}), "targets.gpu has the accelerator H100, and its device is cpu"),
-        (changed(targets={"cpu": {"device": "tpu"}}), "targets.cpu: there is no device 'tpu'"),
+        (changed(targets={"cpu": {"device": "tpu"}}), "targets.cpu: device: there is no device 'tpu'"),
         (changed(targets={"cpu": {"device": "cpu", "recipe": {"device": "cpu"}}}), "names its device twice"),
         (changed(targets={"cpu": {"resources": {"edge": 0}}}), "resources: of edge more than 0 is needed"),
         (changed(models={"Digits": {"model": "digits"}}), "digits@cpu and Digits@cpu would both have the folder"),
@@ -138,7 +138,12 @@ def test_what_makes_no_sense_is_refused(values: dict[str, Any], words: str) -> N
         (SMALL, ["digitz"], {}, "--only names 'digitz'.*did you mean digits"),
         (changed(skip=["*"]), [], {}, "nothing is left"),
         (SMALL, ["gpu"], {"device": "cpu"}, "^digits@gpu: the target has the accelerator H100"),
-        (changed(overrides={"lenet@cpu": {"budgets": {"max_drop": 0.1}}}), [], {}, "^lenet@cpu: the budget max_drop"),
+        (
+            changed(overrides={"lenet@cpu": {"budgets": {"max_drop": 0.1}}}),
+            [],
+            {},
+            "^lenet@cpu: budgets.max_drop needs",
+        ),
     ],
 )
 def test_what_breaks_for_an_entry_names_it(values: Any, only: list[str], options: dict[str, Any], words: str) -> None:

@@ -13,6 +13,7 @@ from enginesmith import cli
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.recipe import parsed
 from enginesmith.pipeline.recipe.fleet import Entry, Place
+from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.workflows import optimize
@@ -207,6 +208,22 @@ def test_an_interrupted_fleet_goes_on_where_it_was_begun(jobs: Jobs, monkeypatch
     assert Path.cwd().name == "elsewhere"
 
 
+def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet("--out", "runs/a")
+    monkeypatch.setattr(optimize, "is_finished", lambda run, folder: folder.name != "lenet@edge")
+    assert CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"]).exit_code == 0
+    assert len(jobs.asked) == 2, "one entry is not finished"
+    monkeypatch.setattr(optimize, "is_finished", lambda run, folder: True)
+    before = {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
+    done = CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
+    assert (done.exit_code, len(jobs.asked)) == (0, 2)
+    assert f"nothing is left to do: {Path('runs/a').absolute()} is finished" in done.stderr
+    assert "4 of 4 entries have a winner" in done.stdout
+    assert {path: path.read_bytes() for path in before} == before
+    CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet", "--no-cache"])
+    assert len(jobs.asked) == 3
+
+
 def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs) -> None:
     fleet("--out", "runs/a")
     done = CliRunner().invoke(cli.main, ["optimize", "digits", "--out", "runs/a"])
@@ -257,11 +274,11 @@ def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: py
     Path("metric.py").write_text("def mine(): pass\n")
     recipes = [
         parsed({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
-        parsed({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
+        parsed({"model": "digits", "calibration": "digits/test", "data": "data.npz", "eval_data": "package:function"}),
     ]
-    first = records.digest_files(recipes)
-    assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], []]
+    first = earlier_fleet.digest_files(recipes)
+    assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], ["data.npz"]]
     for name in ("data.npz", "images/b.png", "metric.py"):
         Path(name).write_bytes(b"two")
-        assert records.digest_files(recipes) != first
-        first = records.digest_files(recipes)
+        assert earlier_fleet.digest_files(recipes) != first
+        first = earlier_fleet.digest_files(recipes)

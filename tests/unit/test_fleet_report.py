@@ -16,6 +16,7 @@ from enginesmith.pipeline.report import fleet as fleet_markdown
 from enginesmith.pipeline.report import fleet as fleet_page
 from enginesmith.pipeline.report import fleet_tables, terminal
 from enginesmith.pipeline.report.html import page
+from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, Failure, FleetRecord, Last
 
@@ -37,7 +38,7 @@ def fleet(folder: Path) -> FleetRecord:
     entries = asked.entries()
     before = [fleets.entry(one, folder / "before", fleets.run(one)) for one in entries[:-1]]
     records.write(fleets.record(asked, *before, created="2026-01-01"), folder / "before")
-    last = records.open_fleet(folder / "before")
+    last = earlier_fleet.open_fleet(folder / "before")
     other = {**fleets.MACHINE, "processor": "Another CPU"}
     synthetic = fleets.variant(fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
@@ -55,7 +56,7 @@ def fleet(folder: Path) -> FleetRecord:
     for entry, kind in zip(entries, kinds, strict=True):
         one = fleets.entry(entry, now, kind)
         run = None if one.run is None else kind
-        since = records.compare_entry(last, entry.name, now / RUNS / entry.name, run)
+        since = earlier_fleet.compare_entry(last, entry.name, now / RUNS / entry.name, run)
         made.append(one.model_copy(update={"since_last": since}))
     beside = Last(path="../before", created="2026-01-01", without=("gone@cpu",))
     found = fleets.record(asked, *made, last=beside)

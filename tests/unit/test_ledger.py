@@ -20,6 +20,7 @@ from enginesmith.pipeline.engines.cuda_allocator import (
     counting,
 )
 from enginesmith.pipeline.engines.onnxruntime import session
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.system.device import Device
 
 
@@ -172,7 +173,7 @@ def functions(options: dict[str, str]) -> tuple[Any, Any]:
 
 def test_a_counted_provider_takes_memory_through_the_ledger(heap: Heap) -> None:
     with counting(0, heap) as ledger:
-        (cuda, options), _ = session._providers(Device(kind="cuda"), 7, tf32=False)
+        (cuda, options), _ = OnnxRuntime()._providers(Device(kind="cuda"), 7)
         assert cuda == "CUDAExecutionProvider"
         assert "user_compute_stream" not in options  # which the provider refuses beside an allocator
         take, give = functions(options)
@@ -192,10 +193,23 @@ def test_a_counted_provider_takes_memory_through_the_ledger(heap: Heap) -> None:
 
 
 def test_a_provider_that_is_not_counted_is_as_in_production() -> None:
-    (_, options), _ = session._providers(Device(kind="cuda", index=1), 7, tf32=False)
+    (_, options), _ = OnnxRuntime()._providers(Device(kind="cuda", index=1), 7)
     assert (options["device_id"], options["user_compute_stream"]) == ("1", "7")
     assert not any("external" in name for name in options)
     assert session.counted_options(0) == {}
+
+
+def test_an_arena_keeps_to_the_limit_unless_it_is_counted(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_allocator, "_limits", {})
+    given = [("CUDAExecutionProvider", {"device_id": "0"}), ("CPUExecutionProvider", {})]
+    assert session.within_limit(given, Device(kind="cuda")) == given
+    cuda_allocator.set_limit(0, 1 << 20)
+    (_, cuda), cpu = session.within_limit(given, Device(kind="cuda"))
+    arena = {"gpu_mem_limit": "1048576", "arena_extend_strategy": "kSameAsRequested"}
+    assert (cuda, cpu) == ({"device_id": "0", **arena}, given[1])
+    assert session.within_limit(given, Device(kind="cuda", index=1)) == given
+    with counting(0, heap):  # then it is torch's memory that is limited
+        assert session.within_limit(given, Device(kind="cuda")) == given
 
 
 def test_errors_of_cuda_stay_out_of_c(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from math import comb, gamma, pi, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -159,7 +159,7 @@ def test_feeds_are_held_against_the_signature() -> None:
 def test_warm_up_ends_with_falling_medians(monkeypatch: pytest.MonkeyPatch, medians: list[float], blocks: int) -> None:
     opened = timer(nothing)
     coming = iter(medians)
-    monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([next(coming)]))
+    monkeypatch.setattr(opened, "_timed", lambda calls: np.array([next(coming)]))
     calls, ended = opened._warm_up(60.0)
     assert calls == blocks
     assert "stopped falling" in ended
@@ -167,7 +167,7 @@ def test_warm_up_ends_with_falling_medians(monkeypatch: pytest.MonkeyPatch, medi
 
 def test_warm_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = timer(nothing)
-    monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([1.0 / time.perf_counter_ns()]))
+    monkeypatch.setattr(opened, "_timed", lambda calls: np.array([1.0 / time.perf_counter_ns()]))
     assert "limit" in opened._warm_up(0.0)[1]
 
 
@@ -215,12 +215,15 @@ def test_what_a_process_does_between_its_blocks_is_counted() -> None:
 class FakeEvent:
     """CUDA events at the boundary: each records the stream, and they are 2 ms apart."""
 
+    log: ClassVar[list[str]] = []
+
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
         self.stream: object = None
 
     def record(self, stream: object) -> None:
         self.stream = stream
+        self.log.append("event")
 
     def elapsed_time(self, later: "FakeEvent") -> float:
         assert self.stream is later.stream is not None
@@ -230,15 +233,24 @@ class FakeEvent:
 def test_cuda_calls_are_timed_by_events_on_the_sessions_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"stream {handle} of {device}")
     monkeypatch.setattr(Fake, "cuda_stream", 7)
-    opened = timer(lambda: time.sleep(0.001))
+    log = FakeEvent.log
+    opened = timer(lambda: log.append("call"))
     ready = opened.make_ready(FEEDS, 0.01)
-    block = opened.block(0.004)
-    np.testing.assert_allclose(block.device_seconds, 0.002)
-    assert block.device_seconds.shape == block.host_seconds.shape
+    created = log.count("event")
+    assert created == 2 * clock._MOST_EVENTS
     assert ready.h2d_seconds is not None
-    assert clock._TRANSFERS
+    for index in range(2 * clock._EVENT_BLOCKS):
+        log.clear()
+        block = opened.block(1e-4)
+        calls, timed = block.host_seconds.size, 0 if block.device_seconds is None else block.device_seconds.size
+        assert timed == (min(calls, clock._MOST_EVENTS) if index % clock._EVENT_BLOCKS == 0 else 0)
+        sampled = log[: len(log) - 3 * timed]  # the events are around calls of their own, in no sample
+        assert "event" not in sampled
+        assert len(sampled) >= calls
+        assert log[len(sampled) :] == ["event", "call", "event"] * timed
+    np.testing.assert_allclose(opened._events.time_calls(opened._session, None, 3), [0.002] * 3)
 
 
 def early_stopping_queries(share: float, over_latency: int) -> int:

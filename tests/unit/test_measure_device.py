@@ -23,13 +23,18 @@ QUIET = {
     "memory_limit_left_bytes": None,
     "gpus": None,
 }
-FOREIGN = (1 << 22) + 1
-"""A number that the kernel gives to no process here."""
+FOREIGN, ENDED = 1, (1 << 22) + 1
+"""Processes: one that is not of this program's group, and a number that the kernel gives to none here."""
 GPU = GpuState(name="NVIDIA H100", compute_capability="9.0", clock_limits=("idle",), processes=(), sm_clock_mhz=345)
 
 
 def busy(**change: Any) -> GpuState:
     return GPU.model_copy(update=change)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.nvidia, "in_host_namespace", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +158,13 @@ def test_what_gpus_did_while_they_worked(here: Environment) -> None:
     )
 
 
-def test_our_own_processes_are_not_others() -> None:
+def test_our_own_processes_and_those_of_an_unknown_namespace_are_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device._is_ours(device.os.getpid())
-    assert not device._is_ours(FOREIGN)
+    assert device._is_ours(ENDED)
+    used = busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),))
+    for of_host in (True, False):
+        monkeypatch.setattr(device.nvidia, "in_host_namespace", lambda of_host=of_host: of_host)
+        assert ("is used by others too (process 1)" in list(device._describe_limits(used))) == of_host
 
 
 def test_gpus_without_nvml_are_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
 from enginesmith.pipeline.measure.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
-from enginesmith.pipeline.measure.quality import MetricError, evaluate, find_metric
+from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, explain_few_samples, find_metric
 from enginesmith.pipeline.tensors import Array
 
 FP32 = thresholds_for("fp32")
@@ -183,6 +183,8 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def three(outputs, labels, classes): ...\n"
         "def once(outputs, labels):\n    raise ValueError('only one class')\n"
         "def both(outputs, labels):\n    return sum((outputs[name] == labels[name]).mean() for name in labels)\n"
+        "def text(outputs, labels):\n    return '0.9'\n"
+        "def nan_each(outputs, labels):\n    return [1.0] + [float('nan')] * (len(labels) - 1)\n"
         "def first(outputs, labels):\n    return float(list(outputs) == ['b'])\n"
     )
     return path
@@ -202,6 +204,8 @@ def test_metric_of_the_user(metrics: Path, place: str) -> None:
     [
         ("broken", r"KeyError: 'scores' in line 6 of my_metrics.py; .*'logits' float64\[200, 10\].*int64\[200\]", True),
         ("nan", "NaN or infinity.*\n.*one finite number", False),
+        ("nan_each", "NaN or infinity, first for sample 1;", True),
+        ("text", r"returned str '0.9'", True),
         ("wrong_length", r"the shape \[2\].*\n.*200 of them", True),
         ("nothing", "returned NoneType None", True),
         ("array", "'dict' object has no attribute 'argmax' in line", True),
@@ -253,6 +257,13 @@ def test_the_output_that_a_metric_judges_is_named(
         ("top1", "b", np.array(list("abcd")), "counted from 0.*<U1"),
         ("mse:b", "ab", np.ones(4), "needs.*'b' is not that.*\n.*--metric mse:a"),
         ("top1", "b", {"x": KINDS, "y": KINDS}, "labels 'x' int64"),
+        (
+            "top1",
+            "b",
+            np.array([0, 1, np.nan, 1]),
+            "^the labels have NaN or infinity, first for sample 2\n.*leaves them",
+        ),
+        ("mse", "a", {"a": np.full(4, np.nan)}, "^the labels have NaN or infinity, first for sample 0"),
     ],
 )
 def test_an_output_that_does_not_fit_is_refused(
@@ -272,3 +283,37 @@ def test_metric_that_is_not_there(metrics: Path, name: str) -> None:
 def test_no_samples_and_no_logits(shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(DataError, match=words):
         evaluate("top1", {"y": np.ones(shape)}, {"y": np.ones(shape)}, np.ones(shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("metric", "drop", "samples", "exceeded"),
+    [
+        ("top1", 1 / 96, 96, False),
+        ("top1:category", 2 / 96, 96, True),
+        ("top5", 0.011, 1000, True),
+        ("top1", 0.01, 10, False),
+        ("top1", -0.5, 10, False),
+        ("mse", 1 / 96, 96, True),
+        ("metrics.py:f1", 1 / 96, 96, True),
+    ],
+)
+def test_a_single_sample_is_no_sign_of_too_large_a_loss(metric: str, drop: float, samples: int, exceeded: bool) -> None:
+    judged = Quality(metric=metric, value=0.9, baseline=0.9 + drop, drop=drop, samples=samples)
+    assert judged.exceeds(0.01) == exceeded
+
+
+@pytest.mark.parametrize(
+    ("metric", "max_drop", "count", "words"),
+    [
+        ("top1", 0.01, 96, "there are 96 for choice and 200 for judgement, and it needs at least 100 for each"),
+        ("top1:category", 0.01, 99, "at least 100"),
+        ("top1", 0.01, 100, ""),
+        ("top5", 0.3, 3, "at least 4"),
+        ("mse", 0.01, 8, ""),
+        ("top1", 0.0, 8, ""),
+        (None, None, 8, ""),
+    ],
+)
+def test_a_budget_of_less_than_one_sample_is_told(metric: str, max_drop: float, count: int, words: str) -> None:
+    told = explain_few_samples({"calibration": 8, "choice": count, "judgement": 200}, metric, max_drop)
+    assert (words in told, bool(told)) == (True, bool(words))

@@ -15,13 +15,16 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate, Session
-from enginesmith.pipeline.errors import ModelError, StepCrashed, StepTimeout
+from enginesmith.pipeline.errors import NO_TIME, ModelError, StepCrashed, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.measure.latency import benchmark, timer
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.rows import LatencyResult, measure_latency
+from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark, LatencyResult, measure_latency
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, ConcurrentClients, Ready
+from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvidia import GpuState
+from enginesmith.pipeline.tasks.race import drop_slow
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 Script = Callable[[int], float]
@@ -39,6 +42,7 @@ class FakeWorker:
     ends: ClassVar[dict[str, int]] = {}
     """By name, the launch that crashes."""
     opened: ClassVar[list[str]] = []
+    waited: ClassVar[tuple[float, float]] = (0.0, 0.5)
 
     def __init__(self, body: Any, engine: Any, artifact: Artifact, device: Device, log: Path) -> None:
         self.script, self.log, self.blocks = engine, log, 0
@@ -65,7 +69,7 @@ class FakeWorker:
             return ConcurrentCalls(min(callers, 3) / self.script(0), np.full(4 * callers, callers * self.script(0)))
         seconds = np.full(2, self.script(self.blocks))
         FakeWorker.now += float(seconds.sum())
-        return Block(seconds, np.array([0.0, 0.5]), float(seconds.sum()), None, 0.004, 0.1, 0.001, preemptions=0)
+        return Block(seconds, np.array(self.waited), float(seconds.sum()), None, 0.004, 0.1, 0.001, preemptions=0)
 
     def kill(self) -> None:
         self.open_now.remove(self.log.stem)
@@ -82,12 +86,14 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., La
         scripts: dict[str, Script],
         batches: tuple[int, ...] = (1,),
         heard: Callable[[str], None] = lambda text: None,
+        device: str = "cpu",
+        dense: dict[str, str] | None = None,
         **settings: Any,
     ) -> LatencyResult:
         artifact = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
-        candidates = [Candidate(name, script, artifact, Device()) for name, script in scripts.items()]  # type: ignore[arg-type]
+        candidates = [Candidate(name, script, artifact, Device(kind=device)) for name, script in scripts.items()]  # type: ignore[arg-type]
         feeds: dict[int, Any] = {batch: {} for batch in batches}
-        return measure_latency(candidates, feeds, LatencySettings(**settings), tmp_path, heard)
+        return measure_latency(candidates, feeds, LatencySettings(**settings), tmp_path, heard, dense or {})
 
     return call
 
@@ -110,6 +116,114 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
     assert (fast.idle_cpu_share, fast.disturbed_share, fast.speedup_rounds) == (pytest.approx(0.01), 0.5, 15)
 
 
+@pytest.mark.parametrize(("waited", "noisy"), [((0.0, 0.5), False), ((0.5, 0.5), True)])
+def test_a_speed_up_of_disturbed_calls_alone_is_no_result(
+    measure: Callable[..., LatencyResult], monkeypatch: pytest.MonkeyPatch, waited: tuple[float, float], noisy: bool
+) -> None:
+    """The interval is narrow: all calls waited as long."""
+    monkeypatch.setattr(FakeWorker, "waited", waited)
+    rows = measure({"eager": lambda block: 4.0, "fast": lambda block: 0.002}, time_limit_seconds=1e3).rows
+    assert [rows[name][0].speedup_too_noisy for name in rows] == [False, noisy]
+    assert rows["fast"][0].speedup
+    assert rows["fast"][0].speedup.median == pytest.approx(2000)
+
+
+class CardWorker(FakeWorker):
+    """A process on a card of 100 bytes, of which each candidate takes some when it loads, and more in its blocks."""
+
+    pid = 0
+    takes: ClassVar[dict[str, int]] = {}
+    grows: ClassVar[dict[str, int]] = {}
+    taken: ClassVar[dict[str, int]] = {}
+    together: ClassVar[set[str]] = set()
+
+    def _take(self, sizes: dict[str, int]) -> None:
+        self.taken[self.log.stem] = sizes[self.log.stem.removeprefix("latency-")]
+        if sum(self.taken.values()) > 100:
+            raise StepOutOfMemory("CUDA out of memory")
+
+    def request(self, name: str, *arguments: Any, timeout_seconds: float) -> Any:
+        if name == "read_free_memory":
+            return 100 - sum(self.taken.values()), 100
+        if name == "load":
+            self._take(self.takes)
+        if name == "block":
+            self.together.add("".join(sorted(self.taken)).replace("latency-eager", "+").replace("latency-", ""))
+            self._take(self.takes | self.grows)
+        return super().request(name, *arguments, timeout_seconds=timeout_seconds)
+
+    def kill(self) -> None:
+        super().kill()
+        self.taken.pop(self.log.stem, None)
+
+
+@pytest.mark.parametrize(
+    ("takes", "grows", "groups", "alone", "oom"),
+    [
+        ({"eager": 20, "a": 30, "b": 40}, {}, ["ab+"], "", ""),
+        ({"eager": 20, "a": 30, "b": 30, "c": 30, "d": 60}, {}, ["ab+", "c+", "d+"], "", ""),
+        ({"eager": 20, "a": 30, "b": 46}, {}, ["a+", "b+"], "", ""),  # 4 % left is too little
+        ({"eager": 20, "a": 30, "b": 90}, {}, ["a+", "b"], "b", ""),
+        ({"eager": 20, "a": 90}, {}, ["+", "a"], "a", ""),
+        ({"eager": 20, "a": 30, "b": 101}, {}, ["a+"], "", "b"),
+        ({"eager": 20, "a": 30, "b": 30}, {"b": 60}, ["ab+", "a+", "b+"], "", ""),  # in the rounds, ab+ is too much
+        ({"eager": 20, "a": 30}, {"eager": 80}, ["a+", "+", "a"], "a", ""),
+    ],
+)
+def test_what_does_not_fit_on_a_gpu_together_is_measured_in_groups(
+    measure: Callable[..., LatencyResult],
+    monkeypatch: pytest.MonkeyPatch,
+    takes: dict[str, int],
+    grows: dict[str, int],
+    groups: list[str],
+    alone: str,
+    oom: str,
+) -> None:
+    """Groups are named by the letters of their members; + is eager."""
+    monkeypatch.setattr(benchmark, "Worker", CardWorker)
+    monkeypatch.setattr(benchmark, "used_besides", lambda *_: (None, ""))
+    monkeypatch.setattr(benchmark, "describe_out_of_memory", lambda *_: OutOfMemory(message="CUDA out of memory"))
+    CardWorker.takes, CardWorker.grows, CardWorker.taken, CardWorker.together = takes, grows, {}, set()
+    scripts = {name: (lambda block, seconds=0.004 / (1 + index): seconds) for index, name in enumerate(takes)}
+    rows = measure(scripts, device="cuda", time_limit_seconds=1.0).rows
+    assert CardWorker.together == set(groups)
+    for index, (name, (row,)) in enumerate(rows.items()):
+        assert (row.p50_ms is None, row.oom is None) == (name in oom, name not in oom)
+        expected = None if name in oom + alone else pytest.approx(1.0 + index)
+        assert (row.speedup and row.speedup.median) == expected
+        assert (row.group is None) == (len(groups) == 1)
+        assert ("does not fit on the GPU together" in row.reasons.get("speedup", "")) == (name in alone)
+
+
+@pytest.mark.parametrize(
+    ("takes", "groups", "told"),
+    [
+        ({"eager": 20, "a": 30, "b": 30, "c": 30}, {"ab+", "ac+"}, None),  # a, the sibling of c, is in both groups
+        ({"eager": 20, "a": 30, "b": 30, "c": 50}, {"ab+", "c+"}, "does not fit on the GPU together with its dense"),
+        ({"eager": 20, "a": 30, "b": 30, "c": 70}, {"ab+", "c+"}, "does not fit on the GPU together with its dense"),
+        ({"eager": 20, "a": 101, "c": 30}, {"c+"}, "there is no dense variant"),
+    ],
+)
+def test_a_pruned_variant_has_its_dense_sibling_in_its_group(
+    measure: Callable[..., LatencyResult],
+    monkeypatch: pytest.MonkeyPatch,
+    takes: dict[str, int],
+    groups: set[str],
+    told: str | None,
+) -> None:
+    monkeypatch.setattr(benchmark, "Worker", CardWorker)
+    monkeypatch.setattr(benchmark, "used_besides", lambda *_: (None, ""))
+    monkeypatch.setattr(benchmark, "describe_out_of_memory", lambda *_: OutOfMemory(message="CUDA out of memory"))
+    CardWorker.takes, CardWorker.grows, CardWorker.taken, CardWorker.together = takes, {}, {}, set()
+    scripts = {name: (lambda block, seconds=0.004 / (1 + index): seconds) for index, name in enumerate(takes)}
+    rows = measure(scripts, device="cuda", dense={"c": "a"}, time_limit_seconds=1.0).rows
+    assert CardWorker.together == groups
+    (row,) = rows["c"]
+    assert (row.speedup_over_dense and row.speedup_over_dense.median) == (None if told else pytest.approx(4 / 2))
+    assert (told or "") in row.reasons.get("speedup_over_dense", "")
+    assert [len(rows[name]) for name in takes] == [1] * len(takes)
+
+
 def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
     noise = np.random.default_rng(0).uniform(1e-4, 2e-4, 100_000)
     row = measure({"eager": lambda block: noise[len(FakeWorker.order)]}, time_limit_seconds=0.05).rows["eager"][0]
@@ -127,6 +241,37 @@ def test_goes_on_within_a_bound_while_launches_disagree(measure: Callable[..., L
     assert row.median_ms.too_noisy
     assert any(text.endswith("so far one median or more is too noisy to tell") for text in said)
     assert not any("±1" in text for text in said)
+
+
+@pytest.mark.parametrize("other", [0.002, 0.001])
+def test_a_load_that_begins_in_the_middle_is_no_difference_between_candidates(
+    measure: Callable[..., LatencyResult], other: float
+) -> None:
+    """From half of the time on, other programs make all calls three times as long, whosever turn it is."""
+
+    def under_load(seconds: float) -> Script:
+        return lambda block: seconds * (3 if FakeWorker.now > 0.1 else 1) * (1 + 0.2 * ((block * 7) % 5))
+
+    settings = {"launches": 1, "block_ms": 25.0, "time_limit_seconds": 0.5, "precision": 0.001}
+    rows = measure({"a": under_load(0.002), "b": under_load(other)}, **settings).rows
+    assert FakeWorker.now > 0.3
+    found = rows["b"][0].speedup
+    assert found is not None
+    assert found.low <= 0.002 / other <= found.high
+    dropped = drop_slow({name: row[0] for name, row in rows.items()}, (), 2)
+    assert set(dropped) == ({"a"} if other == 0.001 else set())
+
+
+def test_ends_with_the_time_of_the_whole_run(measure: Callable[..., LatencyResult], monkeypatch: Any) -> None:
+    """What has not started by then has failed; the others have what was measured, in launches that are whole."""
+    noise = np.random.default_rng(0).lognormal(sigma=0.5, size=9999)
+    scripts: dict[str, Script] = dict.fromkeys(["eager", "fast"], lambda block: noise[block])
+    monkeypatch.setattr(FakeWorker, "load_seconds", 3.0)
+    rows = measure(scripts, (1, 2), time_limit_seconds=100.0, ends_at=30.0).rows
+    assert FakeWorker.now < 40
+    first, second = rows["fast"]
+    assert (first.launches, first.stopped_because, second.failure) == (2, "the time of the whole run", NO_TIME)
+    assert first.p50_ms
 
 
 def test_every_round_has_one_block_of_each_in_shuffled_order(measure: Callable[..., LatencyResult]) -> None:
@@ -328,3 +473,26 @@ def test_without_the_kernels_account_nothing_is_claimed(monkeypatch: pytest.Monk
     with RunQueue() as queue:
         assert not queue.known
         assert queue.waited_ns() == 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_gpus_are_looked_at_after_each_block_and_not_for_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    working = (GpuState(name="NVIDIA L4", clock_limits=("power limit",), sm_clock_mhz=900),)
+    monkeypatch.setattr(benchmark, "gpu_states", lambda: working)
+    device: Any = SimpleNamespace(kind=kind)
+    session = benchmark.MeasuredSession(SimpleNamespace(device=device), Path("log"))  # type: ignore[arg-type]
+    session.worker = SimpleNamespace(request=lambda *request, timeout_seconds: None)  # type: ignore[assignment]
+    session.launches.append(benchmark.Launch())
+    for _ in range(3):
+        session.run_block(0.08)
+    assert session.gpu_looks == ([working] * 3 if kind == "cuda" else [])
+
+
+@pytest.mark.parametrize(("seconds", "start"), [(100.0, 50.0), (15.0, 10.0), (4.0, 4.0), (9999.0, 900.0)])
+def test_a_session_that_may_hang_has_a_part_of_the_time_to_start(tmp_path: Path, seconds: float, start: float) -> None:
+    benchmark = LatencyBenchmark([], LatencySettings(), tmp_path, print)
+    benchmark.end_in(seconds)
+    assert benchmark._settings.start_limit_seconds == start
+    assert not benchmark.late
+    benchmark.end_in(-1.0)
+    assert benchmark.late

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import Candidate
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.memory import limits, peak, usage
 from enginesmith.pipeline.measure.memory.limits import (
@@ -35,6 +37,8 @@ from enginesmith.pipeline.measure.memory.usage import (
 )
 from enginesmith.pipeline.measure.rows import MemoryRow, OutOfMemory
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
+from enginesmith.pipeline.tasks import measure
 
 MIB = 1 << 20
 SMAPS = """\
@@ -131,6 +135,10 @@ def test_what_cannot_be_measured_has_a_reason(
     assert row.peak_bytes is None
     assert str(error) in row.reasons["peak_bytes"]
     assert (row.failure is None) == isinstance(error, MissingCapability)
+    monkeypatch.setattr(measure, "measured_feeds", lambda reference: {4: {}})
+    task = measure.Memory.model_construct(variant="eager", engine=Eager(), device=Device())
+    effect = task.run({"reference": candidate.artifact, "model": candidate.artifact}, tmp_path, lambda text: None)
+    assert effect.summary == f"no peak at batch 4: {row.reasons['peak_bytes']}", "a reason is no figure"
 
 
 CPU, CUDA = Device(), Device(kind="cuda")
@@ -228,6 +236,44 @@ def used(*numbers: int | None) -> Callable[[Device], tuple[int | None, str]]:
         return found, "" if found is not None else "NVML is not there"
 
     return answer
+
+
+TORCH = (
+    "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 24.00 GiB of which 23.71 GiB is free. "
+    "40.00 MiB allowed; Of the allocated memory 16.00 MiB is allocated by PyTorch, and 2.00 MiB is reserved by PyTorch"
+)
+ARENA = "bfc_arena.cc:360 AllocateRawInternal Available memory of 12 is smaller than requested bytes of 34"
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "free", "whole_segments"),
+    [
+        (ARENA, 34, 12, False),
+        (TORCH.format("20.00 MiB"), 20 << 20, 22 << 20, True),
+        (TORCH.format("42.00 MiB"), 42 << 20, 22 << 20, False),
+        ("Failed to allocate memory for requested buffer of size 77", 77, None, False),
+        ("Failed to allocate 1048576000 bytes of memory", 1048576000, None, False),
+        ("CUDAExternalAllocator::Alloc(size_t) p != nullptr was false.", None, None, False),
+    ],
+)
+def test_allocators_say_what_was_asked_for_and_free(
+    text: str, asked: int | None, free: int | None, whole_segments: bool
+) -> None:
+    assert says_out_of_memory(text)
+    error = out_of_memory(text)
+    assert "memory" in error.message.lower()
+    assert ("--memory-limit" in error.remedy) == ("allowed" in text)
+    assert (error.asked_bytes, error.free_bytes) == (asked, free)
+    assert ("20 MiB for blocks from 1 MiB" in error.message) == whole_segments
+
+
+def test_a_limit_is_told_beside_what_torch_had_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_taken_before", {0: 32 << 20})
+    monkeypatch.setattr(cuda_allocator, "_limits", {0: 8 << 20})
+    with pytest.raises(StepOutOfMemory) as caught, explain_out_of_memory(CUDA):
+        raise RuntimeError(TORCH.format("42.00 MiB"))
+    assert "asked for 42 MiB, and 22 MiB of the 40 MiB that it may take is left" in caught.value.message
+    assert "It may take 40 MiB: --memory-limit 8 MiB, and 32 MiB that PyTorch had" in caught.value.message
 
 
 class TestOutcome:

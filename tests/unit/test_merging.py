@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.onnxruntime.tensorrt import OnnxRuntimeTensorRT
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.merge import assign_machines, deduplicate_steps
 from enginesmith.pipeline.planning.plan import LATENCY, LOAD, REFERENCE, Plan
@@ -10,6 +13,7 @@ from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.system.device import unavailable
 
 H100, L4 = Place("cuda", "H100"), Place("cuda", "L4")
 
@@ -25,6 +29,19 @@ def names(plans: dict[str, Plan]) -> set[str]:
 def test_one_plan_stays_as_it_is() -> None:
     only = planned()
     assert deduplicate_steps({"only": only}).steps == only.steps
+
+
+def test_engines_of_a_plan_share_what_is_the_same_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnnxRuntimeTensorRT, "available", lambda _: unavailable("no libnvinfer", "install it"))
+    engines = ["onnxruntime", "onnxruntime_tensorrt", "tensorrt"]
+    only = planned(engines=engines, device="cuda", precisions=["int8"], synthetic_calibration=True)
+    together = deduplicate_steps({"only": only})
+    known = {step.id: step for step in together.steps}
+    rankings = {name for name in known if name.startswith("sensitivity")}
+    assert rankings == {"sensitivity-int8-asymmetric-w8", "sensitivity-int8-symmetric-w8"}
+    assert all(known.keys() >= set(step.sources) for step in together.steps)
+    assert known["build-onnxruntime_tensorrt-int8"].unavailable == "no libnvinfer"  # a resume elsewhere builds it
+    assert not known["build-onnxruntime-int8"].unavailable
 
 
 def test_what_two_plans_share_is_one_step() -> None:
@@ -103,4 +120,4 @@ def test_a_target_that_nobody_has_is_said_of_steps_and_variants() -> None:
     steps = {step.id: step for step in made.steps}
     assert steps["build-onnxruntime-fp32"].unavailable == "no node has a GPU of type H100"
     assert not steps["export"].unavailable
-    assert [variant.unavailable for variant in made.variants] == ["no node has a GPU of type H100"]
+    assert {variant.unavailable for variant in made.variants} == {"no node has a GPU of type H100"}

@@ -202,7 +202,10 @@ def test_bytes_of_a_process(proc: Path) -> None:
     for pid in (4321, 4322):
         (proc / str(pid)).mkdir()
     assert made().process_bytes(0, 4321) == (7, "")
-    assert made().process_bytes(0, 4322) == (None, "the driver does not tell the memory of single processes here")
+    hidden = (None, "the driver does not tell the memory of single processes here")
+    assert made().process_bytes(0, 4322) == hidden
+    zero = made(nvmlDeviceGetComputeRunningProcesses=[process(4321, 0)])  # what drivers say in containers
+    assert zero.process_bytes(0, 4321) == hidden
     assert "lists no process 1" in made().process_bytes(0, 1)[1]
     refused = made(nvmlDeviceGetComputeRunningProcesses=NVMLError("Insufficient Permissions"))
     assert refused.process_bytes(0, 4321) == (None, "NVML does not list processes: Insufficient Permissions")
@@ -216,6 +219,19 @@ def test_numbers_of_the_host_are_not_taken_for_ours(proc: Path) -> None:
     (proc / "self/ns/pid").unlink()
     (proc / "self/ns/pid").symlink_to("pid:[4026531836]")  # the host itself
     assert made().process_bytes(0, 4321) == (7, "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "mps", "ok"), [(0, False, True), (3, False, False), (3, True, True), (1, False, False), (2, True, False)]
+)
+def test_a_device_for_one_process_alone_is_refused_before_anything_starts(
+    mode: int, mps: bool, ok: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(nvidia, "nvml", lambda: made(nvmlDeviceGetComputeMode=mode))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path if mps else tmp_path / "none"))
+    answer = nvidia._check_compute_mode(0)
+    assert answer.ok == ok
+    assert ok or f"nvidia-smi -i {ADDRESSES[0]} -c DEFAULT" in answer.remedy
 
 
 def test_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

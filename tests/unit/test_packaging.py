@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,12 +19,14 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from onnx import TensorProto, helper
 
+from enginesmith import load
 from enginesmith.pipeline.artifact import file_digest, folder_digest
 from enginesmith.pipeline.engines.tensorrt.build_log import Figures
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest, path_beside
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, StoreError, UsageError
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package import package as bundle
@@ -115,6 +118,13 @@ class Made:
         }
         runs.write(Run.model_validate(values | self.changes | changes), self.folder)
         return self.folder
+
+
+@pytest.fixture(autouse=True)
+def no_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages are written without running their script, which takes half a second, unless a test is about it."""
+    if "script" not in request.node.name:
+        monkeypatch.setattr(bundle, "run_script", lambda folder, kept: "not run")
 
 
 @pytest.fixture
@@ -210,6 +220,23 @@ def test_a_failed_variant_is_packaged_by_name_with_a_caution(made: Made, tmp_pat
     assert any("it failed" in text for text in manifest.read(tmp_path / "b").cautions)
 
 
+def test_packaging_ends_with_the_script_of_the_bundle(made: Made, tmp_path: Path) -> None:
+    made.variants.append(made.engine("tensorrt_rtx"))
+    run = made.write()
+    assert package(run, "bundle", tmp_path / "b").check == "its answers match the test vector"
+    elsewhere = package(run, "bundle", tmp_path / "rtx", "tensorrt_rtx-fp16").check
+    assert elsewhere.startswith("not run: ")
+    assert "made with tensorrt_rtx 10.14.1 for cuda" in elsewhere
+    np.savez(tmp_path / "run/test_vector.npz", **{"input:x": np.ones((1, 4), "f"), "output:y": np.ones((1, 4), "f")})
+    made.vector = made.vector.model_copy(update={"sha256": file_digest(tmp_path / "run/test_vector.npz")})
+    made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
+    with pytest.raises(ModelError, match="y does not match the test vector"):
+        package(made.write(), "bundle", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+    made.variants = [made.variants[0].model_copy(update={"status": "failed", "reason": "too far from eager"})]
+    assert "does not match" in package(made.write(), "bundle", tmp_path / "named", "onnxruntime-fp32").check
+
+
 @pytest.mark.parametrize("file", ["graphs/simplify/model.onnx", "test_vector.npz"])
 @pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_bytes(b"other")])
 def test_files_that_the_run_did_not_make_are_refused(
@@ -253,6 +280,7 @@ def test_a_repository_for_triton(made: Made, tmp_path: Path) -> None:
     assert [(one.name, one.data_type, list(one.dims)) for one in parsed.input] == [("x", 11, [4])]
     assert list(parsed.dynamic_batching.preferred_batch_size) == [8]
     assert parsed.instance_group[0].kind == 2
+    assert not parsed.HasField("optimization")  # slow optimizers, unlike wrong ones, do not switch the others off
     assert {one.key: one.value.string_value for one in parsed.parameters}["intra_op_thread_count"] == "0"
     assert set(manifest.read(tmp_path / "t/net_py_build").files) == {"1/model.onnx", "config.pbtxt"}
 
@@ -325,14 +353,34 @@ def test_a_gpu_keeps_its_arithmetic(found: manifest.Manifest) -> None:
         "graph_optimization_level": "ORT_ENABLE_BASIC",
         "session": {
             "providers": ["CUDAExecutionProvider", "CPUExecutionProvider"],
-            "provider_options": [{"use_tf32": "0"}, {}],
+            "provider_options": [{"use_tf32": "0", "enable_cuda_graph": "1"}, {}],
             "disabled_optimizers": [],
         },
     }
-    parsed = config(found, engine=found.engine.model_copy(update={"device": "cuda", "options": options}))
+    on_cuda = found.model_copy(
+        update={"engine": found.engine.model_copy(update={"device": "cuda", "options": options})}
+    )
+    assert "no CUDA graphs" in bundle.config("net", on_cuda)
+    parsed = config(on_cuda)
     (cuda,) = parsed.optimization.execution_accelerators.gpu_execution_accelerator
     assert (cuda.name, [(one.key, one.value) for one in cuda.parameters]) == ("cuda", [("use_tf32", "0")])
     assert (parsed.optimization.graph.level, parsed.instance_group[0].kind) == (-1, 1)
+
+
+def test_a_variant_with_cuda_graphs_has_its_options_wherever_it_is_run_again(made: Made, tmp_path: Path) -> None:
+    """What was built is the same with and without them: the record says which it is; packages say if they cannot."""
+    graphs = {"cuda_graphs": True}
+    engines = map(made.engine, ("tensorrt", "tensorrt_rtx"))
+    made.variants = [record.model_copy(update=graphs) for record in (*made.variants, *engines)]
+    assert all(remeasure._engine(record).cuda_graphs for record in made.variants)  # type: ignore[attr-defined]
+    run, said = made.write(), {}
+    packages = [(form, name) for form in ("triton", "bundle") for name in ("onnxruntime-fp32", "tensorrt-fp16")]
+    for form, name in packages:
+        wrote = package(run, form, tmp_path / f"{form}-{name}", name)  # type: ignore[arg-type]
+        said[form, name[:4]] = any("does not replay" in text for text in wrote.cautions)
+    bundles = {("bundle", "onnx"): False, ("bundle", "tens"): True}
+    assert said == {("triton", "onnx"): True, ("triton", "tens"): False, **bundles}
+    assert "graphs: true" in (tmp_path / "triton-tensorrt-fp16/net_py_build/config.pbtxt").read_text()
 
 
 def test_engines_of_tensorrt(made: Made, tmp_path: Path) -> None:
@@ -344,6 +392,10 @@ def test_engines_of_tensorrt(made: Made, tmp_path: Path) -> None:
     parsed = text_format.Parse(text, message_factory.GetMessageClass(_model_config())())
     assert (parsed.backend, parsed.platform, parsed.instance_group[0].kind) == ("tensorrt", "tensorrt_plan", 1)
     assert "TensorRT 10.14.1, on sm86" in text
+    assert not parsed.HasField("optimization")
+    found = manifest.read(tmp_path / "t/net_py_build")
+    options = {"engine": found.engine.model_copy(update={"options": {**found.engine.options, "cuda_graphs": True}})}
+    assert config(found, **options).optimization.cuda.graphs
     with pytest.raises(UsageError, match="and not of tensorrt_rtx"):
         package(run, "triton", tmp_path / "rtx", "tensorrt_rtx-fp16")
     package(run, "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
@@ -400,6 +452,19 @@ def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
         verify.verify(tmp_path / "b")
 
 
+def test_machine_code_is_loaded_only_where_its_maker_is_trusted(made: Made, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    text = (tmp_path / "b/manifest.json").read_text()
+    native = re.sub(r'"engine": \{\s+"name": "\w+"', '"engine": {"name": "aotinductor"', text)
+    (tmp_path / "b/manifest.json").write_text(native.replace('"options": {', '"options": {"dtype": "float32",', 1))
+    for refused in (lambda: verify.verify(tmp_path / "b"), lambda: load(tmp_path / "b")):
+        with pytest.raises(MissingCapability, match="machine code") as caught:
+            refused()
+        assert "--trust" in caught.value.remedy
+    with pytest.raises(ModelError, match=r"engine\.json"):
+        load(tmp_path / "b", trust=True)
+
+
 def test_only_bundles_can_be_verified(made: Made, tmp_path: Path) -> None:
     package(made.write(), "triton", tmp_path / "t")
     with pytest.raises(UsageError, match="no test vector"):
@@ -411,7 +476,7 @@ TYPES = "INVALID BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP3
 
 def _model_config() -> Any:
     """The part of Triton's ``model_config.proto`` that is used, with maps as the entries that they are in text."""
-    kinds = {"string": 9, "int": 3, "message": 11}
+    kinds = {"string": 9, "int": 3, "message": 11, "bool": 8}
     messages = {
         "Reshape": {"shape": "*int"},
         "Tensor": {"name": "string", "data_type": "enum", "dims": "*int", "reshape": "Reshape"},
@@ -423,7 +488,8 @@ def _model_config() -> Any:
         "Accelerator": {"name": "string", "parameters": "*Option"},
         "Accelerators": {"gpu_execution_accelerator": "*Accelerator", "cpu_execution_accelerator": "*Accelerator"},
         "Graph": {"level": "int"},
-        "Optimization": {"graph": "Graph", "execution_accelerators": "Accelerators"},
+        "Cuda": {"graphs": "bool"},
+        "Optimization": {"graph": "Graph", "execution_accelerators": "Accelerators", "cuda": "Cuda"},
         "ModelConfig": {
             **dict.fromkeys(("name", "platform", "backend", "default_model_filename"), "string"),
             "max_batch_size": "int",
@@ -462,7 +528,7 @@ def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: M
     script = tmp_path / "b/infer.py"
     assert f'"{manifest.SCHEMA}"' in script.read_text()
     imported = re.findall(r"^\s*(?:import|from) (\w+)", script.read_text(), re.M)
-    assert {*imported} - sys.stdlib_module_names == {"numpy", "onnxruntime"}
+    assert {*imported} - sys.stdlib_module_names == {"numpy", "onnxruntime", "openvino", "torch"}
 
     def run(*arguments: str) -> tuple[int, str]:
         hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -470,7 +536,71 @@ def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: M
         return done.returncode, done.stdout + done.stderr
 
     assert run("--help")[0] == 0
+    code, said = run("--input", "x.npy")
+    assert (code, said.splitlines()[-1].partition("error: ")[2]) == (
+        2,
+        "--input x.npy: write NAME=x.npy, with the name of an input (see manifest.json)",
+    )
     code, said = run()
     assert code == 1
     assert said.startswith("error: this machine cannot run the engine: "), said
     assert "made with tensorrt_rtx 10.14.1 for cuda" in said
+
+
+def test_programs_and_bundles_run_with_the_tuned_options(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    chosen = {"intra_op_num_threads": "1", "session.intra_op.allow_spinning": "0"}
+    fields = {"session_options": [f"{name}={value}" for name, value in chosen.items()]}
+    tuning = {"fields": fields, "kept": (), "trials": (), "untried": ()}
+    made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph, tuning=tuning)]
+    folder, seen = made.write(), list[Any]()
+    package(folder, "bundle", tmp_path / "b")
+    candidates = [
+        remeasure.candidate("run", remeasure.Stored(folder, runs.read(folder), made.variants[0])),
+        verify.candidate(tmp_path / "b", manifest.read(tmp_path / "b")),
+    ]
+    for found in candidates:  # for gate, benchmark and load
+        with found.engine.load(found.artifact, found.device) as session:
+            seen.append(session._session.get_session_options())  # type: ignore[attr-defined]
+    real = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda file, given, **more: seen.append(given) or real(file, given, **more)
+    )
+    assert runpy.run_path(str(tmp_path / "b/infer.py"))["Model"]().check()[1] == []
+    assert len(seen) == 3
+    for options in seen:
+        assert options.intra_op_num_threads == 1
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+def test_runs_and_bundles_are_loaded_into_a_program(made: Made, tmp_path: Path) -> None:
+    good, ones = made.variants[0], np.ones((2, 4), np.float32)
+    changes = ({"id": "bad", "status": "failed", "reason": "wrong result"}, {"id": "slow", "rejected": "no faster"})
+    made.variants += [good.model_copy(update=fields) for fields in (*changes, {"id": "none", "artifact": None})]
+    folder = made.write()
+    package(folder, "bundle", tmp_path / "bundle", None)
+    for place in (folder, str(tmp_path / "bundle")):
+        with load(place, good.id, device="cpu") as model:
+            assert np.array_equal(model(x=ones), ones * np.arange(4, dtype=np.float32))
+            assert model.check().passed
+    for name, doubt in (("bad", "bad: it failed in the run: wrong result"), ("slow", "it was rejected: no faster")):
+        with pytest.warns(UserWarning, match=doubt), load(folder, name) as model:
+            assert model.variant == name
+    refusals: list[tuple[Path, dict[str, str], str]] = [
+        (tmp_path / "bundle", {"variant": "other"}, "is a bundle package of onnxruntime-fp32"),
+        (folder, {"variant": "none"}, "none has no engine"),
+        (folder, {"variant": "eager"}, r"net\.py"),
+        (folder, {"variant": good.id, "device": "tpu"}, "no device 'tpu'"),
+        (tmp_path, {}, "no run in"),
+        (made.write(winner=None, winner_reason="all are slow"), {}, r"all are slow(?s:.*)variant=…\); built are: onnx"),
+    ]
+    for place, asked, words in refusals:
+        with pytest.raises(UsageError, match=words):
+            load(place, **asked)
+    for file, place in ((folder / good.artifact.path, folder), (tmp_path / "bundle/model.onnx", tmp_path / "bundle")):
+        file.write_bytes(file.read_bytes() + b" ")
+        with pytest.raises(ModelError, match="is not"):
+            load(place, good.id)

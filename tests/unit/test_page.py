@@ -91,7 +91,8 @@ def test_numbers_stand_with_their_full_precision(some: Run) -> None:
     values = [float(str(one["data-value"])) for one in pages.Elements(first).named("td") if "data-value" in one]
     record, row = some.variants[0], some.variants[0].latency[0]
     numbers = [row.batch, row.speedup.median, row.p50_ms, row.p99_ms]
-    assert values[-7:] == [*numbers, record.peak_bytes, record.artifact.bytes, record.quality.drop]
+    sizes = [record.memory.deployment_bytes, record.peak_bytes, record.artifact.bytes]
+    assert values[-8:] == [*numbers, *sizes, record.quality.drop]
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,16 @@ from enginesmith.pipeline.planning.single_stages import benchmark_plan, choose_b
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
-from enginesmith.pipeline.system import machine
+from enginesmith.pipeline.system import machine, nvidia
+from enginesmith.pipeline.system.nvidia import Driver
+from enginesmith.pipeline.tasks.build import Build
 from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample, Verify
 
 
 def planned(**values: Any) -> Plan:
-    return plan(resolve_recipe(make({"model": "digits", **values})))
+    return plan(resolve_recipe(make({"model": "digits", "engines": ["onnxruntime"], **values})))
 
 
 def test_every_step_comes_after_what_it_takes() -> None:
@@ -69,27 +72,113 @@ def test_engines_of_modules_need_no_graph() -> None:
     assert [variant.artifact for variant in steps.variants] == ["load"]
 
 
+ALONE = {"references": False}
 FORMS = [
     ({"precisions": ["fp32", "fp16", "int8"]}, ["eager-fp16", "compiled-fp32", "compiled-fp16"]),
     ({"precisions": ["int8"]}, ["compiled-fp32"]),
     ({"eager": {"tf32": True}}, ["eager-tf32", "compiled-tf32"]),
     (
-        {"eager": {"tf32": True, "cuda_graphs": True}, "precisions": ["fp32", "bf16"]},
+        {"eager": {"tf32": True}, "cuda_graphs": "on", "device": "cuda", "precisions": ["fp32", "bf16"]},
         ["eager-tf32-graphs", "eager-bf16-graphs", "compiled-tf32-graphs", "compiled-bf16-graphs"],
     ),
+    ({"cuda_graphs": True, "device": "cuda"}, ["eager-fp32-graphs", "compiled-fp32-graphs"]),
+    ({"cuda_graphs": "both"}, ["compiled-fp32"]),  # ignored on the CPU
+    ({"device": "cuda"}, ["eager-fp32-graphs", "compiled-fp32", "compiled-fp32-graphs"]),
 ]
 
 
 @pytest.mark.parametrize(("values", "ids"), FORMS)
 def test_a_module_is_cast_for_the_engines_that_run_it(values: dict[str, Any], ids: list[str]) -> None:
-    """Plain eager is the baseline, whatever is asked of the others."""
-    found = planned(engines=["eager", "compiled"], synthetic_calibration=True, **values)
+    """Plain eager is the baseline, whatever is asked of the others: on CUDA as torch ships it."""
+    found = planned(engines=["eager", "compiled"], synthetic_calibration=True, measure=ALONE, **values)
     assert [variant.id for variant in found.variants] == ids
-    assert found.baseline.engine == Eager()
+    shipped = "convolutions" if values.get("device") else False
+    assert found.baseline.engine == Eager(tf32=shipped)  # type: ignore[arg-type]
     checks = {step.id: step.task for step in found.steps if isinstance(step.task, Verify)}
     for variant in found.variants:
-        assert (variant.artifact, variant.id.split("-")[1]) == ("load", variant.engine.arithmetic)
+        arithmetic = variant.engine.model_copy(update={"tf32": False}).arithmetic if shipped else ""
+        assert (variant.artifact, variant.precision) == ("load", arithmetic or variant.precision)
         assert checks[variant.verified[0]].precision == variant.engine.arithmetic
+        assert variant.engine.cuda_graphs == variant.id.endswith("-graphs")  # type: ignore[attr-defined]
+
+
+def test_tuning_stands_between_an_engine_and_all_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"device": "cuda", "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"], "tune_seconds": "30s"}
+    found = planned(**values, prune=["30%"])
+    steps = {step.id: step for step in found.steps}
+    assert [step for step in steps if step.startswith("tune")] == [
+        "tune-onnxruntime-fp32",
+        "tune-onnxruntime-fp32-prune30",
+    ]
+    tune = steps["tune-onnxruntime-fp32"]
+    assert tune.inputs == {"model": "simplify", "engine": "build-onnxruntime-fp32", "reference": "reference"}
+    for variant in ("onnxruntime-fp32", "onnxruntime-fp32-graphs"):  # both run with the same options
+        assert steps[f"verify-{variant}"].inputs["model"] == steps[f"memory-{variant}"].inputs["model"] == tune.id
+    monkeypatch.setattr(nvidia, "driver", lambda: Driver(reason="there is none"))
+    with pytest.raises(UsageError, match="onnxruntime has no options to tune on cpu"):
+        planned(tune_seconds=30, threads=1)
+    asked = {"objective": "throughput", "batch": [1, 8], "measure": {"concurrency": [4, 2]}, "threads": 4}
+    found = planned(tune_seconds=30, budgets={"max_memory_bytes": "1MiB"}, min_sqnr_db=20, **asked)
+    task = next(step.task for step in found.steps if step.id == "tune-onnxruntime-fp32")
+    assert isinstance(task, Tune)
+    assert (task.batch, task.callers, task.max_memory_bytes, task.min_sqnr_db) == (8, (2, 4), 1 << 20, 20)
+    task = next(step.task for step in planned(tune_seconds=30, threads=4).steps if step.id.kind == "tune")
+    assert isinstance(task, Tune)
+    assert (task.batch, task.callers, task.max_memory_bytes) == (None, (), None)
+
+
+def test_variants_with_cuda_graphs_run_the_engine_of_those_without() -> None:
+    """They are checked and measured by themselves, and their model is built, searched and audited once."""
+    values = {"targets": ["sm86"], "precisions": ["fp32", "int8"], "synthetic_calibration": True}
+    found = planned(engines=["tensorrt_rtx"], cuda_graphs="both", measure=ALONE, **values)
+    names = [f"tensorrt_rtx-{precision}-sm86" for precision in ("fp32", "int8")]
+    assert [variant.id for variant in found.variants] == [id_ for name in names for id_ in (name, f"{name}-graphs")]
+    for plain, graphs in zip(found.variants[::2], found.variants[1::2], strict=True):
+        assert graphs.artifact == plain.artifact == f"build-{plain.id}"
+        assert (graphs.audits, graphs.verified[:-1]) == (plain.audits, plain.verified[:-1])
+        assert (graphs.verified[-1], graphs.memory) == (f"verify-{graphs.id}", f"memory-{graphs.id}")
+    alone = planned(engines=["tensorrt_rtx"], cuda_graphs="on", measure=ALONE, **values)
+    for made in (found, alone):
+        builds = {step.id: step.task for step in made.steps if isinstance(step.task, Build)}
+        assert list(builds) == [f"build-{name}" for name in names]
+        assert not any(task.engine.cuda_graphs for task in builds.values())  # type: ignore[attr-defined]
+    assert all(variant.engine.cuda_graphs == variant.name.graphs for variant in found.variants)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("values", "ids"),
+    [
+        ({}, ["eager-bf16", "compiled-fp32", "compiled-bf16", "compiled-bf16-graphs"]),
+        (
+            {"precisions": ["fp32", "fp16"], "cuda_graphs": "off", "engines": ["onnxruntime", "compiled"]},
+            ["eager-fp16"],
+        ),
+        (
+            {"eager": {"compile_mode": "max-autotune"}, "cuda_graphs": "off", "engines": ["eager"]},
+            ["eager-bf16", "compiled-fp32-max-autotune", "compiled-bf16-max-autotune"],
+        ),
+        ({"device": "cpu"}, []),
+        ({"device": "cpu", "measure": {"references": True}}, ["eager-bf16", "compiled-fp32", "compiled-bf16"]),
+        ({"measure": ALONE}, []),
+    ],
+)
+def test_pytorch_alone_stands_beside_in_a_race_of_its_own(values: dict[str, Any], ids: list[str]) -> None:
+    """Without what was asked for anyway; the race of what was asked for is the same with and without them."""
+    found = planned(**{"device": "cuda", **values})
+    assert [variant.id for variant in found.variants if variant.reference] == ids
+    steps = {step.id: step for step in found.steps}
+    assert found.references_latency == ("latency-references" if ids else None)
+    if ids:
+        assert list(steps["latency-references"].task.engines) == ["eager", *ids]  # type: ignore[attr-defined]
+        assert f"verify-{ids[0]}" in steps["latency-references"].optional_inputs.values()
+    alone = planned(**{"device": "cuda", **values, "measure": ALONE})
+    assert steps["latency"] == next(step for step in alone.steps if step.id == "latency")
+
+
+def test_accuracy_is_held_against_exact_float32() -> None:
+    """Eager is timed as torch ships it, which rounds convolutions on CUDA."""
+    quality = next(step.task for step in planned(device="cuda").steps if step.id == "quality-eager")
+    assert quality.engine == Eager()  # type: ignore[attr-defined]
 
 
 def test_tf32_of_onnxruntime_is_held_to_its_own_thresholds() -> None:
@@ -101,7 +190,7 @@ def test_tf32_of_onnxruntime_is_held_to_its_own_thresholds() -> None:
 
 
 def benchmarked(*models: str, **values: Any) -> Plan:
-    recipe, others = choose_baseline(make({"model": models[0], **values}), models)
+    recipe, others = choose_baseline(make({"model": models[0], **values}, listed=True), models)
     return benchmark_plan(recipe, others, "now")
 
 
@@ -112,6 +201,24 @@ def test_a_benchmark_takes_the_module_in_other_forms_too() -> None:
     assert by_id["latency"].optional_inputs["eager-fp16 verified"] == "verify-eager-fp16"
     assert by_id["memory-compiled-fp16"].inputs["verified"] == "verify-compiled-fp16"
     assert [variant.id for variant in benchmarked("digits").variants] == []
+
+
+def test_an_engine_that_is_compiled_from_the_module_needs_no_graph() -> None:
+    found = planned(engines=["aotinductor", "eager"], precisions=["fp32", "bf16", "int8"], prune=["30%"])
+    names = ["aotinductor-fp32", "aotinductor-bf16", "eager-bf16"]
+    assert [variant.id for variant in found.variants] == [*names, *(f"{name}-prune30" for name in names)]
+    by_id = {step.id: step for step in found.steps}
+    assert not {"export", "simplify"} & {*by_id}
+    assert by_id["build-aotinductor-bf16"].inputs == {"model": "load"}
+    assert by_id["verify-aotinductor-bf16"].inputs["model"] == "build-aotinductor-bf16"
+    assert by_id["build-aotinductor-bf16-prune30"].inputs == {"model": "prune30"}
+    both = planned(engines=["aotinductor", "onnxruntime"], measure={"limits": True})
+    by_id = {step.id: step for step in both.steps}
+    assert by_id["build-aotinductor-fp32"].inputs == {"model": "load"}
+    assert "verify-export" not in by_id["verify-aotinductor-fp32"].inputs
+    assert by_id["work-aotinductor-fp32"].inputs["model"] == "simplify", (
+        "its operations are counted in the graph, not in its own file"
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,6 +282,9 @@ def test_measurements_have_the_machine_to_themselves(tmp_path: Path) -> None:
     assert executor.can_start(build, [other])
     assert not executor.can_start(measuring, [build])
     assert not executor.can_start(build, [measuring])
+    assert executor.can_start(measuring, [steps["memory-onnxruntime-fp32"]])  # each reads its own process's memory
+    assert not executor.can_start(measuring, [steps["memory-onnxruntime-fp32"], build])
+    assert not executor.can_start(steps["latency"], [measuring])
 
 
 def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:

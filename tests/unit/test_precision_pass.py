@@ -210,23 +210,6 @@ def test_biases_make_up_for_rounding(artifact: Artifact, tmp_path: Path) -> None
     np.testing.assert_allclose(after - before, (exact - rounded).sum(axis=(1, 2, 3)), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("precision", "placement", "written_as_sum"),
-    [
-        ("int8", "inputs", set()),
-        ("int8", "inputs+outputs", {"d"}),  # "a" is int8 itself
-        ("int8-dynamic", "inputs+outputs", {"a"}),  # "d" becomes part of its product
-        ("int4-weights", "inputs+outputs", {"a"}),
-    ],
-)
-def test_sums_that_onnx_runtime_fuses_to_its_loss(
-    artifact: Artifact, tmp_path: Path, precision: Any, placement: Any, written_as_sum: set[str]
-) -> None:
-    step = Precision(precision=precision, placement=placement)
-    _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
-    assert {node.output[0] for node in model.graph.node if node.op_type == "Sum"} == written_as_sum
-
-
 def test_outputs_may_be_lowered_too(artifact: Artifact, tmp_path: Path) -> None:
     step = Precision(precision="int8+fp16", keep_io_types=False)
     _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))

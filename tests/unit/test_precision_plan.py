@@ -1,13 +1,19 @@
 """Plans with other precisions: which steps, in which order, shared by which variants."""
 
+import contextlib
+import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.calibration.options import DataOptions, PartOptions
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
+from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
@@ -17,8 +23,12 @@ from enginesmith.pipeline.planning.single_stages import precision_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.load import Shapes
-from enginesmith.pipeline.tasks.mixed_precision import assignment
+from enginesmith.pipeline.tasks.measure import BASELINE, Quality
+from enginesmith.pipeline.tasks.mixed_precision import Goal, Search, assignment
+from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
 
 
 def planned(**values: Any) -> Plan:
@@ -48,6 +58,30 @@ def test_each_step_comes_once_and_after_what_it_needs(values: dict[str, Any]) ->
         seen.add(step.id)
 
 
+def test_searches_are_judged_on_other_samples_than_the_drop_that_is_reported() -> None:
+    asked: dict[str, Any] = {"data": "digits", "precisions": ["int8"], "prune": ["macs=-50%"], "recover": "distil"}
+    steps = {step.id: step for step in planned(**asked, budgets={"max_drop": 0.01}).steps}
+    found = {
+        name: next(iter(re.findall("'part': '([a-z]+)'", str(steps[name].task.identity))), "none")
+        for name in ("reference", "calibrate", "choice-eager", "quality-eager", "quality-onnxruntime-int8")
+    }
+    assert list(found.values()) == ["choice", "calibration", "choice", "judgement", "judgement"]
+    for change in ("", "-prune-macs50"):
+        search, final = steps[f"search-int8-onnxruntime-1{change}"], steps[f"quality-onnxruntime-int8{change}"]
+        assert isinstance(search.task, Search)
+        assert search.task.goal.quality
+        assert search.task.goal.quality.data_options == steps["choice-eager"].task.data_options  # type: ignore[attr-defined]
+        assert (search.inputs[BASELINE], final.inputs[BASELINE]) == ("choice-eager", "quality-eager")
+
+
+@pytest.mark.parametrize("values", [{}, {"eval_data": "digits/test"}, {"data": "digits", "budgets": {}}])
+def test_one_step_judges_eager_where_no_search_judges_by_the_metric_of_its_own_samples(values: dict[str, Any]) -> None:
+    asked = {"precisions": ["int8"], "budgets": {"max_drop": 0.01}, **values}
+    assert [step.id for step in planned(**asked).steps if "eager" in step.id and isinstance(step.task, Quality)] == [
+        "quality-eager"
+    ]
+
+
 def test_variants_share_calibration_and_the_float_engine() -> None:
     found = ids(planned(precisions=["fp32", "int8", "int8+fp16"]))
     assert found.count("calibrate") == 1
@@ -58,6 +92,83 @@ def test_each_engine_has_its_own_placement_and_search() -> None:
     found = ids(planned(precisions=["int8"], engines=["onnxruntime", "tensorrt_rtx"], targets=["sm86", "sm89"]))
     made = [name for name in found if name.startswith("precision-")]
     assert made == ["precision-int8-onnxruntime", "precision-int8-tensorrt_rtx"]
+
+
+def test_engines_with_the_same_rules_for_inputs_share_a_ranking() -> None:
+    made = planned(engines=["onnxruntime", "openvino"], precisions=["int8"], calibration="digits",
+                   quantisation={"weight_bits": 8})  # fmt: skip
+    rankings = [step for step in made.steps if step.id.kind == "sensitivity"]
+    assert [step.id for step in rankings] == ["sensitivity-int8-asymmetric-w8"]
+    steps = {step.id: step for step in made.steps}
+    for name in ("onnxruntime", "openvino"):
+        search = steps[f"search-int8-{name}-1"]
+        assert search.inputs["sensitivity"] == rankings[0].id
+        assert search.task.step.rounding_inputs() == rankings[0].task.step  # type: ignore[attr-defined]
+
+
+def test_nncf_is_a_variant_beside_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for all engines with the same weights; nothing is searched for it; other precisions are ours."""
+    monkeypatch.setattr(software, "version", lambda name: "3.4.0")
+    made = planned(
+        precisions=["int8", "fp16", "int8-dynamic"],
+        engines=["onnxruntime", "openvino", "tensorrt_rtx"],
+        quantisation={"quantizers": ["own", "nncf"], "weight_bits": 7, "keep": ["fc"]},
+        targets=["sm86"],
+    )
+    by_nncf = {variant.id: variant for variant in made.variants if variant.name.quantizer}
+    assert list(by_nncf) == ["onnxruntime-int8-nncf", "openvino-int8-nncf"]
+    assert {"onnxruntime-int8", "openvino-int8", "tensorrt_rtx-int8-sm86"} <= {variant.id for variant in made.variants}
+    steps = {step.id: step for step in made.steps}
+    (graph,) = {steps[variant.artifact].inputs["model"] for variant in by_nncf.values()}
+    assert (graph, set(steps[graph].inputs)) == ("precision-int8-nncf-w7", {"model", "reference"})
+    task = steps[graph].task
+    assert isinstance(task, QuantizeWithNncf)
+    assert (task.weight_bits, task.keep, task.feeder) == (7, ("fc",), steps["calibrate"].task.feeder)
+    for variant in by_nncf.values():
+        assert (variant.search, variant.assignment, variant.calibration) == ((), None, graph)
+        assert f"verify-{graph}" in variant.verified
+        assert variant.audits
+
+
+def test_without_nncf_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "version", lambda name: None)
+    with pytest.raises(MissingCapability, match="needs NNCF") as raised:
+        planned(precisions=["int8"], quantisation={"quantizers": ["nncf"]})
+    assert re.match(r"pip install \S*nncf", raised.value.remedy)
+    assert [variant.id for variant in planned(precisions=["int8"]).variants] == ["onnxruntime-int8"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"precisions": ["fp16"]}, "no effect without --precision int8"),
+        ({"precisions": ["int8"], "engines": ["tensorrt_rtx"]}, "no effect on tensorrt_rtx"),
+        ({"precisions": ["int8"], "engines": ["onnxruntime_tensorrt"]}, "no effect on onnxruntime_tensorrt"),
+        ({"precisions": ["int8"], "quantisation": {"quantizers": ["nncv"]}}, "quantizers"),
+        *(
+            (
+                {"precisions": ["int8"], "quantisation": {"quantizers": ["nncf"], field: value}},
+                f"{option} has no effect",
+            )
+            for field, value, option in (
+                ("ranges", "entropy", "--ranges"),
+                ("smooth", 0.5, "--smooth"),
+                ("equalise", True, "--equalize"),
+                ("placement", "openvino", "--placement"),
+            )
+        ),
+    ],
+)
+def test_nncf_has_to_have_an_effect(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make({"model": "digits", "quantisation": {"quantizers": ["nncf"]}, **values})
+
+
+@pytest.mark.parametrize("more", [{"precisions": ["int8", "fp8"]}, {"quantisation": {"quantizers": ["own", "nncf"]}}])
+def test_options_that_our_own_graphs_read_may_stand_beside_nncf(more: dict[str, Any]) -> None:
+    quantisation = {"quantizers": ["nncf"], **more.get("quantisation", {}), "smooth": 0.5}
+    recipe = make({"model": "digits", "precisions": ["int8"], **more, "quantisation": quantisation})
+    assert recipe.quantisation.smooth == 0.5
 
 
 def test_statistics_are_taken_again_after_the_float_graph_was_changed() -> None:
@@ -192,6 +303,11 @@ def test_a_kind_that_loses_stays_in_floating_point() -> None:
     assert found.kept == ("g1",)
 
 
+def test_a_kind_with_next_to_no_work_is_not_tried_for_speed() -> None:
+    facts = groups(20, 20, macs=(100_000, 10), kinds=("Conv", "Gemm"))
+    assert [trial.phase for trial in run(facts, lambda candidate: (True, 0.0, 1.5))] == ["everything"]
+
+
 def test_a_gain_within_the_noise_keeps_nothing() -> None:
     facts = groups(20, 20, macs=(1000, 10), kinds=("Conv", "depthwise Conv"))
     trials = run(facts, lambda candidate: (True, 0.0, 1.5 if not candidate.kept else 1.51))
@@ -218,3 +334,30 @@ def test_what_has_no_form_goes_with_the_rest(placement: Placement, rest: str) ->
     step = Precision(precision="int4-weights", placement=placement)
     (entry,) = assignment(facts, (), "mse", step, {})
     assert (entry["precision"], entry["why"]) == (rest, "stays whole")
+
+
+@pytest.mark.parametrize(("options", "accepted"), [(PartOptions(part="choice"), True), (DataOptions(), False)])
+def test_a_single_sample_decides_only_where_the_loss_is_reported_on_it(options: DataOptions, accepted: bool) -> None:
+    task = Quality.model_construct(data_options=options)
+    goal = Goal.model_construct(max_drop=0.01, quality=task)
+    judged = Judged(metric="top1", value=0.9, baseline=0.9 + 1 / 96, drop=1 / 96, samples=96)
+    assert bool(goal._judge_drop(judged)) != accepted
+
+
+@pytest.mark.parametrize(("passed", "metrics", "error"), [(True, 1, 0.02), (False, 0, 1e9 - 9)])
+def test_a_metric_is_not_computed_where_outputs_differ_too_much(
+    monkeypatch: pytest.MonkeyPatch, passed: bool, metrics: int, error: float
+) -> None:
+    computed = []
+
+    def judge(*given: Any) -> tuple[Any, dict[str, Any], tuple[Path, ...]]:
+        computed.append(given)
+        return SimpleNamespace(drop=0.02, exceeds=lambda most: True), {}, ()
+
+    monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0))
+    goal = Goal.model_construct(max_drop=0.01, quality=SimpleNamespace(judge=judge, data_options=None))
+    engine = SimpleNamespace(load=lambda *given: contextlib.nullcontext())
+    judged, _ = goal.judge(engine, None, Device(), {"reference": None, "baseline": None}, print)  # type: ignore[arg-type, dict-item]
+    assert len(computed) == metrics
+    assert judged.error == error
+    assert not judged.passed

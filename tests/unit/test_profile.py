@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BETWEEN, Candidate, OperatorTime, Origin, Profiled, Tally
+from enginesmith.pipeline.engines.base import Candidate
+from enginesmith.pipeline.engines.profiling import BETWEEN, OperatorTime, Origin, Profiled, Tally
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.errors import MissingCapability, StepCrashed, UsageError
+from enginesmith.pipeline.errors import MissingCapability, StepCrashed
 from enginesmith.pipeline.measure import profile as profiles
 from enginesmith.pipeline.measure.profile import (
     fill_profile,
@@ -222,8 +223,8 @@ def artifact(kind: Any, folder: Path) -> Artifact:
     return Artifact(kind=kind, path=folder / kind, sha256="", bytes=0)
 
 
-def task(batch: int | None = None) -> ProfileVariant:
-    return ProfileVariant(variant="v", engine=Eager(), device=Device(), batch=batch, calls=5)
+def task() -> ProfileVariant:
+    return ProfileVariant(variant="v", engine=Eager(), device=Device(), calls=5)
 
 
 def inputs(folder: Path, *kinds: str) -> dict[str, Artifact]:
@@ -245,11 +246,9 @@ def test_the_graph_is_what_the_engine_was_built_from(
     assert Profile.model_validate(json.loads((tmp_path / RECORDS).read_text())[0]) == ANSWERS[1]
 
 
-def test_a_failure_is_shown_and_not_kept(asked: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    effect = task(batch=8).run(inputs(tmp_path, "torch"), tmp_path, lambda text: None)
+def test_a_failure_is_shown_and_not_kept(
+    asked: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FEEDS, 1)
+    effect = task().run(inputs(tmp_path, "torch"), tmp_path, lambda text: None)
     assert (effect.summary, effect.incomplete) == ("it died", True)
-
-
-def test_a_batch_that_is_not_measured(asked: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="batch 3"):
-        task(batch=3).run(inputs(tmp_path, "torch"), tmp_path, lambda text: None)

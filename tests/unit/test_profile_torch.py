@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BETWEEN, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.profiling import BETWEEN, Profiled, ProfileRequest
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.engines.torch.session import named_ranges, profiled
 from enginesmith.pipeline.frameworks.source import resolve

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import WARM_CALLS, OperatorTime, ProfileRequest
+from enginesmith.pipeline.engines.profiling import WARM_CALLS, OperatorTime, ProfileRequest
 from enginesmith.pipeline.engines.tensorrt import session as trt_profile
 from enginesmith.pipeline.engines.tensorrt.layers import read_layers
 from enginesmith.pipeline.errors import MissingCapability

@@ -7,23 +7,39 @@ import numpy as np
 import pytest
 import yaml
 
-from enginesmith.pipeline.errors import UsageError
+import fleets
+from enginesmith.calibration.options import PARTS, PartOptions
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.execution.events import Event
+from enginesmith.pipeline.planning.planner import first_steps
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, commented, make, parsed, read
+from enginesmith.pipeline.recipe.fleet import Entry
+from enginesmith.pipeline.recipe.recipe import LISTS
+from enginesmith.pipeline.system import nvidia
+from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.nvidia import CudaDevice, Driver
+from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 
 
 def test_what_init_writes_is_the_recipe_with_all_its_defaults(tmp_path: Path) -> None:
-    recipe = make({"model": "digits", "batch": [2, 4], "budgets": {"max_drop": 0.01}})
+    recipe = make({"model": "digits", "batch": [2, 4], "budgets": {"max_drop": 0.01}}, listed=True)
     (tmp_path / "r.yaml").write_text(commented(recipe))
     values = read(tmp_path / "r.yaml")
-    assert make(values) == recipe
-    assert set(values) == set(Recipe.model_fields)
+    assert make(values, listed=True) == recipe
+    assert set(values) == set(Recipe.model_fields) - set(LISTS)
 
 
 def test_every_field_is_explained() -> None:
-    lines = commented(make({"model": "digits"})).splitlines()
+    recipe = make({"model": "digits", "sparsity": ["2:4"]}, listed=True)
+    lines = commented(recipe).splitlines()
     keys = [line for line in lines if not line.lstrip().startswith("#")]
-    assert len(keys) * 2 == len(lines)
-    assert all(len(line.lstrip("# ")) > 10 for line in lines if line.lstrip().startswith("#"))
+    named = [line for line in lines if line.startswith(tuple(f"# {name}: " for name in LISTS))]
+    assert len(named) == len(LISTS) - 1
+    assert (len(keys) + len(named)) * 2 == len(lines)
+    assert all(len(line.lstrip("# ")) > 10 for line in lines if line.lstrip().startswith("#") and line not in named)
 
 
 def test_sizes_and_durations_may_be_text() -> None:
@@ -59,9 +75,34 @@ def test_texts_are_read() -> None:
 
 
 def test_the_zoo_brings_its_own_data() -> None:
-    assert (make({"model": "digits"}).data, make({"model": "digits(weights=None)"}).data) == ("digits", "digits")
-    assert parsed({"model": "digits", "eval_data": "mine.npz"}).data == "mine.npz"
-    assert make({"model": "resnet18"}).data is None
+    evaluated = [make({"model": text}).evaluation_data for text in ("digits", "digits(weights=None)", "resnet18")]
+    assert evaluated == ["digits", "digits", None]
+    assert parsed({"model": "digits", "eval_data": "mine.npz"}).evaluation_data == "mine.npz"
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "parts"),
+    [
+        ({}, ("digits",) * 3, ()),
+        ({"calibration": "c", "eval_data": "e"}, ("c", "e", "e"), ()),
+        ({"data": "d"}, ("d", "d", "d"), ("calibration", "choice", "judgement")),
+        ({"data": "d", "calibration": "c"}, ("c", "d", "d"), ("choice", "judgement")),
+        ({"data": "d", "eval_data": "e"}, ("d", "d", "e"), ("calibration", "choice")),
+        ({"data": "d", "calibration": "c", "eval_data": "e"}, ("c", "d", "e"), ("choice",)),
+    ],
+)
+def test_data_is_shared_by_the_parts_that_have_none_of_their_own(
+    values: dict[str, Any], names: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    recipe = parsed({"model": "digits", "samples": 9, "data_options": {"labels": "y"}, **values})
+    assert (recipe.calibration_data, recipe.choice_data, recipe.evaluation_data) == names
+    for part in PARTS:
+        options = recipe.options_for(part)
+        assert options.labels == "y"
+        assert isinstance(options, PartOptions) == (part in parts)
+        if isinstance(options, PartOptions):
+            assert (options.part, options.shared_by, options.calibration_samples) == (part, parts, 9)
+    assert recipe.model_copy(update={"data": "d", "recover": True}).options_for("choice").calibration_samples is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +126,10 @@ def test_the_zoo_brings_its_own_data() -> None:
         ({"metric": "top3"}, "no metric 'top3'.*\n.*top5"),
         ({"eager": {"tf32": True}}, "eager.tf32 has no effect on onnxruntime.*\n.*--engine eager"),
         ({"onnxruntime": {"tf32": True}, "engines": ["compiled"]}, "onnxruntime.tf32 has no effect on compiled"),
-        ({"eager": {"amp": True}}, "no field 'amp' in eager.*\n.*cuda_graphs"),
+        ({"eager": {"amp": True}}, "no field 'amp' in eager.*\n.*tf32"),
+        ({"eager": {"cuda_graphs": True}}, "eager.cuda_graphs is cuda_graphs now.*\n.*write cuda_graphs"),
+        ({"tensorrt_run": {"cuda_graphs": "yes"}}, "tensorrt_run.cuda_graphs is cuda_graphs now"),
+        ({"cuda_graphs": "maybe"}, "cuda_graphs: .*'off', 'on' or 'both'"),
         ({"metric": "top5", "model": "resnet18"}, "top5 needs labeled data.*\n.*--eval"),
         ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labeled data"),
         ({"model": 3}, "model: .*string"),
@@ -93,7 +137,40 @@ def test_the_zoo_brings_its_own_data() -> None:
 )
 def test_mistakes(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make({"model": "digits", **values})
+        make({"model": "digits", **values}, listed=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "option", "said"),
+    [
+        (
+            {"budgets": {"max_p99_ms": "0ms"}},
+            "budgets.max_p99_ms",
+            "--max-p99",
+            ": must be greater than 0 .given: '0ms'",
+        ),
+        ({"budgets": {"max_memory_bytes": "3B?"}}, "budgets.max_memory_bytes", "--max-memory", ": cannot .*\n.*256MiB"),
+        ({"batch": "0"}, "batch", "--batch", ": a batch size is at least 1"),
+        ({"shapes": {"batch": "8:4:1"}}, "shapes", "--shape", ": the shape range"),
+        ({"workspace": ["3x"]}, "workspace", "--workspace", ": '3x'"),
+        ({"prune": "30%", "recover": "3"}, "recovery.method", "--recover", ": there is no method '3'"),
+        ({"data_options": {"resize": "0"}}, "data_options", "--resize", ": resize and crop"),
+        ({"pruning": {"importance": "l1"}}, "pruning.importance", "--importance", " has no effect without --prune"),
+        ({"budgets": {"max_drop": 1}, "model": "resnet18"}, "budgets.max_drop", "--max-drop", " needs labeled data"),
+    ],
+)
+def test_a_bad_value_is_named_as_it_was_given(values: dict[str, Any], field: str, option: str, said: str) -> None:
+    """A recipe file has the field, the command line the option."""
+    for options, name in ({}, field), ({"seed": 1}, field), (values, option):
+        with pytest.raises(UsageError, match=f"^{name}{said}"):
+            make({"model": "digits", **values}, options)
+
+
+def test_runs_of_earlier_versions_that_asked_for_no_graphs_can_be_read() -> None:
+    """Each of their run.json has the two fields that became one."""
+    plain = make({"model": "digits", "eager": {"cuda_graphs": False}, "tensorrt_run": {"cuda_graphs": False}})
+    assert plain == make({"model": "digits"})
+    assert make({"model": "digits", "cuda_graphs": False}).cuda_graphs == "off"  # YAML's word off
 
 
 def test_a_model_is_needed() -> None:
@@ -105,8 +182,9 @@ def test_a_metric_of_the_users_own_is_looked_for_and_not_run(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_metric.py").write_text("def score(outputs, labels): ...\nraise RuntimeError\n")
     assert make({"model": "digits", "metric": "own_metric:score"}).metric == "own_metric:score"
-    with pytest.raises(UsageError, match="has no function 'top9'"):
-        make({"model": "digits", "metric": "own_metric:top9"})
+    for metric, words in (("own_metric:top9", "has no function 'top9'"), ("top1:", "no output is named .*'top1:'")):
+        with pytest.raises(UsageError, match=words):
+            make({"model": "digits", "metric": metric})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +232,7 @@ def test_tensorrt_options_that_make_no_sense(values: dict[str, Any], message: st
         make({"model": "digits", "engines": ["tensorrt_rtx"], **values})
 
 
-@pytest.mark.parametrize("field", ["calibration", "eval_data"])
+@pytest.mark.parametrize("field", ["data", "calibration", "eval_data"])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -188,3 +266,67 @@ def test_arrays_of_a_file_are_held_against_inputs_that_the_recipe_names(tmp_path
 def test_a_tokenizer_that_is_not_there_is_refused_before_any_step() -> None:
     with pytest.raises(UsageError, match=r"--tokenizer names gone\.json"):
         make({"model": "digits", "data_options": {"tokenizer": "gone.json"}})
+
+
+GPU = Driver(version=13000, devices=(CudaDevice(name="NVIDIA L4", compute_capability=(8, 9)),))
+
+
+@pytest.mark.parametrize(
+    ("driver", "usable", "fields", "kind", "elsewhere", "words"),
+    [
+        (GPU, ("eager", "onnxruntime"), {}, "cuda", "cpu", ""),
+        (GPU, ("eager", "onnxruntime"), {"device": "cpu"}, "cpu", "cpu", ""),
+        (GPU, ("eager", "tensorrt_rtx"), {"engines": ["tensorrt_rtx"]}, "cuda", None, ""),
+        (GPU, ("eager",), {}, "cpu", None, "cuda:0 (NVIDIA L4) is not used, as no engine of this run can use it: onnx"),
+        (GPU, ("onnxruntime",), {}, "cpu", None, "cuda:0 (NVIDIA L4) is not used: too old; get a newer one. The run"),
+        (GPU, ("onnxruntime",), {"device": "cuda"}, "cuda", "cuda", "exit 4: cuda:0 cannot be used: too old"),
+        (GPU, (), {"engines": ["tensorrt_rtx"]}, "cpu", None, "exit 4: tensorrt_rtx cannot run without it: too old"),
+        (GPU, (), {"engines": ["tensorrt_rtx"], "targets": ["sm89"]}, "cpu", None, "is not used: too old"),
+        (Driver(reason="there is none"), (), {}, "cpu", None, ""),
+    ],
+)
+def test_the_device_is_the_gpu_where_torch_and_an_engine_can_use_it(
+    driver: Driver,
+    usable: tuple[str, ...],
+    fields: dict[str, Any],
+    kind: str,
+    elsewhere: str | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def available(cls: type[Engine], device: Device) -> Availability:
+        return Availability(ok=device.kind == "cpu" or cls.name in usable, reason="too old", remedy="get a newer one")
+
+    monkeypatch.setattr(nvidia, "driver", lambda: driver)
+    for name in ENGINES:
+        monkeypatch.setattr(engine_class(name), "installed", classmethod(available))
+    recipe, events = make({"model": "digits", **fields}), list[Event]()
+    assert recipe.where.kind == kind
+    assert recipe.for_other_machines().device == elsewhere
+    step = first_steps(resolve_recipe(recipe))[0]
+    if words.startswith("exit 4: "):
+        with pytest.raises(MissingCapability, match=words.removeprefix("exit 4: ")):
+            begin_on(recipe.where, recipe, events.append, step)
+        return
+    begin_on(recipe.where, recipe, events.append, step)
+    first, *notes = (event.text for event in events)
+    asked = fields.get("engines", ENGINES)
+    on_cuda = [name for name in asked if "cuda" in engine_class(name).kinds]
+    missing = [f"{name} (too old)" for name in on_cuda if name not in ("eager", *usable)]
+    here = [name for name in asked if name != "eager" and name in usable]
+    if kind == "cuda":
+        lacking = f"; not here: {', '.join(missing)}" if missing else ""
+        assert first == f"cuda:0 NVIDIA L4, CUDA 13.0: {', '.join(here)}{lacking}"
+    else:
+        assert first.startswith("cpu: ")
+    assert [note.partition(words)[1] for note in notes] == ([words] if words else [])
+
+
+def test_a_run_of_a_gpu_is_not_resumed_without_one(tmp_path: Path) -> None:
+    entry = fleets.fleet().entries()[0]
+    assert isinstance(entry, Entry)
+    on_cpu, on_gpu = (fleets.run(entry, device=Device(kind=kind)) for kind in ("cpu", "cuda"))
+    require_device_of(on_cpu, tmp_path)
+    with pytest.raises(MissingCapability, match="was measured on cuda:0, which cannot be used here") as raised:
+        require_device_of(on_gpu, tmp_path)
+    assert "resume it where its GPU is" in str(raised.value.remedy)

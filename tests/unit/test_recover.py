@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from enginesmith.calibration.options import PARTS, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks.source import resolve
@@ -84,6 +85,16 @@ def test_without_labels_it_comes_to_agree_with_the_dense_model(pair: Pair, unlab
     with torch.inference_mode():
         agreed = (own(rows)[0].argmax(1) == theirs(rows)[0].argmax(1)).float().mean()
     assert agreed > 0.85
+
+
+@pytest.mark.parametrize(("shared_by", "samples", "judged"), [(PARTS, 66, 33), (PARTS[:2], 100, 50)])
+def test_of_split_data_it_learns_from_calibration_and_is_judged_by_choice(
+    shared_by: tuple[PartName, ...], samples: int, judged: int, pair: Pair, data: Path, tmp_path: Path
+) -> None:
+    options = PartOptions(part="calibration", shared_by=shared_by)
+    _, record = done(task(data, epochs=1).model_copy(update={"data_options": options}), pair, tmp_path / "out")
+    assert (record.samples, record.held_back) == (samples, judged)
+    assert record.data == f"data.npz (calibration and choice: {samples} of 100)"
 
 
 def test_the_same_steps_leave_the_same_files(pair: Pair, data: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.options import PartName
 from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune import batches, evaluate, losses
@@ -156,6 +157,14 @@ def test_what_is_judged_is_not_learnt_from() -> None:
     assert np.bincount(labels[list(found.held_back)]).tolist() == [3, 3]
     with pytest.raises(DataError, match="1 sample"):
         split_data(Dataset("set", {"image": np.zeros((1, 1))}), 0.3, 0, CPU)
+
+
+def test_choice_is_judged_where_data_was_split() -> None:
+    whole = Dataset("set", {"image": np.zeros((20, 1))})
+    parts: dict[PartName, np.ndarray] = {"calibration": np.array([3, 8]), "choice": np.array([9, 1, 0])}
+    both = whole.take(np.array([3, 8, 9, 1, 0]), "both")
+    found = split_data(dataclasses.replace(both, parts=parts), 0.3, 0, CPU)
+    assert (found.learnt, found.held_back) == ((0, 1), (2, 3, 4))
 
 
 def test_distilling_classes_is_the_divergence_of_softened_probabilities() -> None:

@@ -16,7 +16,9 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, progress, run_tables, sentences, tables, terminal
+from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.report import junit, markdown, progress, run_tables, sentences, tables, terminal
+from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, VariantRecord, Verdict
@@ -45,6 +47,52 @@ def test_the_table_has_the_numbers() -> None:
     rows = run_tables.tabulate_variants(run()).rows
     assert rows[0] == ("eager", "1", "reference", "2", "–", "3 MiB", "–", "+0.0050", "measured")
     assert (rows[1][0], rows[1][2]) == ("★ onnxruntime-fp32", "4.00× [3.90, 4.10]")
+
+
+def test_on_a_gpu_what_a_deployment_takes_comes_first() -> None:
+    own = {"deployment_bytes": 512 << 20, "device_bytes": 24 << 30, "deployments_per_device": 48}
+    taken = record("onnxruntime-fp32", 0.5, 4.0)
+    taken = taken.model_copy(update={"memory": taken.memory.model_copy(update=own)})
+    table = run_tables.tabulate_variants(shown := run(variants=(taken,)))
+    column = table.columns.index("on the GPU")
+    assert [row[column : column + 2] for row in table.rows] == [("–", "3 MiB"), ("512 MiB, 48 fit", "3 MiB")]
+    assert "on the GPU" in run_tables.tabulate_memory(shown).columns
+    assert "a deployment takes 512 MiB of the GPU's 24 GiB, so that 48 fit; peak 3 MiB" in page._memory(shown)
+
+
+def test_groups_on_a_gpu_are_named() -> None:
+    fast = record("onnxruntime-fp32", 0.5, 4.0)
+    rows = tuple(row.model_copy(update={"group": 2}) for row in fast.latency)
+    shown = run(variants=(fast.model_copy(update={"latency": rows}),))
+    said = "at batch 1 the variants do not fit on the GPU together and were measured in groups"
+    assert [said in " ".join(sentences.list_footnotes(one)) for one in (shown, run())] == [True, False]
+    assert "group" in run_tables.tabulate_latency(shown).columns
+
+
+@pytest.mark.parametrize(
+    ("parts", "drop", "said"),
+    [
+        (
+            {"choice": 40, "judgement": 41},
+            0.0,
+            "samples of mine.npz: 40 for choice, 41 for judgement; no sample is in two",
+        ),
+        ({}, 0.0, "the search was judged on the same samples: the drop is optimistic"),
+        ({}, None, ""),
+    ],
+)
+def test_the_samples_of_the_search_and_of_the_drop_are_told(
+    parts: dict[str, int], drop: float | None, said: str
+) -> None:
+    trial = SearchStep(step=1, quantised=1, kept=0, drop=drop, passed=True, why="everything")
+    searched = record("onnxruntime-fp32", 0.5, 4.0).model_copy(update={"search": (trial,)})
+    plain = run(variants=(searched,))
+    recipe = plain.recipe.model_copy(update={"data": "mine.npz" if parts else None})
+    shown = plain.model_copy(update={"recipe": recipe, "model": plain.model.model_copy(update={"parts": parts})})
+    told = " ".join(sentences.list_footnotes(shown)), run_tables.tabulate_quality(shown).caption
+    assert [said in text for text in told] == [True, True]
+    assert [" samples" in text or "samples of" in text for text in told] == [bool(said)] * 2
+    assert Run.model_validate_json(shown.model_dump_json()).model.parts == parts
 
 
 def test_the_judged_output_and_the_others_are_named() -> None:
@@ -84,6 +132,54 @@ def test_the_verdict_is_of_the_deciding_batch_within_its_interval(low: float, hi
     one = fast.model_copy(update={"latency": (*fast.latency, deciding)})
     recipe = make({"model": "digits", "batch": [8, 1]})
     assert words in sentences.summarize(run(baseline=both, variants=(one,), recipe=recipe))
+    disturbed = deciding.model_copy(update={"speedup_disturbed": True})
+    one = fast.model_copy(update={"latency": (disturbed,)})
+    said = run(baseline=both, variants=(one,), recipe=recipe)
+    assert (
+        "has a speed-up over eager at batch 8 that is too noisy to tell (nearly all calls waited for a core),"
+        in sentences.summarize(said)
+    )
+    assert "speed-up of onnxruntime-fp32 at batch 8: too noisy to tell" in next(sentences.describe_noise(said))
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((1.7, 1.8, 1.9), "at batch 1, and is 1.80× [1.70, 1.90] faster than compiled-bf16 (the fastest setting of Py"),
+        (
+            (0.6, 0.9, 1.1),
+            "and has 0.90× [0.60, 1.10] the speed of compiled-bf16 (the fastest setting of PyTorch",
+        ),
+        (
+            (0.1, 0.9, 9.0),
+            "and has a speed-up over compiled-bf16 (the fastest setting of PyTorch tried) that is",
+        ),
+        (None, "and was measured in too few rounds to compare it with compiled-bf16"),
+    ],
+)
+def test_the_headline_names_the_best_of_pytorch_too(ends: tuple[float, float, float] | None, words: str) -> None:
+    ratio = Interval(low=ends[0], median=ends[1], high=ends[2]) if ends else None
+    noisy = ratio is not None and ratio.too_noisy
+    best = runs.BestReference(variant="compiled-bf16", batch=1, speedup=ratio, too_noisy=noisy)
+    said = sentences.summarize(run(best_reference=best))
+    assert words in said
+    assert "uses 100 % of eager's peak memory" in said
+    assert words.partition("and ")[2] in sentences.summarize(run(best_reference=best, winner="eager"))
+
+
+def test_a_reference_that_failed_is_a_note() -> None:
+    """It is no failure in the terminal, in junit.xml and at the exit code."""
+    broken = record("compiled-bf16", 1.0, 2.0).model_copy(
+        update={"status": "failed", "reason": "verify-compiled-bf16: there is no C compiler", "reference": True}
+    )
+    shown = run(variants=(*run().variants, broken))
+    assert run_tables.tabulate_variants(shown).rows[2][-1] == "failed, for comparison"
+    assert sentences.list_reasons(shown) == []
+    (note,) = sentences.list_measurement_notes(shown)
+    assert note == "not measured for comparison: compiled-bf16: verify-compiled-bf16: there is no C compiler"
+    assert note in sentences.list_notes(shown)
+    assert "compiled-bf16" not in junit.render(shown)
+    assert sentences.list_footnotes(shown)[-1].startswith("compiled-bf16: PyTorch alone, measured for comparison")
 
 
 def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
@@ -96,15 +192,26 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
     clear = run(variants=(fast("fp32", 0.5, 3.9, 4.1), fast("int8", 0.1, 19.0, 21.0)), winner="int8")
     assert "lower median" not in sentences.summarize(clear)
 
+    def lossy(record: VariantRecord, drop: float) -> VariantRecord:
+        quality = Quality(metric="top1", value=0.9 - drop, baseline=0.9, drop=drop, samples=99)
+        return record.model_copy(update={"quality": quality})
+
+    careful = run(variants=(lossy(tied.variants[0], 0.0), lossy(tied.variants[1], 0.008)), winner="fp32")
+    said = "it wins by its smaller accuracy drop: int8 (top1 drop +0.0080) is not measurably faster"
+    assert said in sentences.summarize(careful)
+    strict = careful.recipe.model_copy(update={"budgets": Budgets(max_drop=0.005)})
+    assert "it wins by" not in sentences.summarize(careful.model_copy(update={"recipe": strict}))
+
 
 @pytest.mark.parametrize(
     ("stopped", "remedy"),
     [
-        ("the time limit of 18 s, 3 times what was asked for", "--measure-time 200s --replace should"),
+        ("the time limit of 5 s, 1 times what was asked for", "--measure-time 60s --replace should be enough"),
         (
-            "every median's 95 % interval is within ±2%",
-            "--measure-time 225s --precision-target 0.0049 --replace should",
+            "the time limit of 18 s, 3 times what was asked for",
+            "--measure-time 60s --replace on a quiet machine (at the speed of this run, it would take 3 m 18 s) may be",
         ),
+        ("every median's 95 % interval is within ±2%", "--measure-time 60s --precision-target 0.0049 --replace on a"),
     ],
 )
 def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy: str) -> None:
@@ -115,6 +222,8 @@ def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy:
     assert p99.startswith(f"no p99 (–): it needs 662 calls, and there were as few as 90; {remedy}")
     assert drop == "a negative drop is an improvement over the original model"
     assert tables.describe_drop(better) == "top1 drop −0.0033 [−0.0100, +0.0020] on 9 samples"
+    none = better.model_copy(update={"drop": -2e-6, "drop_low": -3e-6, "drop_high": -1e-6})
+    assert tables.describe_drop(none) == "top1 drop +0.0000 [+0.0000, +0.0000] on 9 samples", "no loss has no sign"
 
 
 def test_noise_is_told_once_with_what_to_do() -> None:
@@ -123,8 +232,10 @@ def test_noise_is_told_once_with_what_to_do() -> None:
     several = [record(name, 0.5, 4.0).model_copy(update={"latency": (wide,)}) for name in ("one", "two")]
     slow = record("eager", 2.0, 1.0).model_copy(update={"latency": (waited,)})
     (said,) = sentences.describe_noise(run(baseline=slow, variants=tuple(several), environment={}))
-    assert said.startswith("the speed-up is too noisy to tell of one at batch 1, two at batch 1; measure on a quiet")
-    assert tables.speedup(several[0], 1) == "too noisy to tell"
+    assert said.startswith("speed-up of one at batch 1, two at batch 1: too noisy to tell; measure on a quiet")
+    narrow = wide.model_copy(update={"speedup": Interval(median=7, low=6, high=8), "speedup_disturbed": True})
+    for noisy in (wide, narrow):
+        assert tables.speedup(slow.model_copy(update={"latency": (noisy,)}), 1) == "too noisy to tell"
     (said,) = sentences.describe_noise(run(baseline=slow, variants=(), environment={}))
     assert said.startswith("1 of 1 measurements were disturbed: in up to 70% of their calls")
     assert not list(sentences.describe_noise(run(baseline=slow, variants=())))  # the machine's warning says it
@@ -266,6 +377,9 @@ def test_the_terminal_shows_the_groups_that_matter(capsys: pytest.CaptureFixture
     nothing_kept = printed(run(variants=(quantised(assignment=groups(3, 0)),), winner=INT8), capsys)
     assert "onnxruntime-int8: 3 of 3 groups in int8" in nothing_kept
     assert "conv0" not in nothing_kept
+    raced = make({"model": "digits", "time_seconds": 60, "engines": ["onnxruntime"]})
+    lost = printed(run(variants=(quantised(status="skipped"),), winner=INT8, recipe=raced), capsys)
+    assert "conv20" not in lost, "of a search, only what was measured in full"
 
 
 def test_whether_it_paid_is_said_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +453,7 @@ def test_at_most_three_notes_follow_a_run_and_noise_comes_first(capsys: pytest.C
     shown = run(variants=(noisy,), winner="x", environment=warned, recipe=make({"model": "digits", "batch": [1]}))
     notes = [line for line in printed(shown, capsys).splitlines() if "note:" in line]
     assert len(notes) == 3
-    assert notes[0].startswith("note: the speed-up is too noisy to tell of x at batch 1; p99 of x at batch 1 is 50 ms")
+    assert notes[0].startswith("note: speed-up of x at batch 1: too noisy to tell; p99 of x at batch 1 is 50 ms")
     assert notes[0].count("measure on a quiet machine") == 1
     assert notes[1] == "note: the machine is busy: very"
 
@@ -399,3 +513,9 @@ def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:
     runs.write(made, tmp_path)
     assert runs.read(tmp_path) == made
     assert json.loads((tmp_path / "run.json").read_text())["variants"][0]["recovery"][0]["after"] == 0.99
+
+
+def test_facts_that_are_not_known_or_empty_are_said_at_each_level(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show_facts({"target": None, "notes": [], "options": {}, "figures": {"scratch_bytes": None}}, as_json=False)
+    lines = ["target: unknown", "notes: none", "options: none", "figures:", "  scratch_bytes: unknown"]
+    assert capsys.readouterr().out.splitlines() == lines

@@ -320,6 +320,11 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> No
     assert not workflow.is_finished(run, world.out)
     engine.write_bytes(whole)
     assert workflow.is_finished(run, world.out)
+    beside = run.variants[0].model_copy(update={"id": "compiled-bf16", "reference": True, "status": "failed"})
+    step = run.steps[0].model_copy(update={"id": "verify-compiled-bf16", "status": "failed"})
+    for variants, finished in (((*run.variants, beside), True), (run.variants, False)):
+        failed = run.model_copy(update={"variants": variants, "steps": (*run.steps, step)})
+        assert workflow.is_finished(failed, world.out) == finished, "only a variant that nobody asked for may fail"
     for change in ({"packages": {}}, {"processor": "another"}):
         moved = run.model_copy(update={"environment": run.environment | change})
         assert not workflow.is_finished(moved, world.out), "here another engine is needed"
@@ -346,7 +351,7 @@ def test_a_step_that_fails_again_is_an_error_and_what_was_there_stays(tmp_path: 
 
 
 @pytest.mark.thorough
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(COMMANDS, min_size=3, max_size=8))
 def test_longer_histories(history: History) -> None:
     live_through([("optimize", None), *history])

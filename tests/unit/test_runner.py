@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +11,14 @@ from typing import Any, ClassVar
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import StepError
+from enginesmith.pipeline.errors import NO_TIME, StepError, StepTimeout
 from enginesmith.pipeline.execution import scheduler
 from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.store.store import Store
@@ -127,16 +126,35 @@ def test_a_store_far_away_is_asked_for_many_steps_at_a_time(tmp_path: Path, monk
     assert LocalExecutor(Store(tmp_path / "store"), 4).max_lookups == 1
 
 
-def test_what_is_looked_up_when_it_is_not_worth_doing_any_more_is_skipped(desk: Desk) -> None:
+class Slow(Desk):
+    """Looks the bad step up only once the slow one has begun."""
+
+    slots = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow_began = threading.Event()
+
+    def lookup(self, request: StepRequest) -> Artifact | None:
+        if request.step.id == "bad":
+            assert self.slow_began.wait(30)
+        return super().lookup(request)
+
+    def execute(self, request: StepRequest) -> Result:
+        if request.step.id == "slow":
+            self.slow_began.set()
+        return super().execute(request)
+
+
+def test_what_is_looked_up_when_it_is_not_worth_doing_any_more_is_skipped() -> None:
     events: list[Event] = []
-    desk.slots = 2
     later = [Step(f"{word}{n}", Idle()) for n in range(20) for word in ("known", "new")]
     steps = [Step("slow", Idle()), Step("bad", Idle()), *later, Step("last", Idle(), {"x": "new19"})]
 
     def give_up(new: Outcomes) -> dict[str, str]:
         return dict.fromkeys([step.id for step in steps], "it is bad") if "bad" in new else {}
 
-    outcomes = run(desk, *steps, events=events, on_new=give_up)
+    outcomes = run(Slow(), *steps, events=events, on_new=give_up)
     assert outcomes["bad"].status == "failed"
     assert outcomes["slow"].status == "done"
     assert {outcome.status for outcome in outcomes.values()} <= {"failed", "done", "skipped"}
@@ -149,11 +167,10 @@ def test_what_is_looked_up_when_it_is_not_worth_doing_any_more_is_skipped(desk: 
 class Elsewhere(Desk):
     """Another one does the second step meanwhile; the first look-up has something to tell."""
 
-    max_lookups = 2
+    max_lookups = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.looked_up: dict[str, threading.Event] = defaultdict(threading.Event)
         self.seconds = 0.0
         """What the clock of the scheduler says."""
 
@@ -162,12 +179,9 @@ class Elsewhere(Desk):
             retry.notify("the store is away")
         again = f"? {request.step.id}" in self.asked
         super().lookup(request)
-        self.looked_up[request.step.id].set()
         return artifact() if again else None
 
     def execute(self, request: StepRequest) -> Result:
-        if request.step.id == "slow":
-            assert self.looked_up["later"].wait(30)
         result = super().execute(request)
         self.seconds += 60
         return result
@@ -189,6 +203,57 @@ def test_what_a_look_up_was_told_is_for_the_log_of_the_step(tmp_path: Path, monk
     run(desk, Step("new", Idle()), events=events)
     assert Path("new").read_text() == "--- the store is away\n"
     assert [event.text for event in events if event.kind == "note"] == ["the store is away"]
+
+
+def test_steps_of_a_search_are_not_begun_once_its_time_is_over(desk: Desk) -> None:
+    """What the store has is taken all the same, and so are the steps that measure what is there."""
+    runner = Runner(desk, lambda step: Path(step.id), search_seconds=0.0)
+    late = Step(StepRef("new"), Idle(), search=True)
+    after = Step(StepRef("after"), Idle(), {"model": late.id}, search=True)
+    there = Step(StepRef("known"), Idle(), search=True)
+    outcomes = runner.run([late, after, there, Step(StepRef("race"), Idle(), {}, {"a": late.id, "b": there.id})])
+    ends = {name: outcome.status for name, outcome in outcomes.items()}
+    assert ends == {"new": "skipped", "after": "skipped", "known": "done", "race": "done"}
+    assert outcomes["new"].reason == outcomes["after"].reason == NO_TIME
+
+
+class Clock(Desk):
+    """Each step takes ten seconds, or as long as it is given where it hangs."""
+
+    max_lookups = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds, self.given = 0.0, dict[str, float | None]()
+
+    def execute(self, request: StepRequest) -> Result:
+        self.given[request.step.id] = limit = request.timeout_seconds
+        assert limit is not None
+        assert request.step.task.left_seconds == limit
+        self.seconds += limit if request.step.id == "hangs" else min(limit, 10)
+        if request.step.id == "hangs" or limit < 10:
+            raise StepTimeout("it ran past its time limit")
+        return super().execute(request)
+
+
+class Half(Idle):
+    time_share: ClassVar[float] = 0.5
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_what_is_left_of_the_time_limits_each_step(monkeypatch: pytest.MonkeyPatch, searches: bool) -> None:
+    """A step that hangs has failed, unless it had all the time that was left."""
+    desk = Clock()
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    runner = Runner(desk, lambda step: Path(step.id), 60.0, search_seconds=40.0 if searches else None)
+    steps = [Step(StepRef("first"), Idle()), Step(StepRef("hangs"), Half())]
+    steps += [Step(StepRef("next"), Idle()), Step(StepRef("last"), Half()), Step(StepRef("late"), Half())]
+    outcomes = runner.run(steps)
+    assert desk.given == {"first": 60, "hangs": 25, "next": 25, "last": 10, "late": 5}
+    ends = {name: outcome.status for name, outcome in outcomes.items()}
+    late = "skipped" if searches else "failed"
+    assert ends == {"first": "done", "hangs": "failed", "next": "done", "last": "done", "late": late}
+    assert (outcomes["late"].reason == NO_TIME) == searches
 
 
 def test_nothing_overtakes_a_measurement_that_waits_for_look_ups(desk: Desk) -> None:

@@ -9,10 +9,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from enginesmith.calibration.dataset import Dataset
-from enginesmith.calibration.options import DataOptions
+from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
+from enginesmith.pipeline.errors import DataError, SignatureError, SourceError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
@@ -75,6 +75,8 @@ def test_cases_are_the_points_and_the_batches_each_once() -> None:
         for case in plan_cases(TEXT, ranges, (4, 8))
     }
     assert found == {(1, 2): (1, ("min",), False), (4, 5): (4, ("opt",), True), (8, 5): (8, ("max",), True)}
+    between = [case for case in plan_cases(TEXT, ranges, (1, 3, 8)) if case.sizes == {"batch": 3, "length": 5}]
+    assert between == [Case(sizes={"batch": 3, "length": 5}, batch=3, points=("measured",), measured=True)]
 
 
 def test_a_fixed_model_has_one_case() -> None:
@@ -144,9 +146,7 @@ def test_anything_else_is_said_as_it_is(spec: str, shape: tuple[int, ...], dtype
 def test_eight_samples_of_given_data_are_judged(rows: int | None, batch: int, calls: int) -> None:
     data = None if rows is None else Dataset("d", {"x": np.zeros((rows, 3), np.float32)})
     case = Case(sizes={"batch": batch}, batch=batch, points=("min",), measured=True)
-    assert samples.judged_calls(samples.plan_calls(case, data)) == range(calls)
-    only_measured = case.model_copy(update={"points": ()})
-    assert list(samples.judged_calls(samples.plan_calls(only_measured, data))) == []
+    assert samples.plan_calls(case, data).calls == calls
 
 
 def graph(path: Path, operator: str, *constants: float) -> Artifact:
@@ -188,6 +188,45 @@ def test_the_metric_is_tried_on_two_samples(
     effect = sample.run({"model": model}, reference, lambda _: None)
     assert re.fullmatch(words, "".join(effect.notes))
     assert (Path("own.py").absolute() in effect.reads) is metric.startswith("own")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"), [(1, r"^\d[\d.]* % of the numbers in eager's output 'y' are NaN"), (20, "for all sam")]
+)
+def test_a_model_may_answer_nan_for_some_samples_with_a_note(tmp_path: Path, bad: int, words: str) -> None:
+    np.savez(
+        tmp_path / "data.npz", x=np.repeat(np.float32([[-1], [1]]), [bad, 20 - bad], axis=0) * np.ones((1, 3), "f")
+    )
+    (reference := tmp_path / "reference").mkdir()
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
+    model = {"model": graph(tmp_path / "float.onnx", "Log")}
+    if bad == 20:
+        with pytest.raises(SourceError, match=words):
+            sample.run(model, reference, lambda _: None)
+    else:
+        assert any(re.search(words, note) for note in sample.run(model, reference, lambda _: None).notes)
+
+
+def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.random.default_rng(0).random((30, 3), np.float32))
+    code = "def {}():\n    return ({{'x': random.default_rng({}).random((30, 3), 'float32')}},)\n"
+    functions = code.format("same", 0) + code.format("other", "")
+    Path("parts_rows.py").write_text(f"from numpy import random\n{functions}")
+    model, counts = {"model": graph(tmp_path / "float.onnx", "Identity")}, dict.fromkeys(PARTS, 10)
+    for data, options, parts in (
+        ("data.npz", DataOptions(), {}),
+        ("data.npz", PartOptions(part="choice"), counts),
+        ("parts_rows.py:same", PartOptions(part="choice"), counts),
+    ):
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), data=data, data_options=options, seed=0)
+        sample.run(model, tmp_path, lambda _: None)
+        assert samples.read(tmp_path).parts == parts
+        assert ("parts" in (tmp_path / samples.RECORD).read_text()) is bool(parts)
+    unstable = sample.model_copy(update={"data": "parts_rows.py:other"})
+    with pytest.raises(DataError, match="yields other samples each time"):
+        unstable.run(model, tmp_path, lambda _: None)
 
 
 def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:

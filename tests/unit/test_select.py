@@ -10,7 +10,7 @@ from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, S
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results.run import BuildRecord, StoredArtifact, VariantRecord
-from enginesmith.pipeline.results.verdicts import judge_budgets, judge_compression, select_winner
+from enginesmith.pipeline.results.verdicts import find_best_reference, judge_budgets, judge_compression, select_winner
 
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:
@@ -43,6 +43,32 @@ def test_a_budget_excludes_the_fastest() -> None:
     assert [(one.budget, one.actual, one.passed) for one in chosen.verdicts] == [("max_memory_bytes", 50, True)]
 
 
+@pytest.mark.parametrize(
+    ("ms", "ends", "drop", "winner"),
+    [
+        (1.02, (9.4, 10.2), 0.0, "careful"),
+        (1.02, (9.4, 10.2), 0.0079, "lossy"),
+        (1.02, (9.75, 9.85), 0.0, "lossy"),
+        (1.2, (6.0, 12.0), 0.0, "lossy"),
+        (1.02, (9.4, 10.2), 0.02, "lossy"),
+        (1.02, (9.4, 10.2), None, "lossy"),
+    ],
+)
+def test_of_equally_fast_ones_the_one_that_loses_less_wins(
+    ms: float, ends: tuple[float, float], drop: float | None, winner: str
+) -> None:
+    def measured(name: str, ms: float, ends: tuple[float, float], drop: float | None) -> VariantRecord:
+        row = LatencyRow(batch=1, p50_ms=ms, speedup=Interval(median=10 / ms, low=ends[0], high=ends[1]))
+        quality = Quality(metric="top1", value=0.9, baseline=0.9, drop=drop, samples=99) if drop is not None else None
+        return record(name, ms, latency=(row,), quality=quality)
+
+    both = [EAGER, measured("lossy", 1.0, (9.9, 10.1), 0.008), measured("careful", ms, ends, drop)]
+    chosen = select_winner(both, Budgets(max_drop=0.03), "latency", 1)
+    assert chosen.winner == winner
+    assert ("accuracy drop" in chosen.reason) == (winner == "careful")
+    assert chosen.verdicts[0].actual == (0.008 if winner == "lossy" else drop)
+
+
 def test_nobody_wins_when_nobody_holds_the_budgets() -> None:
     chosen = select_winner([EAGER, FAST], Budgets(max_latency_ms=0.5), "latency", 1)
     assert chosen.winner is None
@@ -73,6 +99,44 @@ def test_eager_alone_is_no_result_of_requested_engines() -> None:
     built = FAST.model_copy(update={"status": "built", "reason": "no GPU"})
     assert select_winner([EAGER, built, failed], Budgets(), "latency", 1).reason.startswith("1 variant is built")
     assert select_winner([EAGER], Budgets(), "latency", 1).winner == "eager", "nothing else was requested"
+    both = ([EAGER, other] for other in (failed, built))
+    named = [select_winner(records, Budgets(), "latency", 1, baseline_named=True).winner for records in both]
+    assert named == ["eager", None], "eager was named, and what is built may still win"
+
+
+def test_what_nobody_asked_for_never_wins_and_is_no_result() -> None:
+    beside = record("compiled-bf16", 0.1, 1, engine="compiled", reference=True)
+    chosen = select_winner([EAGER, FAST, beside], Budgets(), "latency", 1)
+    assert (chosen.winner, "compiled-bf16" in chosen.pareto) == ("fast", False)
+    failed = FAST.model_copy(update={"status": "failed", "reason": "no kernel"})
+    assert select_winner([EAGER, failed, beside], Budgets(), "latency", 1).winner is None
+
+
+def test_the_best_reference_is_the_fastest_setting_of_pytorch() -> None:
+    def fast(name: str, engine: str, times: float | None, **more: Any) -> VariantRecord:
+        ratio = None if times is None else Interval(median=times, low=0.9 * times, high=1.1 * times)
+        row = LatencyRow(batch=1, p50_ms=10 / (times or 1), speedup=ratio)
+        return record(name, None, engine=engine, latency=(row,), **more)
+
+    eager, winner = record("eager", 10.0, engine="eager"), fast("fast", "onnxruntime", 6.0)
+    slow, half = (
+        fast("eager-bf16", "eager", 0.5, reference=True),
+        fast("compiled-bf16", "compiled", 2.0, reference=True),
+    )
+    asked = fast("compiled-fp32", "compiled", 3.0)
+    best = find_best_reference([eager, winner, slow, half], "fast", 1)
+    assert best
+    assert best.speedup
+    assert (best.variant, round(best.speedup.median, 6)) == ("compiled-bf16", 3.0)
+    assert best.speedup.low < 2.7 < 3.3 < best.speedup.high
+    for others, wins, name in (
+        ((slow, half, asked), "fast", "compiled-fp32"),
+        ((slow,), "fast", "eager"),
+        ((slow, half, asked), "compiled-fp32", "compiled-fp32"),
+    ):
+        assert getattr(find_best_reference([eager, winner, *others], wins, 1), "variant", None) == name
+    assert find_best_reference([eager, winner, asked], "fast", 1) is None, "nothing was measured for comparison"
+    assert find_best_reference([eager, winner, half], None, 1) is None
 
 
 def check(sqnr_db: float | None, passed: bool = True, reason: str = "") -> StageFidelity:

@@ -15,9 +15,12 @@ from typing import Any
 import fsspec
 import pytest
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, json_digest
+from enginesmith.pipeline.artifact import Artifact, Effect, HistoryEntry, json_digest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import MissingCapability, StoreError, UsageError
+from enginesmith.pipeline.execution.executor import StepCache
 from enginesmith.pipeline.execution.ray.executor import RayExecutor
+from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store import remote as shared_store
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.store.inputs import MOST_CANDIDATES
@@ -25,6 +28,10 @@ from enginesmith.pipeline.store.manifest import MANIFEST, decode_checked, encode
 from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.retry import Retries
 from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import measure, mixed_precision
+from enginesmith.pipeline.tasks.base import Done
+from enginesmith.pipeline.tasks.tune import Tune
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -395,7 +402,7 @@ def test_prune_removes_interrupted_uploads_of_yesterday(
         system.makedirs(f"{root}/objects/{key[:2]}/{key}/{upload}", exist_ok=True)
         system.pipe_file(f"{root}/objects/{key[:2]}/{key}/{upload}/model.onnx", b"half")
     _aged(url, monkeypatch, {"objects": 5 * DAY, "/new/": DAY - 60})
-    assert one.prune() == []
+    assert [(entry.kind, entry.bytes) for entry in one.prune()] == [("file", 4)] * 2
     left = [path for path in below(url) if "/old/" in path or "/new/" in path]
     assert left == [f"objects/ab/{KEY}/new/model.onnx"]
     assert machine("two").get(KEY) is not None
@@ -422,7 +429,8 @@ def test_prune_by_age_goes_by_the_last_use(machine: Machine, url: str, monkeypat
     assert two.get(OTHER) is not None
     assert [path.rpartition("/")[2] for path in written if KEY in path or OTHER in path] == [MANIFEST]  # the old one
     assert "reads/x.json" in written
-    assert [entry.key for entry in one.prune(max_age_seconds=5 * DAY)] == [KEY]
+    old, candidate = one.prune(max_age_seconds=5 * DAY)
+    assert (old.key, candidate.step, candidate.kind, candidate.bytes > 0) == (KEY, "reads", "file", True)
     assert below(url, "reads") == []
 
 
@@ -585,3 +593,37 @@ def test_many_writers_of_one_key_are_harmless(machine: Machine, url: str) -> Non
     last = machine("last").get(KEY)
     assert last is not None
     assert last.path.read_bytes() in found
+
+
+def test_what_one_machine_measured_is_not_taken_by_another(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best options of a session are those of one kind of machine: a shared store has them for each."""
+    task = Tune(engine=OnnxRuntime(), device=Device(), seconds=1.0)
+
+    def cache(name: str) -> StepCache:
+        monkeypatch.setattr(measure, "this_machine", lambda: {"machine": name})
+        return StepCache(Step(StepRef("tune", "a"), task), {}, machine(name))
+
+    def work(chosen: str) -> Callable[[Path, Path | None], Done]:
+        def write(out: Path, _: Path | None) -> Done:
+            (out / "tuning.json").write_text(chosen)
+            return Done(effect=Effect(file="tuning.json", summary=chosen), seconds=1, host_peak_bytes=None)
+
+        return write
+
+    for name in ("two cores", "64 cores"):
+        assert cache(name).lookup() is None
+        cache(name).make(work(f"best on {name}"))
+    for name in ("64 cores", "two cores"):
+        found = cache(name).lookup()
+        assert found is not None
+        assert found.path.read_text() == f"best on {name}"
+
+
+@pytest.mark.parametrize(("timed", "key"), [(True, {"machine": "here"}), (False, {})])
+def test_a_search_that_speed_decides_holds_for_one_machine(
+    timed: bool, key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_precision, "this_machine", lambda: {"machine": "here"})
+    assert mixed_precision.Search.model_construct(timed=timed).environment_key == key

@@ -135,6 +135,15 @@ def test_sizes_that_could_vary_are_suggested(load) -> None:
     image = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     (note,) = load(image, torch.ones(2, 3, 16, 16)).notes
     assert "--input input:float32:batch,3,height,width --shape height=MIN:16:MAX --shape width=MIN:16:MAX" in note
+
+    class Both(nn.Module):
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            return source.mean((1, 2)) + target.mean((1, 2))
+
+    (note,) = load(Both(), {"source": torch.ones(2, 40, 1), "target": torch.ones(2, 14, 1)}).notes
+    assert "target:float32:batch,target_length,1 --shape length=MIN:40:MAX --shape target_length=MIN:14:MAX" in note
+    (note,) = load(lambda_module(lambda x: x.mean((1, 2))), torch.ones(2, 40, 14)).notes
+    assert "--input x:float32:batch,length,length_2 --shape" in note
     fixed = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(76, 2))
     assert load(fixed, torch.ones(2, 1, 40)).notes == ()
     assert load(wave, torch.ones(2, 1, 40), "input:float32:batch,1,length").notes == ()

@@ -30,6 +30,7 @@ from enginesmith.pipeline.errors import (
     UsageError,
 )
 from enginesmith.pipeline.frameworks.onnx import model_file
+from fake_tensorrt import Logger
 
 RTX = versions.capabilities("tensorrt_rtx", "1.7.1")
 ENTERPRISE = versions.capabilities("tensorrt", "11.4.0")
@@ -176,7 +177,7 @@ def test_a_build_gives_its_result_and_says_that_it_goes_on(monkeypatch: pytest.M
             time.sleep(0.001)
         return 7
 
-    assert building._watched(work, monitor(), said.append) == 7
+    assert building._run_on_large_stack(work, monitor(), said.append) == 7
     assert said[0].startswith("parsing, 0 s")
 
 
@@ -185,7 +186,7 @@ def test_an_error_of_a_build_is_raised_where_it_was_asked_for() -> None:
         raise UsageError("the shapes do not fit")
 
     with pytest.raises(UsageError, match="do not fit"):
-        building._watched(work, monitor(), lambda text: None)
+        building._run_on_large_stack(work, monitor(), lambda text: None)
 
 
 def test_a_build_is_stopped_before_an_interrupt_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_a_build_is_stopped_before_an_interrupt_goes_on(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        building._watched(work, found, interrupt)
+        building._run_on_large_stack(work, found, interrupt)
     assert ended.is_set()
 
 
@@ -215,7 +216,7 @@ def test_a_build_has_a_large_stack_and_other_threads_keep_theirs(monkeypatch: py
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", noted)
-    building._watched(lambda: None, monitor(), lambda text: None)
+    building._run_on_large_stack(lambda: None, monitor(), lambda text: None)
     assert set_to[0] >= 256 << 20
     assert threading.stack_size() == before
 
@@ -225,13 +226,14 @@ def test_what_a_builder_takes_is_counted_and_later_given_back(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", lambda size, device, stream: 0x1000 * size)
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", done.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     trt, builder = SimpleNamespace(IGpuAsyncAllocator=object), SimpleNamespace()
     ledger = building._ledger(trt, builder, 0)
     for size in (5, 7):
         builder.gpu_allocator.allocate_async(size, 256, 0, 0)
     assert builder.gpu_allocator.deallocate_async(0x5000, 0) is True
-    assert done == ["waited", 0x5000]
-    built = building.Built(BuildLog(), 0, "", device_peak_bytes=ledger.account().peak)
+    assert done == ["waited", 0x5000, "emptied"]
+    built = building.Built(BuildLog(), 0, "", (), device_peak_bytes=ledger.account().peak)
     assert built.figures.build_device_peak_bytes == 12
 
 
@@ -239,7 +241,7 @@ def test_an_engine_that_is_built_ahead_of_time_needs_no_device() -> None:
     builder = SimpleNamespace()
     assert building._ledger(TRT, builder, None) is None
     assert vars(builder) == {}
-    assert building.Built(BuildLog(), 0, "").figures.build_device_peak_bytes is None
+    assert building.Built(BuildLog(), 0, "", ()).figures.build_device_peak_bytes is None
 
 
 class TimingCache:
@@ -261,7 +263,9 @@ class CacheConfig:
         self.cache: TimingCache | None = None
 
     def create_timing_cache(self, data: bytes) -> TimingCache:
-        return TimingCache(data.decode().removeprefix("cache:").split(",") if data.startswith(b"cache:") else [])
+        return TimingCache(
+            data.decode().removeprefix("cache:").split(",") if data[6:] and data.startswith(b"cache:") else []
+        )
 
     def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
         self.cache = cache
@@ -280,17 +284,17 @@ def stored(file: Path, data: bytes) -> None:
 
 def test_a_timing_cache_is_begun_kept_and_taken_up_again(file: Path) -> None:
     config = CacheConfig()
-    cache = timing.attach_timing_cache(TRT, config, file, locked=False)
+    cache = timing.attach_timing_cache(TRT, config, file, locked=False, named=True)
     assert config.cache is cache
     cache.keys.append("conv")
     assert timing.save_timing_cache(cache, file, False) == file_digest(file)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    assert timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True).queryKeys() == ["conv"]
+    assert timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True, named=False).queryKeys() == ["conv"]
 
 
 def test_a_locked_timing_cache_is_left_as_it_is(file: Path) -> None:
     stored(file, b"cache:conv")
-    cache = timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True)
+    cache = timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True, named=False)
     cache.keys.append("gemm")
     assert timing.save_timing_cache(cache, file, True) == file_digest(file)
     assert file.read_bytes() == b"cache:conv"
@@ -298,7 +302,7 @@ def test_a_locked_timing_cache_is_left_as_it_is(file: Path) -> None:
 
 def test_a_locked_build_needs_a_timing_cache(file: Path) -> None:
     with pytest.raises(UsageError, match="there is none") as caught:
-        timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True)
+        timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True, named=False)
     assert "without --locked" in caught.value.remedy
 
 
@@ -306,8 +310,15 @@ def test_a_locked_build_needs_a_timing_cache(file: Path) -> None:
 def test_a_timing_cache_from_elsewhere_is_refused_and_kept(data: bytes, here: bool, file: Path) -> None:
     stored(file, data)
     with pytest.raises(UsageError, match=r"damaged, or of another device or version of TensorRT 11\.4\.0"):
-        timing.attach_timing_cache(TRT, CacheConfig(here), file, locked=False)
+        timing.attach_timing_cache(TRT, CacheConfig(here), file, locked=False, named=True)
     assert file.read_bytes() == data
+    if here:  # one that nobody named is made again
+        assert timing.attach_timing_cache(TRT, CacheConfig(), file, locked=False, named=False).queryKeys() == []
+
+
+def test_a_timing_cache_without_keys_is_not_damaged(file: Path) -> None:
+    stored(file, b"cache:")  # of a graph without tunable layers
+    timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True, named=False)
 
 
 class Registry:
@@ -413,11 +424,8 @@ def test_errors_that_only_say_there_is_no_driver_are_not_taken_for_the_cause() -
 
 
 def test_a_logger_for_tensorrt_hands_on_the_severity_by_name() -> None:
-    class ILogger:
-        pass
-
     log = BuildLog()
-    logger(type("Trt", (), {"ILogger": ILogger}), log).log(SimpleNamespace(name="ERROR"), "broken")
+    logger(type("Trt", (), {"ILogger": Logger}), log).log(Logger.Severity.ERROR, "broken")
     assert log.errors == ["broken"]
     assert "broken" in log.text
 

@@ -13,12 +13,12 @@ from enginesmith.pipeline.engines.tensorrt import loader
 from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
 from enginesmith.pipeline.engines.tensorrt.loader import ActivationMemory, Opened, _validate_allowed, open_engine
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, SessionOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.engines.tensorrt.versions import capabilities
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.system.device import Device
-from fake_tensorrt import SIGNATURE, TRT, Base, Engine, Heap, named, replace_cuda
+from fake_tensorrt import SIGNATURE, TRT, Engine, Heap, Logger, replace_cuda
 
 HERE = Device()  # fakes run on the host
 
@@ -90,7 +90,7 @@ class Streaming:
 @pytest.mark.parametrize(("budget", "streams", "held"), [(None, False, 100), (40, True, 40), (1000, False, 100)])
 def test_a_streaming_budget_is_set_up_to_what_there_is(budget: int | None, streams: bool, held: int) -> None:
     engine = Streaming(100)
-    assert loader._stream_weights(engine, RunOptions(weight_streaming_budget=budget)) is streams
+    assert loader._stream_weights(engine, SessionOptions(weight_streaming_budget=budget)) is streams
     assert engine.weight_streaming_budget_v2 == held
 
 
@@ -104,7 +104,7 @@ def test_a_streaming_budget_is_set_up_to_what_there_is(budget: int | None, strea
 )
 def test_streaming_budgets_that_do_not_go(engine: Streaming, options: dict[str, bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        loader._stream_weights(engine, RunOptions(weight_streaming_budget=40, **options))
+        loader._stream_weights(engine, SessionOptions(weight_streaming_budget=40, **options))
 
 
 def opened_from(
@@ -123,7 +123,7 @@ def opened_from(
             if active(0):
                 self.gpu_allocator.allocate_async(500, 256, 0x7F0000000000, 0)
             if says:
-                self.logger.log(named("ERROR"), says)
+                self.logger.log(Logger.Severity.ERROR, says)
             return engine
 
     path = tmp_path / "model.engine"
@@ -131,7 +131,7 @@ def opened_from(
     manifest = EngineManifest.model_construct(signature=SIGNATURE, options=BuildOptions(), sha256="0" * 64)
     plugins = staticmethod(lambda log, namespace: True)
     trt = type("Trt", (), {**vars(TRT), "Runtime": Runtime, "init_libnvinfer_plugins": plugins})
-    return open_engine(trt, path, manifest, capabilities(flavour), HERE, BuildOptions(), RunOptions(**options))
+    return open_engine(trt, path, manifest, capabilities(flavour), HERE, BuildOptions(), SessionOptions(**options))
 
 
 def test_engine_that_is_not_taken(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_memory_that_tensorrt_asks_for_has_the_tag_of_its_time(engine: Engine, t
     with counting(0, Heap()) as ledger:
         found = opened_from(engine, tmp_path)
         assert ledger.account().by_tag == {WEIGHTS: 500}
-        with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
+        with TensorRTSession(TRT, found, SIGNATURE, HERE, SessionOptions()) as one:
             one.bind({"x": np.ones((2, 4), np.float32)})
             found.allocator.allocate_async(70, 256, 0, 0)
             scratch = engine.contexts[0].temporary_allocator.allocate_async(9, 256, 0, 0)
@@ -166,7 +166,7 @@ def test_inputs_that_no_feeds_can_be(engine: Engine, tmp_path: Path) -> None:
 
 def test_streaming_has_scratch(engine: Engine, tmp_path: Path) -> None:
     found = opened_from(engine, tmp_path, weight_streaming_budget=100)
-    with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
+    with TensorRTSession(TRT, found, SIGNATURE, HERE, SessionOptions()) as one:
         one.bind({"x": np.ones((2, 4), np.float32)})
         assert one.activation_memory.bytes == 1000
 
@@ -210,7 +210,7 @@ def test_rtx_is_told_at_first(engine: Engine, tmp_path: Path, kernels: Path, wan
 
 
 def test_one_logger_for_all_runtimes() -> None:
-    trt = type("Trt", (), {"ILogger": Base})
+    trt = type("Trt", (), {"ILogger": Logger})
     assert loader._logger(trt) is loader._logger(trt)
 
 

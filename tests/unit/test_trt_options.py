@@ -189,7 +189,7 @@ def test_the_builder_gets_a_target(engine: TensorRT, here: CudaDevice | None, ex
     ("engine", "here", "error", "message"),
     [
         (TensorRTRTX(), None, UsageError, "needs a target"),
-        (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'\n.*docs/tensorrt.md"),
+        (TensorRTRTX(target="sm90"), None, UsageError, "no target 'sm90'\n.*use one of sm75"),
         (TensorRTRTX(), HOPPER, MissingCapability, "no target sm90 \\(NVIDIA H100\\)"),
         (TensorRT(target="sm86"), None, UsageError, "builds for the device that is here"),
         (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),
@@ -386,3 +386,16 @@ def test_needs_that_grow_unevenly_are_found_with_few_builds(need: Callable[[int]
     ask, asked = counted(need)
     assert largest(ask, 10**6) == max(b for b in range(1, 1 << 16) if need(b) <= 10**6)
     assert len(asked) <= 20
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_tensorrt_rtx_names_tensorrt_on_a_gpu_that_is_no_target(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = CudaDevice(name="NVIDIA B200", compute_capability=capability)
+    monkeypatch.setattr(nvidia, "available", lambda *_: Availability(ok=True))
+    monkeypatch.setattr(nvidia, "cuda_device", lambda index: shown)
+    monkeypatch.setattr(versions, "importable", lambda *_, **__: Availability(ok=True))
+    answer = TensorRTRTX.available(Device(kind="cuda"))
+    assert answer.reason == f"TensorRT-RTX has no target sm{capability[0]}{capability[1]} (NVIDIA B200)"
+    assert "--engine tensorrt: pip install" in answer.remedy

@@ -14,7 +14,7 @@ from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, OUTPUTS, TR
 from enginesmith.pipeline.engines.tensorrt import session
 from enginesmith.pipeline.engines.tensorrt.build_log import RuntimeLog
 from enginesmith.pipeline.engines.tensorrt.loader import Opened
-from enginesmith.pipeline.engines.tensorrt.options import RunOptions
+from enginesmith.pipeline.engines.tensorrt.options import SessionOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import ModelError, SignatureError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.system.device import Device
@@ -37,7 +37,7 @@ def engine() -> Engine:
 
 def open_session(engine: Engine, signature: Signature = SIGNATURE, **options: Any) -> TensorRTSession:
     opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=False)
-    return TensorRTSession(TRT, opened, signature, HERE, RunOptions(**options))
+    return TensorRTSession(TRT, opened, signature, HERE, SessionOptions(**options))
 
 
 def feeds(batch: int, value: float = 1.0) -> dict[str, Array]:
@@ -117,7 +117,7 @@ def test_a_graph_is_captured_after_a_first_call_and_void_once_the_activations_mo
 def test_nothing_is_captured_unless_that_was_asked_for(engine: Engine, asked: bool, by_itself: bool) -> None:
     """Nor of an engine that captures by itself."""
     opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=by_itself)
-    with TensorRTSession(TRT, opened, SIGNATURE, HERE, RunOptions(cuda_graphs=asked)) as one:
+    with TensorRTSession(TRT, opened, SIGNATURE, HERE, SessionOptions(cuda_graphs=asked)) as one:
         bound = one.bind(feeds(2))
         for _ in range(4):
             one.enqueue(bound)
@@ -157,7 +157,7 @@ def test_a_sibling_has_contexts_and_activations_of_its_own(engine: Engine) -> No
 
 def test_the_engine_goes_with_its_last_session(engine: Engine) -> None:
     opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=False)
-    first = TensorRTSession(TRT, opened, SIGNATURE, HERE, RunOptions())
+    first = TensorRTSession(TRT, opened, SIGNATURE, HERE, SessionOptions())
     second = first.sibling()
     first.close()
     first.close()
@@ -194,6 +194,17 @@ def test_size_that_is_not_taken_is_the_profiles(engine: Engine) -> None:
         placed = engine.contexts[0].placed
         one.enqueue(bound)
         assert engine.contexts[0].placed == placed
+
+
+def test_size_that_only_a_run_does_not_take_is_the_profiles(engine: Engine) -> None:
+    engine.runs_with = 1000
+    with open_session(engine) as one:
+        right(one, 2)
+        assert one.activation_memory.bytes == 1000
+        engine.runs_with = 1001
+        with pytest.raises(ModelError, match="did not run this input"):
+            one.run(feeds(2))
+        assert one.activation_memory.bytes == 1000
 
 
 @pytest.mark.parametrize(("most", "held"), [(1000, 1000), (0, 0)])

@@ -8,14 +8,14 @@ refuses others.
 """
 
 import functools
+import importlib
 import logging
 import platform
-import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel
 
@@ -25,43 +25,50 @@ from enginesmith.pipeline.engines.base import (
     BuildRequest,
     Configuration,
     Engine,
-    Fields,
-    Message,
     PackageFacts,
-    Profiled,
-    ProfileRequest,
-    TritonBackend,
-    quoted,
-    warm_up,
 )
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
-from enginesmith.pipeline.engines.onnxruntime import profiler
+from enginesmith.pipeline.engines.onnxruntime import profiler, providers
+from enginesmith.pipeline.engines.onnxruntime.providers import Provider
 from enginesmith.pipeline.engines.onnxruntime.session import (
     LEVELS,
+    SLOW_ON_CPU,
+    SPINNING,
+    THREADS,
+    GraphedOnnxRuntimeSession,
     Level,
     OnnxRuntimeSession,
+    counted_options,
     disabled_optimizers,
     open_session,
     session_options,
 )
-from enginesmith.pipeline.errors import MissingCapability, install_command
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
+from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
+from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.passes.quantize.precisions import Placement
-from enginesmith.pipeline.system import nvidia
+from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
+from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.system.software import Formats, Stack, numbers, versions
 
 if TYPE_CHECKING:
+    from onnxruntime import OrtEpAssignedSubgraph
+
     from enginesmith.pipeline.engines.options import EngineOptions
 
 _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
 _TRITON_LEVELS = {"ORT_ENABLE_EXTENDED": 1, "ORT_ENABLE_BASIC": -1, "ORT_DISABLE_ALL": 2}
 """Levels of Triton's backend; all optimisations are on where none is given."""
-_TENSORRT_OF_ONNXRUNTIME = 10
-"""libnvinfer's major version that the TensorRT provider of onnxruntime-gpu is linked against (up to 1.31)."""
 _CUDNN_OF_ONNXRUNTIME = 9
+_GRAPHS = "enable_cuda_graph"
+RECORD_NODES = "session.record_ep_graph_assignment_info"
+"""Entry of a session's options that has it record which provider runs each node."""
+_NO_INT8 = (
+    "ONNX Runtime has no int8 kernels for Q/DQ graphs on CUDA: it dequantizes, computes in float, quantizes again"
+)
 
 
 class _Record(BaseModel, frozen=True):
@@ -79,16 +86,20 @@ class OnnxRuntime(Engine):
     consumes: ClassVar[Kind] = "onnx"
     title: ClassVar[str] = "ONNX Runtime"
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnxruntime-gpu")
-    reads: ClassVar[tuple[str, ...]] = ("onnxruntime",)
+    provider: ClassVar[Provider] = providers.CUDA
+    """The execution provider that it runs on, on CUDA."""
+    reads: ClassVar[tuple[str, ...]] = ("onnxruntime", "tune_seconds")
     placement: ClassVar[Placement] = "inputs+outputs"
+    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf")
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
+    replays_in: ClassVar[tuple[str, ...]] = ("bundle",)
     package_caution: ClassVar[str] = (
         "the package has the graph before ONNX Runtime's optimization; ONNX Runtime optimizes it again on the machine "
         "that loads it, so its speed there may differ from the run's"
     )
-    only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
+    only_running: ClassVar[frozenset[str]] = frozenset({"tf32", "cuda_graphs", "session_options"})
 
     graph_optimization: Level = "all"
     save_optimized: bool = True
@@ -97,6 +108,12 @@ class OnnxRuntime(Engine):
     """Keep freed memory for the next call: faster, and the peak is somewhat higher."""
     tf32: bool = False
     """Let products of float32 be rounded to TF32's 10 bits, on CUDA; by itself ONNX Runtime does, without a word."""
+    provider_options: tuple[str, ...] = ()
+    """Options of the provider on CUDA that are not its defaults: ``prefer_nhwc=1``."""
+    session_options: tuple[str, ...] = ()
+    """Options of the session on the CPU that are not its defaults: ``session.intra_op.allow_spinning=0``."""
+    cuda_graphs: bool = False
+    """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each node."""
     emulate: bool = False
     """Compute float16 and bfloat16 in float32 and round each value: slower, and near to what other hardware answers."""
 
@@ -111,44 +128,80 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        settings = providers.parse_settings(asked.onnxruntime.provider_options, asked.engines)
         for level in asked.graph_optimization:
-            engine = cls(graph_optimization=level, tf32=asked.onnxruntime.tf32)
-            yield Configuration(engine, precision, mode="" if level == "all" else level)
+            for chosen, word in providers.combine_settings(cls.provider, settings):
+                engine = cls(graph_optimization=level, tf32=asked.onnxruntime.tf32, provider_options=chosen)
+                mode = "-".join(filter(None, ("" if level == "all" else level, word)))
+                yield Configuration(engine, precision, mode=mode)
+
+    @classmethod
+    def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
+        return ("fp32", "fp16") if device.kind == "cuda" else ("fp32", "int8", "int8-dynamic")
+
+    @classmethod
+    def check_options(cls, asked: "EngineOptions") -> None:
+        settings = providers.parse_settings(asked.onnxruntime.provider_options, asked.engines)
+        own = [name for name in settings if name in cls.provider.settings]
+        if own and "cpu" in cls.kinds and asked.where.kind == "cpu":
+            told = f"--ort-option {own[0]} is an option of {cls.provider.name}, and the device is cpu"
+            raise UsageError(told, "omit it, or use --device cuda")
 
     @classmethod
     def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
         return {"tf32": asked.onnxruntime.tf32}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
+        return PackageFacts(options=self.options_of_package(main, device))
+
+    def options_of_package(self, main: Path, device: Device) -> dict[str, Any]:
         """List options by the names that onnxruntime has for them; ``session`` is for the session itself."""
-        cuda_options = {"CUDAExecutionProvider": {"use_tf32": str(int(self.tf32))}} if device.kind == "cuda" else {}
-        providers: dict[str, dict[str, str]] = {**cuda_options, "CPUExecutionProvider": {}}
+        listed = dict(providers.session_providers(self.provider, device, self._options))
+        for options in listed.values():
+            options.pop("device_id", None)  # of the machine that packages it
         session = {
-            "providers": list(providers),
-            "provider_options": list(providers.values()),
-            "disabled_optimizers": disabled_optimizers(main),
+            "providers": list(listed),
+            "provider_options": list(listed.values()),
+            "disabled_optimizers": disabled_optimizers(main, device),
         }
-        level = LEVELS[self.graph_optimization]
-        options = {"graph_optimization_level": level, "intra_op_num_threads": device.threads, "session": session}
-        return PackageFacts(options=options)
+        tuned = self._tuned_session
+        return {
+            "graph_optimization_level": LEVELS[self.graph_optimization],
+            THREADS: int(tuned.get(THREADS, device.threads)),
+            "config_entries": {name: value for name, value in tuned.items() if name != THREADS},
+            "session": session,
+        }
+
+    @property
+    def _tuned_session(self) -> dict[str, str]:
+        return dict(text.split("=", 1) for text in self.session_options)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> Engine:
-        """Take the optimisation level alone; the graph is optimised when it is loaded."""
+        """Take the optimisation level and known options; the graph is optimised when it is loaded."""
         by_name = {value: key for key, value in LEVELS.items()}
         level = by_name.get(options.get("graph_optimization_level", ""), "all")
-        return cls(graph_optimization=level, save_optimized=False)
+        given = providers.packaged_settings(cls.provider, options)
+        entries = {THREADS: options.get(THREADS) or None, SPINNING: options.get("config_entries", {}).get(SPINNING)}
+        tuned = tuple(f"{name}={value}" for name, value in entries.items() if value is not None)
+        return cls(graph_optimization=level, save_optimized=False, provider_options=given, session_options=tuned)
 
     @classmethod
     def infer_script(cls) -> Path:
         return Path(__file__).parents[1] / "infer.py"
 
     @classmethod
-    def triton(cls) -> TritonBackend:
+    def triton(cls) -> TritonBackend | None:
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
-            wrong = ", ".join(engine["options"]["session"]["disabled_optimizers"])
-            told = f"optimization is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
-            return (told,) if wrong else ()
+            wrong = ", ".join(_list_wrong(engine["options"]))
+            off = f"optimization is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
+            graphs = (
+                "no CUDA graphs, which the run had: each request has buffers of its own, and a graph has fixed ones"
+            )
+            replayed = any(_GRAPHS in given for given in engine["options"]["session"]["provider_options"])
+            spins = "threads spin between operators, which the run had switched off: the backend has no option for it"
+            quiet = engine["options"].get("config_entries", {}).get(SPINNING) == "0"
+            return (*([off] if wrong else []), *([graphs] if replayed else []), *([spins] if quiet else []))
 
         return TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=remark)
 
@@ -174,23 +227,48 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        install = install_command("onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime")
+        if not (answer := cls.installed(device)).ok:
+            return answer
         try:
-            import onnxruntime as ort
+            importlib.import_module("onnxruntime")
         except ImportError as error:
-            return unavailable(f"onnxruntime cannot be imported: {error}", f"install it: {install}")
+            return unavailable(f"onnxruntime cannot be imported: {error}", f"install it again: {_install(device)}")
+        return answer
+
+    @classmethod
+    def installed(cls, device: Device) -> Availability:
+        folder = software.find("onnxruntime")
+        if folder is None:
+            return unavailable("onnxruntime is not installed", f"install it: {_install(device)}")
         if device.kind == "cpu":
             return Availability(ok=True)
-        if "CUDAExecutionProvider" not in ort.get_available_providers():
-            remedy = f"replace it: pip uninstall onnxruntime; {install}"
+        if not any(folder.glob("capi/*onnxruntime_providers_cuda.*")):
+            remedy = f"replace it: pip uninstall onnxruntime; {_install(device)}"
             return unavailable("this onnxruntime is built without CUDA", remedy)
         return nvidia.available(device.index)
 
     def runnable(self, device: Device) -> Availability:
         availability = type(self).available(device)
-        if not availability.ok or not self.tf32 or device.kind == "cuda":
+        settings = {"TF32": self.tf32, "CUDA graphs": self.cuda_graphs, "provider options": self.provider_options}
+        asked = ", ".join(name for name, value in settings.items() if value)
+        if not availability.ok or not asked or device.kind == "cuda":
             return availability
-        return unavailable("TF32 is available on CUDA devices only", "use --device cuda")
+        return unavailable(f"{asked}: available on CUDA devices only", "use --device cuda")
+
+    @property
+    def _options(self) -> dict[str, str]:
+        """Options of the provider on CUDA, by ONNX Runtime's names."""
+        chosen = dict(text.split("=", 1) for text in self.provider_options)
+        graphs = {_GRAPHS: "1"} if self.cuda_graphs else {}
+        return {"use_tf32": str(int(self.tf32)), **chosen, **graphs}
+
+    def _providers(self, device: Device, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
+        """List a session's providers; one whose memory is counted uses the default stream, and no graph."""
+        counted = counted_options(device.index) if device.kind == "cuda" else {}
+        options = {**self._options, **counted}
+        if counted:
+            options.pop(_GRAPHS, None)
+        return providers.session_providers(self.provider, device, options, None if counted else stream)
 
     @property
     def arithmetic(self) -> str:
@@ -207,12 +285,12 @@ class OnnxRuntime(Engine):
         artifact, out, device = request.artifact, request.out, request.device
         self.require(device)
         if not self._saves(device):
-            names = {artifact.path.name: _MODEL} | {name: name for name in model_file.external_files(artifact.path)}
-            for name, copy in names.items():
-                (out / copy).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(artifact.folder / name, out / copy)
+            model_file.copy(artifact.path, out / _MODEL)
             summary = f"the same graph; optimized at level {self.graph_optimization!r} at every load"
-            return Effect(file=_MODEL, summary=summary, signature=artifact.signature)
+            notes = []
+            if device.kind == "cuda" and "QuantizeLinear" in model_file.summary(artifact.path).operators:
+                summary, notes = f"{summary}; {_NO_INT8}", [f"{_NO_INT8}; TensorRT has kernels for such graphs"]
+            return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
         level, file, record = self.graph_optimization, out / _MODEL, _here(device)
         open_session(artifact.path, session_options(device, level, self.memory_arena, save_to=file), device)
         (out / _RECORD).write_text(record.model_dump_json(indent=1))
@@ -237,17 +315,46 @@ class OnnxRuntime(Engine):
             return artifact.path
         self.require(device)
         chosen = session_options(device, self.graph_optimization, memory_arena=False, save_to=scratch / _MODEL)
-        open_session(artifact.path, chosen, device)
+        open_session(artifact.path, chosen, device, self.tuned(artifact).without_graphs()._providers(device))
         return scratch / _MODEL
 
+    def assign_nodes(self, artifact: Artifact, device: Device) -> dict[str, dict[str, int]]:
+        """Count nodes by execution provider on CUDA, after ONNX Runtime's basic optimisations."""
+        if device.kind == "cpu":
+            return {}
+        self.require(device)
+        chosen = session_options(device, self.graph_optimization, memory_arena=False)
+        chosen.add_session_config_entry(RECORD_NODES, "1")
+        listed = self.tuned(artifact).without_graphs()._providers(device)
+        session = open_session(artifact.path, chosen, device, listed)
+        return count_nodes(session.get_provider_graph_assignment_info(), (name for name, _ in listed))
+
+    def tunable_options(self, graph: Path | None, device: Device) -> dict[str, tuple[str, ...]]:
+        """List the session's options where there are threads, or the CUDA provider's that are useful for the graph."""
+        if device.kind == "cpu":
+            threads = int(self._tuned_session.get(THREADS, device.thread_count))
+            own = {SPINNING: ("0",), THREADS: cpu.fewer_threads(threads)} if threads > 1 else {}
+            return {name: values for name, values in own.items() if name not in self._tuned_session}
+        if self.provider is not providers.CUDA:
+            return {}
+        given = {text.partition("=")[0] for text in self.provider_options}
+        convolves = graph is None or providers.CONVOLUTIONS & model_file.summary(graph).operators.keys()
+        useful = (*(providers.FOR_CONVOLUTIONS if convolves else ()), *providers.FOR_ALL)
+        return {name: self.provider.settings[name][1:] for name in useful if name not in given}
+
+    def with_option(self, name: str, value: str) -> Self:
+        field = "session_options" if name in (THREADS, SPINNING) else "provider_options"
+        return self.model_copy(update={field: (*getattr(self, field), f"{name}={value}")})
+
     def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:
-        return self._open(artifact, device)
+        return self.tuned(artifact)._open(artifact, device)
 
     def profile(self, request: ProfileRequest) -> Profiled:
         artifact, device, scratch = request.artifact, request.device, request.scratch
         saved = (artifact.folder / _RECORD).is_file()
         executed = artifact.path if saved else scratch / _MODEL
-        with self._open(artifact, device, save_to=None if saved else executed, trace=scratch / _TRACE) as session:
+        plain = self.tuned(artifact).without_graphs()
+        with plain._open(artifact, device, save_to=None if saved else executed, trace=scratch / _TRACE) as session:
             bound = warm_up(session, request.feeds)
             for _ in range(request.calls):
                 session.enqueue(bound)
@@ -265,19 +372,26 @@ class OnnxRuntime(Engine):
             for (field, made), (_, now) in zip(record, _here(device), strict=True):
                 if made != now:
                     told = f"the engine was optimized for {field} {made!r}, and here it is {now!r}"
-                    remedy = "build it here, or build a portable one with save_optimized: false"
+                    remedy = (
+                        "build it here: `enginesmith resume RUN`; or use `enginesmith package RUN`, which is portable"
+                    )
                     raise MissingCapability(told, remedy)
-        chosen = session_options(device, level, self.memory_arena, save_to, trace)
+        chosen, tuned = session_options(device, level, self.memory_arena, save_to, trace), self._tuned_session
+        if THREADS in tuned:  # never more than are allowed
+            chosen.intra_op_num_threads = min(int(tuned[THREADS]), device.thread_count)
+        if SPINNING in tuned:
+            chosen.add_session_config_entry(SPINNING, tuned[SPINNING])
         stream: Any = None
         if device.kind == "cuda":  # ONNX Runtime shows no stream: it shares one of torch's with the clock
             import torch
 
             make = torch.cuda.default_stream if cuda_allocator.active(device.index) else torch.cuda.Stream
             stream = make(str(device))  # memory is counted on the default stream
-        content = _emulated(path) if self.emulate else None
-        session = open_session(path, chosen, device, stream and stream.cuda_stream, content, tf32=self.tf32)
+        listed = self._providers(device, stream and stream.cuda_stream)
+        session = open_session(path, chosen, device, listed, _emulated(path) if self.emulate else None)
         signature = artifact.signature or model_file.signature(path)
-        return OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
+        kind = GraphedOnnxRuntimeSession if _GRAPHS in listed[0][1] else OnnxRuntimeSession
+        return kind(session, signature, device, stream, lambda: self.load(artifact, device))
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Run a model of a few bytes, and read a record: the libraries are in then; thread pools belong to sessions."""
@@ -309,6 +423,19 @@ def _emulated(path: Path) -> bytes | None:
     return bytes(ir.to_proto(model).SerializeToString())
 
 
+def _install(device: Device) -> str:
+    return install_command("onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime")
+
+
+def count_nodes(parts: "Iterable[OrtEpAssignedSubgraph]", names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Count the nodes that each of these providers has, by operator; the first one is in it with none, too."""
+    first, *others = names
+    counted: dict[str, Counter[str]] = {name: Counter() for name in (first, *others)}
+    for part in parts:
+        counted.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    return {name: dict(counts) for name, counts in counted.items() if counts or name == first}
+
+
 @functools.cache
 def _here(device: Device) -> _Record:
     """Record what a graph that is optimised here depends on; layouts follow the processor's vector units."""
@@ -324,10 +451,10 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
         yield check("packages of ONNX Runtime", " and ".join(names), needed, False, fix)
     if "onnxruntime-gpu" not in names:
         return
-    tensorrt = stack.versions.get("tensorrt")
-    if tensorrt and numbers(tensorrt)[0] != _TENSORRT_OF_ONNXRUNTIME:
-        needed, theirs = f"libnvinfer {_TENSORRT_OF_ONNXRUNTIME}", f"'tensorrt=={_TENSORRT_OF_ONNXRUNTIME}.*'"
-        note = f"not used here, where TensorRT builds engines itself; other programs: pip install {theirs}"
+    tensorrt, major = stack.versions.get("tensorrt"), providers.TENSORRT_MAJOR
+    if tensorrt and numbers(tensorrt)[0] != major:
+        note = f"the engine onnxruntime_tensorrt needs it, in another environment: pip install 'tensorrt=={major}.*'"
+        needed = f"libnvinfer {major}"
         yield check("TensorRT provider of onnxruntime-gpu", f"tensorrt {tensorrt}", needed, None, note=note)
     if stack.onnxruntime_cuda is None:
         why = "the package does not say which CUDA it is built for"
@@ -349,13 +476,17 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
     yield check("cuDNN", stack.cudnn or "not found", f"{_CUDNN_OF_ONNXRUNTIME}.x", fits, package)
 
 
+def _list_wrong(options: Mapping[str, Any]) -> list[str]:
+    """List the optimisers that a package leaves out because they get its graph wrong, not because they are slow."""
+    return [name for name in options["session"]["disabled_optimizers"] if name not in SLOW_ON_CPU]
+
+
 def _configure_triton(options: Mapping[str, Any], device: str) -> Fields:
     """Set the optimisation level, the CUDA accelerator and the threads, as the backend's README has them."""
-    left_out = options["session"]["disabled_optimizers"]
-    level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if left_out else options["graph_optimization_level"])
+    level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if _list_wrong(options) else options["graph_optimization_level"])
     inner: Fields = [] if level is None else [("graph", Message([("level", level)]))]
     if device == "cuda":
-        given = options["session"]["provider_options"][0]
+        given = {k: v for k, v in options["session"]["provider_options"][0].items() if k != _GRAPHS}
         parameters = [("parameters", Message([("key", quoted(k)), ("value", quoted(v))])) for k, v in given.items()]
         cuda = Message([("gpu_execution_accelerator", Message([("name", quoted("cuda")), *parameters]))])
         inner.append(("execution_accelerators", cuda))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginesmith.pipeline.engines.base import NODE, WARM_CALLS, OperatorTime, Origin, Profiled, Tally, narrowest
+from enginesmith.pipeline.engines.profiling import NODE, WARM_CALLS, OperatorTime, Origin, Profiled, Tally, narrowest
 from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, is_product

@@ -34,7 +34,7 @@ _WITHOUT_DRIVER = "catchCudaError"
 
 
 class Figures(BaseModel, frozen=True):
-    """Hold the builder's own figures, in bytes; what it did not say is None."""
+    """List the builder's own figures, in bytes; what it did not say is None."""
 
     weights_bytes: int | None = None
     activation_bytes: int | None = None
@@ -122,10 +122,12 @@ def _relay(trt: Any) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.listener: BuildLog | None = None
+            # a large build has a million messages, and the binding takes its time to find the name of a member
+            self.names = {int(member): name for name, member in trt.ILogger.Severity.__members__.items()}
 
         def log(self, severity: Any, msg: str) -> None:
             if self.listener is not None:
-                self.listener.take(severity.name, msg)
+                self.listener.take(self.names[int(severity)], msg)
 
     return Relay()
 

@@ -22,7 +22,7 @@ from enginesmith.pipeline.engines.tensorrt import parser
 from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, Figures, listening
 from enginesmith.pipeline.engines.tensorrt.loader import allocator, ledger_of
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
-from enginesmith.pipeline.engines.tensorrt.parser import node_name, plain
+from enginesmith.pipeline.engines.tensorrt.parser import NetworkTensor, node_name, plain, read_tensors
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName, module
 from enginesmith.pipeline.errors import (
     BuilderFailed,
@@ -156,8 +156,10 @@ def find_smallest_workspace(build: Callable[[int], object], facts: EngineFacts, 
     return high
 
 
-def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
+def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool, named: bool) -> Any:
     """Give the configuration the timing cache in ``file``, or a new one: another build then chooses the same kernels.
+
+    A file that TensorRT does not take is replaced, unless it is ``locked`` or the user ``named`` it.
 
     Raises:
         UsageError: the file is of another device or version, or not a timing cache; or it is locked and not there.
@@ -167,10 +169,15 @@ def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool) -> A
         raise UsageError(told, "build once without --locked to make it")
     stored = file.read_bytes() if file.is_file() else b""
     cache = config.create_timing_cache(stored)
-    replaced = bool(stored) and not cache.queryKeys()  # what it cannot read becomes an empty cache, with a warning
-    if replaced or not config.set_timing_cache(cache, ignore_mismatch=False):
+    # what it cannot read becomes an empty cache, which is shorter; a cache of graphs without tunable layers has no keys
+    emptied = bool(stored) and not (cache.queryKeys() or len(bytes(cache.serialize())) == len(stored))
+    if not emptied and config.set_timing_cache(cache, ignore_mismatch=False):
+        return cache
+    if locked or named:
         told = f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}"
         raise UsageError(told, "give another one with --timing-cache, or remove it: it is made again then")
+    cache = config.create_timing_cache(b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
     return cache
 
 
@@ -205,6 +212,8 @@ class Built:
     workspace_limit_bytes: int
     """The limit that held, the builder's default where none was asked for."""
     sha256: str
+    tensors: tuple[NetworkTensor, ...]
+    """Inputs and outputs of the network that was built."""
     timing_cache_sha256: str | None = None
     device_peak_bytes: int | None = None
     """The most that the builder had of the device at once, as its allocator counted; None where it had no device."""
@@ -241,7 +250,8 @@ def _build(
     monitor = _monitor(trt)
     config.progress_monitor = monitor
     _configure(trt, config, settings)
-    cache = attach_timing_cache(trt, config, timings, locked=options.locked) if timings else None
+    named = options.timing_cache is not None
+    cache = attach_timing_cache(trt, config, timings, locked=options.locked, named=named) if timings else None
 
     def work() -> Any:
         _choose_device(settings.device)
@@ -253,7 +263,7 @@ def _build(
         return builder.build_serialized_network(network, config)
 
     _choose_device(settings.device)
-    plan = _watched(work, monitor, progress)
+    plan = _run_on_large_stack(work, monitor, progress)
     if plan is None:
         raise build_error(log, graph, settings.workspace_bytes, settings.flavour)
     with ThreadPoolExecutor(1) as pool:  # two things that both take a while and need no interpreter
@@ -263,6 +273,7 @@ def _build(
         log=log,
         workspace_limit_bytes=config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE),
         sha256=digest.result(),
+        tensors=read_tensors(network),
         timing_cache_sha256=save_timing_cache(cache, timings, options.locked) if cache and timings else None,
         device_peak_bytes=ledger.account().peak if ledger else None,
     )
@@ -286,7 +297,27 @@ def _choose_device(index: int | None) -> None:
 
 
 def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
-    options, pools, flags = settings.options, trt.MemoryPoolType, trt.BuilderFlag
+    options = settings.options
+    _limit_pools(trt, config, settings)
+    _set_flags(trt, config, settings)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if options.aux_streams is not None:
+        config.max_aux_streams = options.aux_streams
+    if options.tiling is not None:
+        config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options.tiling.upper())
+    wider = options.hardware_compatibility
+    if wider != "none" and "hardware_compatibility" not in settings.known.no_effect:
+        config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, wider.upper())
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the audit needs the layers
+    if settings.targets:
+        config.num_compute_capabilities = len(settings.targets)
+        for index, target in enumerate(settings.targets):
+            config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), index)
+
+
+def _limit_pools(trt: Any, config: Any, settings: BuilderSettings) -> None:
+    options, pools = settings.options, trt.MemoryPoolType
     limits = {
         pools.WORKSPACE: settings.workspace_bytes,
         pools.TACTIC_DRAM: options.tactic_dram,
@@ -298,6 +329,10 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
             if config.get_memory_pool_limit(pool) != limit:  # it logs, and keeps what it had
                 told = f"{settings.flavour} does not take the limit of {limit} bytes for {pool.name}"
                 raise UsageError(told, "give one between 1 byte and the memory of the device")
+
+
+def _set_flags(trt: Any, config: Any, settings: BuilderSettings) -> None:
+    options, flags = settings.options, trt.BuilderFlag
     chosen = {
         flags.TF32: options.tf32,
         flags.SPARSE_WEIGHTS: options.sparse_weights,
@@ -314,20 +349,6 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
         (config.set_flag if wanted else config.clear_flag)(flag)
         if config.get_flag(flag) != wanted:
             raise MissingCapability(f"{settings.flavour} does not take the builder flag {flag.name}", "omit it")
-    if options.optimization_level is not None:
-        config.builder_optimization_level = options.optimization_level
-    if options.aux_streams is not None:
-        config.max_aux_streams = options.aux_streams
-    if options.tiling is not None:
-        config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options.tiling.upper())
-    wider = options.hardware_compatibility
-    if wider != "none" and "hardware_compatibility" not in settings.known.no_effect:
-        config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, wider.upper())
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the audit needs the layers
-    if settings.targets:
-        config.num_compute_capabilities = len(settings.targets)
-        for index, target in enumerate(settings.targets):
-            config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), index)
 
 
 def compute_capabilities(target: str | None, known: Capabilities) -> tuple[str, ...]:
@@ -389,7 +410,7 @@ def _monitor(trt: Any) -> Any:
     return Monitor()
 
 
-def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
+def _run_on_large_stack(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
     """Run ``work`` on a thread with a large stack, and tell every other second that it still goes on.
 
     If ``progress`` raises, the builder is told to stop, and the exception goes on once it has.

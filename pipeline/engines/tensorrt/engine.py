@@ -19,17 +19,16 @@ from enginesmith.pipeline.engines.base import (
     EngineFacts,
     EngineFile,
     PackageFacts,
-    Profiled,
-    ProfileRequest,
-    TritonBackend,
     WorkspaceEngine,
 )
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.tensorrt import builder, layers, loader, manifest, parser, versions
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Profile, build, compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, validate_options
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, SessionOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession, profile
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
+from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.store.address import default_address
@@ -99,11 +98,14 @@ class TensorRT(WorkspaceEngine):
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
     memory_from_torch: ClassVar[bool] = True
-    only_running: ClassVar[frozenset[str]] = frozenset({"run"})
+    only_running: ClassVar[frozenset[str]] = frozenset({"run", "cuda_graphs"})
+    replays_in: ClassVar[tuple[str, ...]] = ("triton",)
 
     target: str | None = None
     options: BuildOptions = BuildOptions()
     run: RunOptions = RunOptions()
+    cuda_graphs: bool = False
+    """Capture each set of shapes once as a CUDA graph, and replay it."""
 
     @classmethod
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
@@ -119,6 +121,10 @@ class TensorRT(WorkspaceEngine):
                 with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
                     chosen.targets(nvidia.cuda_device((asked.named_device or Device()).index))
                 yield Configuration(chosen, precision, workspace=word, target=target)
+
+    @classmethod
+    def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
+        return ("fp32", "fp16", "int8+fp16")
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:
@@ -168,6 +174,7 @@ class TensorRT(WorkspaceEngine):
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = manifest.read(main)
         options = {"tf32": record.options.tf32, "version_compatible": record.options.version_compatible}
+        options["cuda_graphs"] = self.cuda_graphs
         return PackageFacts(record.version, record.compute_capabilities, options)
 
     @classmethod
@@ -186,7 +193,11 @@ class TensorRT(WorkspaceEngine):
             targets = ", ".join(engine["compute_capabilities"])
             return (f"needs a Triton with TensorRT {engine['version']}, on {targets}",)
 
-        return TritonBackend("tensorrt", "model.plan", platform="tensorrt_plan", remark=remark)
+        def configure(options: Mapping[str, Any], device: str) -> Fields:
+            cuda = Message([("graphs", "true")])  # model_config.proto: the TensorRT backend alone knows it
+            return [("optimization", Message([("cuda", cuda)]))] if options.get("cuda_graphs") else []
+
+        return TritonBackend("tensorrt", "model.plan", "tensorrt_plan", configure, remark)
 
     @classmethod
     def gates_workspace(cls) -> bool:
@@ -202,17 +213,21 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def available(cls, device: Device) -> Availability:
+        answer = cls.installed(device)
+        return versions.importable(cls.flavour) if answer.ok else answer
+
+    @classmethod
+    def installed(cls, device: Device) -> Availability:
         if device.kind not in cls.kinds:
             return unavailable("it runs on CUDA only", "use --device cuda")
-        for availability in (versions.importable(cls.flavour), nvidia.available(device.index)):
-            if not availability.ok:
-                return availability
-        import torch
-
-        if torch.version.cuda is None:
-            reason = f"the installed torch {torch.__version__} is built without CUDA, and buffers come from it"
-            return unavailable(reason, nvidia.OTHER_TORCH)
-        return Availability(ok=True)
+        availability = versions.importable(cls.flavour, load=False)
+        if not availability.ok or not (availability := nvidia.available(device.index)).ok:
+            return availability
+        here, targets = nvidia.cuda_device(device.index), cls.known().targets
+        if here and targets and here.target not in targets:
+            reason = f"{cls.title} has no target {here.target} ({here.name})"
+            return unavailable(reason, "use --engine tensorrt: pip install -e '.[tensorrt]' in the checkout")
+        return availability
 
     @classmethod
     def buildable(cls) -> Availability:
@@ -271,7 +286,7 @@ class TensorRT(WorkspaceEngine):
         # the builder's words on layers that sparse kernels could compute, and on those that they do
         lines = (line.partition("(Sparsity)")[2].strip() for line in log.splitlines() if "(Sparsity)" in line)
         notes += [f"sparsity: {line[:_SHOWN]}" for line in lines]
-        audit = layers.audit(built.log.layers, model, signature, "build log")
+        audit = layers.audit(built.log.layers, model, signature, "build log", built.tensors)
         record = EngineManifest(
             engine=self.flavour,
             version=trt.__version__,
@@ -347,12 +362,11 @@ class TensorRT(WorkspaceEngine):
             if here.target not in known.targets:
                 version = versions.installed_version(self.flavour)
                 told = f"{self.name} {version} has no target {here.target} ({here.name})"
-                raise MissingCapability(told, f"its targets are {choices}; on this device use the engine tensorrt")
+                remedy = f"use --engine tensorrt on this device (the extra `tensorrt` installs it); targets: {choices}"
+                raise MissingCapability(told, remedy)
             return (here.target,)
         if self.target not in (*known.targets, PORTABLE):
-            raise UsageError(
-                f"{self.name} has no target {self.target!r}", f"use one of {choices}; docs/tensorrt.md lists their GPUs"
-            )
+            raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
         return compute_capabilities(self.target, known)
 
     def _timing_cache(self, known: Capabilities, here: nvidia.CudaDevice | None) -> Path | None:
@@ -370,18 +384,17 @@ class TensorRT(WorkspaceEngine):
         return EngineFacts(workspace_limit_bytes=limit, layers=counts, **record.figures.model_dump())
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        run = self.run.model_copy(update={"cuda_graphs": False})
-        notes = ("profiled without CUDA graphs",) if self.run.cuda_graphs else ()
-        with self.model_copy(update={"run": run}).load(request.artifact, request.device) as session:
+        notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
+        with self.without_graphs().load(request.artifact, request.device) as session:
             return profile(versions.module(self.flavour), session, request, notes)
 
     def load(self, artifact: Artifact, device: Device) -> TensorRTSession:
         record = manifest.read(artifact.path)
         self.require(device)
         manifest.validate_machine(record, device.index)
-        trt = versions.module(self.flavour)
-        opened = loader.open_engine(trt, artifact.path, record, self.known(), device, self.options, self.run)
-        return TensorRTSession(trt, opened, record.signature, device, self.run)
+        trt, run = versions.module(self.flavour), SessionOptions(**dict(self.run), cuda_graphs=self.cuda_graphs)
+        opened = loader.open_engine(trt, artifact.path, record, self.known(), device, self.options, run)
+        return TensorRTSession(trt, opened, record.signature, device, run)
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Start CUDA and the libraries; an engine's weights and contexts come on top."""

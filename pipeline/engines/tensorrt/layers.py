@@ -1,6 +1,8 @@
 """Read an engine's layers: which precision each product runs in, and what was not fused.
 
-Layers come as the builder's or the inspector's one-line dump; both write the same format.
+Layers come as the builder's or the inspector's one-line dump; both write the same format. TensorRT 10 writes layout
+and type of a tensor in one field (``Format/Datatype: Channel major FP16 format``), and constants among the inputs;
+TensorRT 11 and TensorRT-RTX have a field for each.
 """
 
 import re
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.engines.base import narrowest
+from enginesmith.pipeline.engines.profiling import narrowest
+from enginesmith.pipeline.engines.tensorrt.parser import NetworkTensor
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tensors import Signature
 
@@ -30,16 +33,13 @@ _PRECISIONS = {
     "Float": "fp32",
 }
 """TensorRT's words, the narrowest first."""
-_ELEMENTS = {
-    "float32": "Float",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "int8": "Int8",
-    "uint8": "UInt8",
-    "int32": "Int32",
-    "int64": "Int64",
-    "bool": "Bool",
+_TYPES = {word.lower(): word for word in (*_PRECISIONS, "Int32", "Int64", "Bool")} | {
+    "fp32": "Float",
+    "fp16": "Half",
+    "bf16": "BFloat16",
+    "fp4e2m1": "FP4",
 }
+"""Words for types in a dump, in lower case → TensorRT's own word."""
 _WEIGHT_PRECISIONS = {
     "float32": "fp32",
     "float16": "fp16",
@@ -52,16 +52,22 @@ _WEIGHT_PRECISIONS = {
 }
 _QUANTISED, _FLOATS = ("int8", "fp8", "fp4", "int4"), ("fp32", "fp16", "bf16")
 _PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Attention", "LSTM", "GRU", "Einsum")
-_LIGHT = ("kgen", "shape_call", "maxpool", "avgpool", "pool", "Reformat", "NoOp", "Constant", "copy", "signal", "wait")
+_LIGHT = ("kgen", "shape_call", "maxpool", "avgpool", "pool", "copy", "signal", "wait")
+"""Kinds of the compiler's kernels that multiply no matrices."""
+_HEAVY = re.compile(r"conv|gemm|mat(?:rix)?mul|attention|mha|rnn|einsum|fullyconnected|plugin|myelin", re.IGNORECASE)
+"""Kinds of TensorRT's own layers that may multiply matrices; all others (CaskPooling, PointWiseV2, …) do not."""
+_REGION = ("Myelin", "ForeignNode")
+"""Kinds of layers that are several kernels, of which nothing is said."""
 _LINE = re.compile(
     r"Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: \[(?P<inputs>.*?)\], "
-    r"(?:Constants: \[(?P<constants>.*?)\], )?Outputs: \[(?P<outputs>.*)\],? .*?(?:Metadata: (?P<metadata>.*))?$"
+    r"(?:Constants: \[(?P<constants>.*?)\], )?Outputs: \[(?P<outputs>|.*?\})\](?:, (?P<more>.*?))?"
+    r"(?:Metadata: (?P<metadata>.*))?$"
 )
-_DATATYPE = re.compile(r"Datatype: ([^,}\]]+)")
+_TENSOR = re.compile(r"Name: (?P<name>[^{}]*?), (?:Location: \w+, )?Dimensions: [^{}]*?Datatype: (?P<type>[^,}]+)")
+_CONSTANT = re.compile(r"_d?const(?:ant\w*)?(?:_myl\d+)?$")
+"""Names of constants that the compiler made."""
+_WEIGHTS = re.compile(r'Weights: \{"Type": "(\w+)"')
 _SOURCE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
-_IO = re.compile(
-    r"^ ?Name: (?P<name>.+?), IOMode: (?P<mode>\w+), DataType: (?P<type>\w+), Dimensions: \[(?P<dims>[^\]]*)\]"
-)
 _MOVES = re.compile(r"^__myl_(?:Move|Copy|Tran|Repl|Conc|Resh)+_|Reformatting CopyNode")
 _SHOWN = 8
 
@@ -97,6 +103,7 @@ class Audit(BaseModel, frozen=True):
         slow = f"kernels that only quantize: {self.standalone_quantise}; this may be slower than fp16"
         notes = (
             (total, f"products by precision: {counts}, of {total} in the graph"),
+            (not self.layers, "no layer can be read in the builder's log, so the precisions are not known"),
             (self.unseen, f"products that no kernel names, so that their precision is not known: {self.unseen}"),
             (self.otherwise, f"not as asked for: {', '.join(self.otherwise[:_SHOWN])}"),
             (self.float_outputs, f"quantized products that write floats: {self.float_outputs}; {slow}"),
@@ -118,13 +125,16 @@ class Layer:
 
     @property
     def precision(self) -> str | None:
-        """The narrowest type that it reads; None where it reads no number of the model."""
-        return narrowest(self.reads, _PRECISIONS) or None
+        """The narrowest type that it reads, else that of a product's weights; None for a kernel without numbers."""
+        if self.kind in _REGION:
+            return None
+        weights = "" if self.light else narrowest(self.holds, _PRECISIONS)
+        return narrowest(self.reads, _PRECISIONS) or weights or None
 
     @property
     def light(self) -> bool:
         """True if it multiplies no matrices."""
-        return self.kind in _LIGHT
+        return self.kind in _LIGHT or (self.kind[:1].isupper() and not _HEAVY.search(self.kind))
 
     @property
     def moves(self) -> bool:
@@ -140,18 +150,40 @@ class Layer:
 def read_layers(dump: str) -> list[Layer]:
     """Read the layers of a dump; lines of another form are left out."""
     layers = []
-    for match in filter(None, map(_LINE.match, dump.partition("I/O Tensors:")[0].splitlines())):
-        types = (_DATATYPE.findall(match[part] or "") for part in ("inputs", "constants", "outputs"))
-        reads, holds, writes = (tuple(dict.fromkeys(words)) for words in types)
-        nodes = tuple(_SOURCE.findall(match["metadata"] or ""))
-        layers.append(Layer(match["name"], match["type"].strip(), reads, holds, writes, nodes))
+    body = dump.partition("\nI/O Tensors:")[0].partition("\nBindings:")[0]
+    lines = body.split("\n")  # splitlines would break at the control character between names of nodes, too
+    for match in filter(None, map(_LINE.match, lines)):
+        inputs, constants, outputs = (_tensors(match[part]) for part in ("inputs", "constants", "outputs"))
+        if match["constants"] is None:
+            constants = [tensor for tensor in inputs if _CONSTANT.search(tensor[0])]
+            inputs = [tensor for tensor in inputs if tensor not in constants]
+        weights = [_TYPES.get(word.lower(), word) for word in _WEIGHTS.findall(match["more"] or "")]
+        reads, holds, writes = ([kind for _, kind in side] for side in (inputs, constants, outputs))
+        reads, holds, writes = (list(dict.fromkeys(side)) for side in (reads, [*holds, *weights], writes))
+        nodes = tuple(_SOURCE.findall(match["metadata"] or "")) or tuple(match["name"].split(" + "))
+        layers.append(Layer(match["name"], match["type"].strip(), tuple(reads), tuple(holds), tuple(writes), nodes))
     return layers
 
 
-def audit(dump: str, model: "onnx.ModelProto", signature: Signature, source: str) -> Audit:
-    """Compare a dump of layers with the graph it was built from, whose weights may be left out, and the signature."""
+def _tensors(text: str | None) -> list[tuple[str, str]]:
+    """List names and types of the tensors in one field of a line."""
+    tensors = []
+    for match in _TENSOR.finditer(text or ""):
+        words = match["type"].split()
+        known = (_TYPES[word.lower()] for word in words if word.lower() in _TYPES)
+        tensors.append((match["name"], next(known, " ".join(words))))
+    return tensors
+
+
+def audit(
+    dump: str, model: "onnx.ModelProto", signature: Signature, source: str, tensors: Sequence[NetworkTensor]
+) -> Audit:
+    """Compare a dump of layers with the graph it was built from, whose weights may be left out.
+
+    ``tensors`` are the network's inputs and outputs, which are compared with the signature.
+    """
     layers = read_layers(dump)
-    asked = dict(_asked(model))
+    asked = dict(_list_asked(model))
     runs = {name: _runs_in(name, layers) for name in asked}
     seen = {name: precision for name, precision in runs.items() if precision}
     otherwise = [f"{name} {asked[name]} → {real}" for name, real in seen.items() if real != asked[name]]
@@ -165,7 +197,7 @@ def audit(dump: str, model: "onnx.ModelProto", signature: Signature, source: str
         standalone_quantise=sum(layer.quantises for layer in layers),
         float_outputs=sum(not {"Float", "Half", "BFloat16"}.isdisjoint(layer.writes) for layer in narrow),
         reformats=sum(layer.moves for layer in layers),
-        problems=tuple(_io_problems(dump, signature)) if layers else ("the builder's layers could not be read",),
+        problems=tuple(_io_problems(tensors, signature)),
         source=source,
     )
 
@@ -186,7 +218,7 @@ def _runs_in(node: str, layers: Sequence[Layer]) -> str | None:
     return product.precision
 
 
-def _asked(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
+def _list_asked(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
     """Yield the graph's products by node name, with the precision that casts and Q/DQ ask for."""
     import onnx
 
@@ -216,20 +248,20 @@ def _operand(name: str, makers: Mapping[str, "onnx.NodeProto"], types: Mapping[s
     return _WEIGHT_PRECISIONS.get(model_file.dtype_name(kind)) if kind else None
 
 
-def _io_problems(dump: str, signature: Signature) -> Iterator[str]:
-    """Yield inputs and outputs of the engine that are not those of the signature."""
-    tensors = {match["name"]: match for line in dump.splitlines() if (match := _IO.match(line))}
-    for side, specs in (("Input", signature.inputs), ("Output", signature.outputs)):
+def _io_problems(tensors: Sequence[NetworkTensor], signature: Signature) -> Iterator[str]:
+    """Yield inputs and outputs of the network that are not those of the signature."""
+    known = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
+    for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for spec in specs:
-            tensor = tensors.get(spec.name)
-            if tensor is None or tensor["mode"] != side:
-                yield f"the engine has no {side.lower()} {spec.name!r}"
+            tensor, value = known.get((side == "input", spec.name)), f"the {side} {spec.name!r}"
+            if tensor is None:
+                yield f"the engine has no {side} {spec.name!r}"
                 continue
-            kind, value = tensor["type"], f"the {side.lower()} {spec.name!r}"
-            if kind != _ELEMENTS.get(spec.dtype):
-                yield f"{value} is {kind} in the engine, and {spec.dtype} in the graph"
-            sizes = [dim for dim in tensor["dims"].split(",") if dim]  # −1 for free ones
-            pairs = zip(sizes, spec.shape, strict=False)
-            fits = all(dim in (str(size), "-1") for dim, size in pairs if isinstance(size, int))
-            if not fits or len(sizes) != len(spec.shape):
-                yield f"{value} is [{tensor['dims']}] in the engine, expected {spec}"
+            if tensor.dtype != spec.dtype:
+                yield f"{value} is {tensor.dtype} in the engine, and {spec.dtype} in the graph"
+            if tensor.shape is None:
+                continue
+            pairs = zip(tensor.shape, spec.shape, strict=False)
+            fits = all(dim in (size, -1) for dim, size in pairs if isinstance(size, int))
+            if not fits or len(tensor.shape) != len(spec.shape):
+                yield f"{value} is {list(tensor.shape)} in the engine, expected {spec}"

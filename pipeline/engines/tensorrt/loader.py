@@ -26,8 +26,8 @@ from enginesmith.pipeline.engines.cuda_allocator import (
 from enginesmith.pipeline.engines.tensorrt import manifest
 from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, RuntimeLog, listening, logger
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
-from enginesmith.pipeline.engines.tensorrt.parser import load_plugins
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, SessionOptions
+from enginesmith.pipeline.engines.tensorrt.parser import DTYPES, load_plugins
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, module
 from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, ModelError, SignatureError, UsageError
 from enginesmith.pipeline.store.address import default_address
@@ -40,21 +40,10 @@ _KERNELS = "kernels"
 _FLAGS_BELOW = 1 << 12
 """Allocation flags are small numbers, handles of streams are addresses."""
 _SAME = "give a graph of the same architecture, exported and simplified the same way"
-DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "INT8": "int8",
-    "INT32": "int32",
-    "INT64": "int64",
-    "BOOL": "bool",
-    "UINT8": "uint8",
-}
-"""TensorRT's ``DataType`` by name → dtype, of those that a host array can have."""
 
 
 class ActivationMemory:
-    """Hold the buffer that execution contexts work in, and the stream that puts them one after another.
+    """Keep the buffer that execution contexts work in, and the stream that puts them one after another.
 
     It grows to the largest need. Sessions that share it share the stream, so that none runs into another's activations.
     """
@@ -119,8 +108,8 @@ def ledger_of(device: int) -> CudaAllocationTracker:
 def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
     """Make a GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
 
-    With ``waits`` it waits for the device before it gives memory back, as ``cudaFree`` does: for the builder, which
-    works on streams of its own.
+    With ``waits`` it waits for the device before it gives memory back, to the device itself, as ``cudaFree`` does: for
+    the builder, which works on streams of its own, and leaves out kernels for which it sees too little free memory.
     """
     import torch
 
@@ -147,14 +136,17 @@ def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, 
             """Give memory back, and tell if it was this allocator's; no memory is nothing to give back."""
             if memory and waits:
                 torch.cuda.synchronize()
-            return not memory or ledger.free(memory)
+            freed = not memory or ledger.free(memory)
+            if memory and waits:
+                torch.cuda.empty_cache()
+            return freed
 
     return LedgerAllocator()
 
 
 @dataclass(eq=False)
 class Room:
-    """Hold the memory of an output whose shape only the run decides, and that shape."""
+    """Keep the memory of an output whose shape only the run decides, and that shape."""
 
     buffer: Any = None
     shape: tuple[int, ...] = ()
@@ -209,6 +201,7 @@ class Opened:
     runtime: Any
     allocator: Any
     config: Any
+    """The argument of new contexts: a runtime configuration, or only the strategy where that is all there is to say."""
     log: RuntimeLog
     captures_itself: bool
     """True if TensorRT makes and replays CUDA graphs on its own."""
@@ -246,7 +239,7 @@ def open_engine(
     known: Capabilities,
     device: Device,
     allowed: BuildOptions,
-    options: RunOptions,
+    options: SessionOptions,
 ) -> Opened:
     """Deserialise an engine whose manifest was checked.
 
@@ -278,17 +271,23 @@ def open_engine(
     _validate_inputs(trt, engine, manifest)
     streams = _stream_weights(engine, options)
     taken.tag = WORKSPACE  # the weights are in
-    config = engine.create_runtime_config()
-    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    config = engine.create_runtime_config() if known.runtime_cache else managed
     opened = Opened(engine, runtime, taken, config, log, captures_itself=known.captures_graphs, streams=streams)
     opened.temporary = allocator(trt, ledger, WORKSPACE)
-    if known.runtime_cache:  # kernels compiled in the background would change the speed meanwhile
-        config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        graphs = trt.CudaGraphStrategy
-        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if options.cuda_graphs else graphs.DISABLED
+    if known.runtime_cache:
+        _configure(trt, config, options)
         if options.kernel_cache:
             _attach_kernels(opened, manifest, device)
     return opened
+
+
+def _configure(trt: Any, config: Any, options: SessionOptions) -> None:
+    """Configure contexts to compile at once: kernels compiled in the background would change the speed meanwhile."""
+    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    graphs = trt.CudaGraphStrategy
+    config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if options.cuda_graphs else graphs.DISABLED
 
 
 def _validate_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
@@ -315,7 +314,7 @@ def _validate_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
             raise ModelError(told, "make it a constant of the model, or take the size from another input's shape")
 
 
-def _stream_weights(engine: Any, options: RunOptions) -> bool:
+def _stream_weights(engine: Any, options: SessionOptions) -> bool:
     """Set the budget, before there are contexts, and tell if any weights are streamed then."""
     budget = options.weight_streaming_budget
     if budget is None:

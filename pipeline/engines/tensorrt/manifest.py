@@ -118,7 +118,7 @@ def misfit(manifest: EngineManifest, index: int) -> str:
 
 
 class Header(BaseModel, frozen=True):
-    """Hold the first bytes of a TensorRT-RTX engine; the layout is not documented, and was read off (1.7)."""
+    """Describe the first bytes of a TensorRT-RTX engine; the layout is not documented, and was read off (1.7)."""
 
     version: str
     compute_capabilities: tuple[str, ...]

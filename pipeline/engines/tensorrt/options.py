@@ -39,10 +39,10 @@ class BuildOptions(BaseModel, frozen=True, extra="forbid"):
         "none", description="other GPUs that the engine also runs on"
     )
     tf32: Annotated[bool, Option(_BUILDING, "--tf32/--no-tf32")] = Field(
-        True, description="let fp32 products be rounded to TF32's 10 bits"
+        True, description="let fp32 products be rounded to TF32's 10 bits; on by default"
     )
     plugins: Annotated[tuple[str, ...], Option(_BUILDING, metavar="FILE.so")] = Field(
-        (), description="paths of plugin libraries to load; they are code, and are run"
+        (), description="plugin libraries to load; their code is run"
     )
     timing_cache: Annotated[str | None, Option(_BUILDING, metavar="FILE")] = Field(
         None, description="file of kernel timings; by default one for each device and version"
@@ -67,7 +67,6 @@ class BuildOptions(BaseModel, frozen=True, extra="forbid"):
 class RunOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how TensorRT engines are run; nothing here changes what is built."""
 
-    cuda_graphs: _Switch = Field(False, description="capture each set of shapes once as a CUDA graph, and replay it")
     share_activation_memory: _Switch = Field(
         False, description="let all engines of a process work in one buffer for activations, one at a time"
     )
@@ -76,6 +75,13 @@ class RunOptions(BaseModel, frozen=True, extra="forbid"):
         description="size of the streamed weights that stay on the device; for engines built with weight_streaming",
     )
     kernel_cache: bool = Field(True, description="keep the kernels that TensorRT-RTX compiles at a first run")
+
+
+class SessionOptions(RunOptions):
+    """Choose how one session runs its engine."""
+
+    cuda_graphs: bool = False
+    """Capture each set of shapes once as a CUDA graph, and replay it."""
 
 
 def validate_options(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,18 @@ _NOISE = re.compile(
 _QDQ = "quantize in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
 _WORKS_WITH = "replace the operator in the model, or export it with another opset"
 _FAULT = "look at the node's inputs and attributes; export the model again"
+
+DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+}
+"""TensorRT's ``DataType`` by name → dtype, of those that a host array can have."""
 
 Problem = tuple[str, str]
 """A fault of a graph, and the reason why it is one."""
@@ -180,6 +193,33 @@ def parse(trt: Any, network: Any, logger: Any, path: Path, known: Capabilities) 
                 layer.__class__ = trt.IAttentionInputLayer  # the binding hands out the base class
                 # without a fused kernel (fp32, say) it is built from several; a fused one is still taken first
                 layer.attention.decomposable = True
+
+
+@dataclass(frozen=True)
+class NetworkTensor:
+    """Describe an input or output of a network."""
+
+    name: str
+    is_input: bool
+    dtype: str
+    """Ours where a host array can have it, else TensorRT's own word."""
+    shape: tuple[int, ...] | None
+    """−1 for a free size; None where even the rank is not known."""
+
+
+def read_tensors(network: Any) -> tuple[NetworkTensor, ...]:
+    """Read inputs and outputs off a network that was parsed."""
+    inputs = ((network.get_input(index), True) for index in range(network.num_inputs))
+    outputs = ((network.get_output(index), False) for index in range(network.num_outputs))
+    tensors = []
+    for tensor, is_input in (*inputs, *outputs):
+        try:
+            shape: tuple[int, ...] | None = tuple(tensor.shape)
+        except ValueError:  # the binding's word for a rank of −1
+            shape = None
+        word = tensor.dtype.name
+        tensors.append(NetworkTensor(tensor.name, is_input, DTYPES.get(word, word), shape))
+    return tuple(tensors)
 
 
 def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilities) -> None:

@@ -20,19 +20,20 @@ from typing import Any
 import numpy as np
 
 from enginesmith.pipeline.engines import cuda_allocator
-from enginesmith.pipeline.engines.base import OperatorTime, Origin, Profiled, ProfileRequest, Session, Tally, warm_up
+from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
+from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
 from enginesmith.pipeline.engines.tensorrt.layers import Layer, read_layers
 from enginesmith.pipeline.engines.tensorrt.loader import (
-    DTYPES,
     Opened,
     Room,
     activation_memory,
     open_context,
     output_allocator,
 )
-from enginesmith.pipeline.engines.tensorrt.options import RunOptions
-from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.engines.tensorrt.options import SessionOptions
+from enginesmith.pipeline.engines.tensorrt.parser import DTYPES
+from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -41,7 +42,7 @@ _WARM_CALLS = 1
 """Calls before a graph is captured: the first one loads and compiles kernels, which a capture cannot hold."""
 _MOST_CONTEXTS = 32
 """Contexts that are kept for shapes to come back; each takes memory of the host, and some of the device."""
-_WITHOUT_GRAPHS = "run it without --cuda-graphs"
+_WITHOUT_GRAPHS = "run it without CUDA graphs: --cuda-graphs off"
 _WORDS = re.compile(r"\s\+\s|[\s+,{}\[\]]|_myl\d+_\d+$")
 """Between the names of nodes in the name of a layer."""
 _REFORMAT = "Reformatting CopyNode"
@@ -51,7 +52,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(eq=False)
 class Context:
-    """Hold an execution context at one set of shapes, and what it is set up with now."""
+    """Keep an execution context at one set of shapes, and what it is set up with now."""
 
     native: Any
     outputs: dict[str, tuple[int, ...]]
@@ -67,7 +68,7 @@ class Context:
 
 @dataclass(eq=False)
 class Bound:
-    """Hold inputs and outputs on the device, and the graph that was captured for them."""
+    """Keep inputs and outputs on the device, and the graph that was captured for them."""
 
     context: Context
     inputs: dict[str, Any]
@@ -83,7 +84,7 @@ class Bound:
 class TensorRTSession(Session):
     """Run an open engine. A :meth:`sibling` shares its weights and runs beside it on a stream of its own."""
 
-    def __init__(self, trt: Any, opened: Opened, signature: Signature, device: Device, options: RunOptions) -> None:
+    def __init__(self, trt: Any, opened: Opened, signature: Signature, device: Device, options: SessionOptions) -> None:
         import torch
 
         self.signature = signature
@@ -206,7 +207,7 @@ class TensorRTSession(Session):
         """
         import torch
 
-        opened = self._opened
+        self._opened  # noqa: B018 - raises on a closed session
         generation = self.activation_memory.generation
         if bound.graph is not None and bound.generation == generation:
             self._last = bound
@@ -217,13 +218,25 @@ class TensorRTSession(Session):
         if self._by_graph and bound.calls >= _WARM_CALLS:
             self._capture(bound)
         else:
-            before = opened.log.seen
-            with torch.cuda.device(self._where.index):
-                taken = bound.context.native.execute_async_v3(self._handle)
-            if not taken:
-                raise opened.log.failure("TensorRT did not run this input", "build the engine again", before)
+            self._execute(bound)
             bound.calls += 1
         self._last = bound
+
+    def _execute(self, bound: Bound) -> None:
+        """Call the context; once more with its profile's activation memory, where less was not enough."""
+        import torch
+
+        context, log = bound.context, self._opened.log
+        while True:
+            before = log.seen
+            with torch.cuda.device(self._where.index):
+                if context.native.execute_async_v3(self._handle):
+                    return
+            error = log.failure("TensorRT did not run this input", "build the engine again", before)
+            if isinstance(error, StepOutOfMemory) or context.memory_bytes >= context.most_bytes:
+                raise error
+            context.memory_bytes, context.generation = context.most_bytes, -1
+            self._ready(bound)
 
     def _ready(self, bound: Bound) -> None:
         """Point the context at the activations and at what is bound, where it is not already."""

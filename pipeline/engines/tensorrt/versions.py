@@ -105,8 +105,8 @@ def installed_version(flavour: FlavourName) -> str | None:
     return next(iter(installed_versions(_DISTRIBUTIONS[flavour]).values()), None)
 
 
-def importable(flavour: FlavourName) -> Availability:
-    """Check that the package is there, in a version that is known, and that its libraries load."""
+def importable(flavour: FlavourName, *, load: bool = True) -> Availability:
+    """Check that the package is there, in a version that is known, and if ``load`` that its libraries load."""
     version, package = installed_version(flavour), _DISTRIBUTIONS[flavour][0]
     if version is None:
         return unavailable(f"the package {package} is not installed", f"install it: pip install {package}")
@@ -117,7 +117,7 @@ def importable(flavour: FlavourName) -> Availability:
         remedy = f"install {known}, from {oldest} on: pip install '{package}>={oldest}'"
         return unavailable(f"{flavour} {version} is not a version this release knows", remedy)
     try:
-        importlib.import_module(flavour)
+        importlib.import_module(flavour if load else __name__)
     except (ImportError, OSError, RuntimeError) as error:
         remedy = f"install it again: pip install --force-reinstall {package}"
         return unavailable(f"{flavour} cannot be imported: {error}", remedy)
@@ -150,7 +150,8 @@ def check_software(stack: Stack, name: str) -> Iterator[Check]:
     if not variants:
         return
     newest = max(variants)
-    fix = f"pip uninstall -y {' '.join(variants[newest])} && pip install {name}-cu12" if newest > 12 else ""
+    older = newest > 12 and (numbers(stack.torch_cuda or "") or (12,))[0] <= 12  # torch needs the driver, too
+    fix = f"pip uninstall -y {' '.join(variants[newest])} && pip install {name}-cu12" if older else ""
     yield from check_driver(stack, name, str(newest), _OLDEST_DRIVERS, fix)
     parts = [part for some in variants.values() for part in some]
     if len(variants) > 1:

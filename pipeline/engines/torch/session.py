@@ -10,14 +10,23 @@ import gc
 import statistics
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from enginesmith.pipeline.engines import base
-from enginesmith.pipeline.engines.base import OperatorTime, Origin, Profiled, ProfileRequest, Session
+from enginesmith.pipeline.engines.base import Session
+from enginesmith.pipeline.engines.cuda_allocator import release_workspaces
+from enginesmith.pipeline.engines.profiling import (
+    BETWEEN,
+    OperatorTime,
+    Origin,
+    Profiled,
+    ProfileRequest,
+    Tally,
+    warm_up,
+)
 from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
@@ -36,6 +45,8 @@ _WARM_CALLS = 2
 """Calls before a graph is captured: the first loads kernels and picks algorithms, which a capture cannot hold."""
 _capturing = threading.Lock()
 """CUDA captures one graph at a time in a process."""
+_open: "weakref.WeakSet[EagerSession]" = weakref.WeakSet()
+"""Sessions of this process on CUDA that are open."""
 _CALL, _MODULE = "enginesmith call", "enginesmith module "
 _WRAPPER = "model"
 """Name under which the session's module holds the user's."""
@@ -62,20 +73,24 @@ class EagerSession(Session):
         self._inference_mode, self._set_stream = torch.inference_mode, torch.cuda.set_stream
         self.forward: Forward = forward
         self._dtype, self._enter_thread = dtype, enter_thread
+        self._thread_count, self._entered = device.thread_count, threading.local()
+        self._entered.here = True
         self._stream = torch.cuda.Stream(self._device) if device.kind == "cuda" else None  # type: ignore[no-untyped-call]
         self._outputs: Tensors = ()
+        if self._stream:
+            _open.add(self)
 
     @property
     def cuda_stream(self) -> int | None:
         return self._stream.cuda_stream if self._stream else None
 
     def sibling(self) -> Self:
-        if self.forward is _closed:
-            _closed()
+        if self.forward is _refuse_closed:
+            _refuse_closed()
         self._enter_thread()
         return type(self)(self.forward, self.signature, self._where, self._dtype, self._enter_thread)
 
-    def _streamed(self) -> contextlib.AbstractContextManager[Any]:
+    def _use_stream(self) -> contextlib.AbstractContextManager[Any]:
         import torch
 
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
@@ -85,7 +100,7 @@ class EagerSession(Session):
         import torch
 
         tensors = []
-        with self._streamed():
+        with self._use_stream():
             for spec in self.signature.inputs:
                 tensor = torch.from_numpy(np.require(feeds[spec.name], requirements=("C", "W")))
                 dtype = self._dtype if tensor.is_floating_point() else None
@@ -107,7 +122,7 @@ class EagerSession(Session):
             with self._inference_mode():
                 self._outputs = self.forward(*bound)
         except _RAISED as error:
-            raise _translated(error) from error
+            raise _translate_error(error) from error
 
     def _enter_stream(self) -> None:
         if self._stream:
@@ -117,25 +132,55 @@ class EagerSession(Session):
         if self._stream:
             self._stream.synchronize()
 
+    def answer(self, values: Sequence[Array]) -> Sequence[Array]:
+        import torch
+
+        before = torch.get_num_threads()  # of this thread; compiled code is compiled again where it differs
+        if not hasattr(self._entered, "here"):
+            self._enter_thread()
+            self._entered.here = True
+        torch.set_num_threads(self._thread_count)
+        try:
+            with self._use_stream():
+                return super().answer(values)
+        finally:
+            torch.set_num_threads(before)
+
     def fetch(self) -> dict[str, Array]:
         import torch
 
         outputs = {}
-        with self._streamed():
+        with self._use_stream():
             for spec, tensor in zip(self.signature.outputs, self._outputs, strict=True):
                 outputs[spec.name] = np.array(tensor.to("cpu", getattr(torch, spec.dtype)).numpy())
         return outputs
 
+    @property
+    def has_graphs(self) -> bool:
+        """True if CUDA graphs may be replayed, which hold addresses of memory."""
+        return False
+
+    def release_idle_memory(self) -> None:
+        """Give back cuBLAS's workspaces, unless a CUDA graph uses one: torch keeps one for each session's stream."""
+        import torch
+
+        if self._stream and not any(session.has_graphs for session in _open):
+            release_workspaces(self._where.index)
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
-        """Let go of the module, once what was enqueued has finished."""
+        """Let go of the module, once what was enqueued has finished; the last session gives back the workspaces."""
         self.synchronize()
-        self.forward, self._outputs = _closed, ()
+        self.forward, self._outputs = _refuse_closed, ()
         gc.collect()
+        _open.discard(self)
+        if not _open:
+            self.release_idle_memory()
 
 
 @dataclass(eq=False)
 class Captured:
-    """Hold inputs on the device, and the graph that reads them."""
+    """Keep inputs on the device, and the graph that reads them."""
 
     inputs: "Tensors"
     calls: int = 0
@@ -164,7 +209,7 @@ class GraphedSession(EagerSession):
             ModelError: the module raised, or does what no graph can hold; StepOutOfMemory where memory was lacking.
         """
         if bound.graph is None:
-            if bound.calls < _WARM_CALLS or self.forward is _closed:
+            if bound.calls < _WARM_CALLS or self.forward is _refuse_closed:
                 super().enqueue(bound.inputs)
                 bound.calls += 1
                 return
@@ -191,8 +236,12 @@ class GraphedSession(EagerSession):
         except _RAISED as error:
             first = error.__context__ if isinstance(error.__context__, _RAISED) else error  # then the end fails too
             told = "CUDA captured no graph of this module, which raised"
-            raise _translated(first, told, "run it without CUDA graphs") from error
+            raise _translate_error(first, told, "run it without CUDA graphs") from error
         bound.graph = graph
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(bound.graph for bound in self._bound)
 
     def close(self) -> None:
         """Let go of the module and of all graphs, even where someone still has what was bound."""
@@ -202,11 +251,11 @@ class GraphedSession(EagerSession):
         super().close()
 
 
-def _closed(*bound: Any) -> "Tensors":
+def _refuse_closed(*bound: Any) -> "Tensors":
     raise UsageError("the session is closed")
 
 
-def _translated(
+def _translate_error(
     error: BaseException, what: str = "the module raised", remedy: str = "run it alone with these inputs to see where"
 ) -> EnginesmithError:
     if says_out_of_memory(str(error)):
@@ -222,7 +271,7 @@ def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, no
     on_cuda = request.device.kind == "cuda"
     activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     with named_ranges(session.forward) if modules else contextlib.nullcontext():
-        bound = base.warm_up(session, request.feeds)
+        bound = warm_up(session, request.feeds)
         with profiler.profile(activities=activities, acc_events=True) as recorded:
             for _ in range(request.calls):
                 with profiler.record_function(_CALL):
@@ -262,7 +311,7 @@ def profiled(events: Any, *, modules: bool, on_cuda: bool, notes: tuple[str, ...
     Each event counts with its own time, for the outermost operator that it is part of and the innermost module around
     that, so that nothing counts twice. On CUDA that is the time of the kernels that it launched.
     """
-    tally, known = base.Tally(), dict[str, tuple[Origin, str]]()
+    tally, known = Tally(), dict[str, tuple[Origin, str]]()
     on_host = [event for event in events if event.device_type.name == "CPU"]
     calls = sorted((event for event in on_host if event.name == _CALL), key=lambda call: call.time_range.start)
     by_call: dict[int, list[Any]] = {id(call): [] for call in calls}
@@ -290,7 +339,7 @@ def profiled(events: Any, *, modules: bool, on_cuda: bool, notes: tuple[str, ...
 
 def _enclosing(event: Any) -> tuple[str, str, bool]:
     """Find the module and the operator that an event is part of, and whether it is the operator itself."""
-    operator, outermost, at = base.BETWEEN, False, event
+    operator, outermost, at = BETWEEN, False, event
     while at.name != _CALL and not at.name.startswith(_MODULE):
         if not at.name.startswith(_COMPILED):
             operator, outermost = at.name, at is event
@@ -301,7 +350,7 @@ def _enclosing(event: Any) -> tuple[str, str, bool]:
 def _seconds(event: Any, operator: str, on_cuda: bool) -> list[tuple[str, float]]:
     """List an event's own time, or that of its kernels; those that no operator launched keep their names (Triton's)."""
     if on_cuda:
-        own = operator == base.BETWEEN
+        own = operator == BETWEEN
         return [(kernel.name if own else operator, kernel.duration * _MICRO) for kernel in event.kernels]
     inner = sum(child.time_range.elapsed_us() for child in event.cpu_children)
     return [(operator, float(max(0.0, event.time_range.elapsed_us() - inner)) * _MICRO)]

@@ -23,9 +23,9 @@ from typing import Any
 
 from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command, storage_errors
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.store.inputs import OWN_FOLDERS
+from enginesmith.pipeline.store.inputs import OWN_FILES, OWN_FOLDERS
 from enginesmith.pipeline.tasks.base import Task
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, shorten
 
 AUTO = "auto"
 _CLIENT = "ray://"
@@ -121,7 +121,7 @@ def disconnect() -> None:
 
 def _explain_refusal(address: str, error: Exception) -> MissingCapability:
     text = " ".join(str(error).split())
-    brief = text if len(text) <= 300 else f"{text[:299]}…"
+    brief = shorten(text, 300)
     if "version" in text.lower() and "mismatch" in text.lower():
         return MissingCapability(f"the Ray cluster at {address} has another version: {brief}", "install the same ray")
     if isinstance(error, ImportError) or ("grpc" in text.lower() and address.startswith(_CLIENT)):
@@ -210,7 +210,8 @@ def stage_folders(project: Path, skip: Path) -> Iterator[list[str]]:
             root = Path(__file__).parents[3]
             for name in OWN_FOLDERS:
                 shutil.copytree(root / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.copyfile(root / "cli.py", code / "cli.py")
+            for name in OWN_FILES:
+                shutil.copyfile(root / name, code / name)
             _link_project(project.resolve(), files, skip.resolve())
         yield [str(code), str(files)]
 

@@ -299,7 +299,7 @@ class RayExecutor(Executor):
                 raise _explain_loss(error, reservation, self._pool.nodes) from error
             if deadline is not None and time.monotonic() > deadline:
                 self._cancel(reference)
-                raise StepTimeout("the time limit was over before it was done", "allow more: --time-limit; then resume")
+                raise StepTimeout("the time was over before it was done", "give more: --time; then resume")
             if reservation.nodes.isdisjoint(self._pool.nodes):
                 self._cancel(reference)
                 raise NodeLost("the node that it ran on, or waited for, was lost")

@@ -5,7 +5,7 @@ Whatever a kernel multiplies counts, so blocks of channels that ONNX Runtime fil
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from math import prod
 from pathlib import Path
@@ -132,6 +132,8 @@ _FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
 _QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 CONVERTERS = (*_QUANTISERS, "DequantizeLinear")
 _LAYOUT = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Gather", "Split")
+_MOVES = (*_LAYOUT, "MaxPool", "Resize", "Tile", "Concat")
+"""Operators whose results are numbers that they read; so int8 stays int8."""
 _SCALES = {**dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)), **dict.fromkeys(_PACKED, (2, 3, 4))}
 """Inputs that are scales and zero points, and have several dimensions where there is one for each block."""
 
@@ -167,12 +169,31 @@ class _Structure:
             node = self.maker(value)
         return value
 
+    def origins(self, value: str) -> "Iterator[str]":
+        """Yield the values that all numbers of one come from."""
+        node = self.maker(value)
+        if node is None or node.op_type not in _MOVES:
+            yield value
+            return
+        for name in node.input if node.op_type == "Concat" else node.input[:1]:
+            yield from self.origins(name)
+
     def stored_precision(self, value: str, through: tuple[str, ...] = ()) -> str:
         """Return the precision that a value had before it was dequantised; its own, if it was not."""
         node = self.maker(self.source(value, through))
         if node is not None and node.op_type == "DequantizeLinear":
             value = node.input[0]
         return _PRECISIONS.get(self.seen.value(value).dtype, _UNKNOWN)
+
+
+def find_dequantized(nodes: "Iterable[onnx.NodeProto]") -> set[str]:
+    """Find the values that are unpacked from few bits, or moved from such, in nodes that are in their order."""
+    known: set[str] = set()
+    for node in nodes:
+        read = node.input if node.op_type == "Concat" else node.input[:1]
+        if node.op_type == "DequantizeLinear" or (node.op_type in _MOVES and known.issuperset(read)):
+            known.update(node.output)
+    return known
 
 
 # Islands: how often a graph changes between low precision and the rest, which is what reformatting costs.
@@ -314,6 +335,7 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
         conversions=sum(node.op_type in CONVERTERS and node.input[0] not in seen.constants for node in nodes),
         casts=sum(all("float" in seen.value(end).dtype for end in (node.input[0], node.output[0])) for node in casts),
         reorders=sum(node.op_type in ("ReorderInput", "ReorderOutput", "Transpose") for node in nodes),
+        copies=sum(node.op_type in ("MemcpyToHost", "MemcpyFromHost") for node in nodes),
     )
 
 
@@ -335,7 +357,7 @@ def _precision(node: "onnx.NodeProto", structure: _Structure, executed: bool) ->
     if node.op_type in _PACKED and attributes(node).get("accuracy_level", 0) == _INT8_ACCURACY:
         return "int8"
     operands = [] if executed else [name for name in node.input[: _OPERANDS.get(node.op_type, 2)] if name]
-    stored = {structure.stored_precision(name) for name in operands}
+    stored = {structure.stored_precision(origin) for name in operands for origin in structure.origins(name)}
     if len(stored) == 1 and (only := stored.pop()) in _EIGHT_BITS:
         return only
     return _PRECISIONS.get(structure.seen.value(node.input[0]).dtype, _UNKNOWN)
@@ -346,13 +368,13 @@ def _find_unpacked(structure: _Structure, runs_in: Mapping[str, str]) -> dict[st
 
     ONNX Runtime stores the float weights of a ConvTranspose between Q/DQ pairs as int8, and computes in float32.
     """
-    found = {}
+    unpacked = {}
     for name, precision in runs_in.items():
         for value in structure.seen.nodes[name].input[1:2]:
             maker = structure.maker(structure.source(value))
             if maker is not None and maker.op_type == "DequantizeLinear":
-                found[maker.input[0]] = precision
-    return {name: read for name, read in found.items() if structure.stored_precision(name) in _EIGHT_BITS}
+                unpacked[maker.input[0]] = precision
+    return {name: read for name, read in unpacked.items() if structure.stored_precision(name) in _EIGHT_BITS}
 
 
 def _weight_shares(structure: _Structure, unpacked: Mapping[str, str]) -> dict[str, float]:

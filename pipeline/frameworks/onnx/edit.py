@@ -1,7 +1,6 @@
 """Load, name, tidy and save ONNX graphs for passes."""
 
 import ast
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,10 +61,7 @@ def save_with_summary(
 
 def pass_on(path: Path, out: Path, note: str) -> Effect:
     """Write the same graph with its weights, and say why it is the same."""
-    for name in model_file.external_files(path):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path.parent / name, out / name)
-    shutil.copyfile(path, out / FILE)
+    model_file.copy(path, out / FILE)
     nodes = model_file.summary(path).nodes
     return Effect(file=FILE, summary=f"{nodes} nodes, unchanged", notes=(note,), signature=model_file.signature(path))
 

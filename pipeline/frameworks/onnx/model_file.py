@@ -5,6 +5,7 @@ when they do not.
 """
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -290,6 +291,13 @@ def external_files(path: Path) -> list[str]:
         InvalidGraph: the file cannot be read.
     """
     return sorted({_region(tensor)[0] for tensor in tensors(read(path)) if _is_external(tensor)})
+
+
+def copy(path: Path, target: Path) -> None:
+    """Copy a model to the file ``target``, and the files of its weights beside that."""
+    for source, name in ((path.name, target.name), *((name, name) for name in external_files(path))):
+        (target.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path.parent / source, target.parent / name)
 
 
 def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:

@@ -86,14 +86,14 @@ def _like_first(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]
         yield _make("Identity", node.input[:1], node.output[3:4])
 
 
-def _renamed(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
+def _rename(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
     operator, inputs, names = _RENAMED[node.op_type]
     outputs = node.output if operator == "LSTM" else node.output[:1]
     kept = {name: value for name, value in attributes(node).items() if name in names}
     yield _make(operator, [node.input[index] for index in inputs], outputs, **kept)
 
 
-def _windowed(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
+def _replace_window(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
     """Replace a convolution or pooling, between transpositions where it has its channels last."""
     window = {name: value for name, value in attributes(node).items() if name in _WINDOW}
     if node.op_type in _POOLS:
@@ -175,8 +175,8 @@ def _absent_matrix_product(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx
 
 _RULES: "dict[str, Callable[[onnx.NodeProto, Dims], Iterator[onnx.NodeProto]]]" = {
     **dict.fromkeys(_LIKE_FIRST, _like_first),
-    **dict.fromkeys(_RENAMED, _renamed),
-    **dict.fromkeys((*_CONVOLUTIONS, *_POOLS), _windowed),
+    **dict.fromkeys(_RENAMED, _rename),
+    **dict.fromkeys((*_CONVOLUTIONS, *_POOLS), _replace_window),
     "ReorderOutput": _reorder_output,
     "QLinearConcat": _concatenation,
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantisation),

@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.store.inputs import OWN_FOLDERS
+from enginesmith.pipeline.store.inputs import OWN_FILES, OWN_FOLDERS
 
 PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
-_OWN_CODE = (*(f"{_ROOT / name}/" for name in OWN_FOLDERS), f"{_ROOT / 'cli.py'}")
+_OWN_CODE = (*(f"{_ROOT / name}/" for name in OWN_FOLDERS), *(str(_ROOT / name) for name in OWN_FILES))
 
 
-_PACKAGES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_PACKAGES = {
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),  # of another environment
+}
 _FOREIGN = tuple(f"{path}/" for path in (*sorted({*_PACKAGES, site.getusersitepackages()}), "/proc", "/sys", "/dev"))
 """Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
 
@@ -129,7 +132,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
         for library, name in (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load")):
             opened = getattr(importlib.import_module(library), name)
             stand_in = wrap(opened)
-            for place in list(sys.modules.values()):
+            for place in filter(None, list(sys.modules.values())):
                 if vars(place).get(name) is opened:
                     setattr(place, name, stand_in)
                     stack.callback(setattr, place, name, opened)

@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError, UsageError
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
@@ -141,7 +143,9 @@ def _suggest_dynamic_sizes(module: Forward, signature: Signature, example: Mappi
             with torch.inference_mode():
                 module(*feeds.values())
             image = {axis for _, axis in axes} == {2, 3}
-            word = "length" if not names else f"length_{size}"
+            word = f"{axes[0][0]}_length" if "length" in names.values() else "length"
+            if any(name == axes[0][0] for name, _ in names):
+                word = f"length_{len({*names.values()}) + 1}"
             names |= {(name, axis): ("height", "width")[axis - 2] if image else word for name, axis in axes}
     if names:
         dims = {spec.name: [names.get((spec.name, axis), dim) for axis, dim in enumerate(spec.shape)] for spec in specs}
@@ -200,6 +204,62 @@ class NamedForward(nn.Module):
         return self.model(**dict(zip(self._keywords, tensors, strict=True)))
 
 
+class Replacement(nn.Module):
+    """Call a loaded engine as a module; what it does not take for its shape goes to the original, if that is there."""
+
+    def __init__(self, model: Callable[..., Any], eager: nn.Module | None = None, device: object = "cpu") -> None:
+        """``eager`` is the original, which is put into evaluation mode; ``device`` is the engine's."""
+        super().__init__()
+        place = str(device) if torch.cuda.is_available() else "cpu"
+        self.model, self.original, self._place = model, eager, torch.empty(0, device=place)
+        self.fallbacks = 0
+        """Calls that the original answered."""
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode, as an engine does: what it is part of may be trained around it."""
+        return super().train(False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse to be moved or cast: ``fn`` is what ``to``, ``half`` and the like do with each tensor."""
+        moved = fn(self._place)
+        if (moved.device, moved.dtype) != (self._place.device, self._place.dtype):
+            told = f"an engine stays on {self._place.device} with the types that it was built with"
+            raise UsageError(told, "move or cast the other modules, and load the engine with device=… for another one")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what an engine does not have in the original: its ``config``, say."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__["_modules"].get("original")
+            if original is None:
+                raise
+            return getattr(original, name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Run the engine; count the calls that it leaves to the original, and warn of the first."""
+        try:
+            return self.model(*arguments, **named)
+        except ShapeError as error:
+            if self.original is None:
+                raise
+            with _counting:
+                self.fallbacks += 1
+                first = self.fallbacks == 1
+            if first:
+                told = f"the engine does not take these shapes, so the original module answers: {error.message}"
+                warnings.warn(f"{told}; further such calls are counted (fallbacks) and not told", stacklevel=2)
+        with torch.no_grad():
+            return self.original(*arguments, **named)
+
+
+_counting = threading.Lock()
+"""Not of a module's own, which is copied and pickled."""
+
+
 @dataclass
 class LoadedModel:
     """A module ready to run: ``module(*tensors)`` takes and returns tensors in the order of the signature."""
@@ -248,7 +308,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         raise SignatureError(message, "make the two agree") from error
     module = NamedForward(built.module, tuple(example), ())
     with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
-        flat, left_out = flatten(module.call(*example.values()))
+        returned = module.call(*example.values())
+        flat, left_out = flatten(returned)
         again = flatten(module.call(*example.values()))[0]
     if not flat:
         raise SourceError(f"{source.text} returns no tensor", "its forward has to return tensors")
@@ -260,7 +321,10 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     module.outputs = tuple(flat)
     names = built.outputs if len(built.outputs) == len(flat) else module.outputs
     asked = bool(options.inputs or built.inputs)
-    signature, notes = infer_dims(module, specs, example, dict(zip(names, flat.values(), strict=True)), asked)
+    outputs = dict(zip(names, flat.values(), strict=True))
+    signature, notes = infer_dims(module, specs, example, outputs, asked)
+    structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
+    signature = signature.model_copy(update={"returns": structure})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
         notes += _suggest_dynamic_sizes(module, signature, example)
     if left_out:
@@ -308,6 +372,19 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]
         tensors |= below
         others += left_out
     return tensors, others
+
+
+def describe_structure(value: Any, names: Mapping[int, str]) -> Any:
+    """Describe the form of a nested output, as ``Signature.returns`` has it; ``names`` are those of tensors by id."""
+    if isinstance(value, Tensor):
+        return names[id(value)]
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return [describe_structure(item, names) for item in value]
+    items = {name: getattr(value, name) for name in getattr(value, "_fields", ())}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # transformers' have items and None besides
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    items |= {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
+    return {name: describe_structure(item, names) for name, item in items.items()} or None
 
 
 def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     Raises:
         StoreError: the disk is full or cannot be written.
     """
-    state, tied = _untied(named_tensors(loaded.module.model))
+    state, tied = _split_tied(named_tensors(loaded.module.model))
     record = _Record(
         model=source.text,
         options=options,
@@ -118,7 +118,7 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
         StoreError: the disk is full or cannot be written.
     """
     parents = read_record(parent.folder)
-    state, tied = _untied(named_tensors(loaded.module.model))
+    state, tied = _split_tied(named_tensors(loaded.module.model))
     combined = parents.surgery.then(surgery) if parents.surgery and surgery else surgery or parents.surgery
     record = parents.model_copy(update={"tied": tied, "surgery": combined})
     _write(state, out / _STATE)
@@ -335,7 +335,7 @@ def read_example(artifact: Artifact) -> dict[str, Array]:
     return load_file(artifact.folder / _EXAMPLE)
 
 
-def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _split_tied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Split a state into entries with memory of their own, and those that share an earlier entry's, by name."""
     seen: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()

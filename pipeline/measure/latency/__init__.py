@@ -1,1 +1,1 @@
-"""Time sessions: interleaved rounds, batch sweeps, concurrent clients."""
+"""Time sessions: interleaved rounds, batch sweeps, several callers."""

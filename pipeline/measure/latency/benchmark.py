@@ -6,6 +6,7 @@ processes are started anew several times: how fast one is depends on where its m
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.engines.base import Candidate
-from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
+from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready, serve_session
 from enginesmith.pipeline.measure.memory.limits import describe_out_of_memory, try_batch
 from enginesmith.pipeline.measure.memory.usage import used_besides
@@ -30,6 +31,8 @@ from enginesmith.pipeline.measure.statistics import (
     median_interval,
     rate_interval,
 )
+from enginesmith.pipeline.system.machine import gpu_states
+from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.worker import Progress, Worker
 from enginesmith.pipeline.tensors import Feeds
 
@@ -65,6 +68,8 @@ class LatencySettings(BaseModel, frozen=True, extra="forbid"):
     warmup_limit_seconds: float = 3.0
     start_limit_seconds: float = Field(900.0, exclude=True)
     """For loading, and for the first call and warm-up; past it a session counts as hanging."""
+    ends_at: float = Field(math.inf, exclude=True)
+    """Time of ``time.monotonic`` at which measuring ends in any case; sessions that have not started then fail."""
     concurrency: tuple[int, ...] = ()
     """Numbers of callers that throughput is measured with, after latency."""
     memory_limit_bytes: int | None = None
@@ -74,7 +79,7 @@ class LatencySettings(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass
 class Launch:
-    """Hold the measurements of one process."""
+    """Collect the measurements of one process."""
 
     blocks: list[Block] = field(default_factory=list)
     """One for each round."""
@@ -98,6 +103,8 @@ class MeasuredSession:
     hangs: str = ""
     """Words on how it ran past a time limit: it is not started again then."""
     starting_seconds: float = 0.0
+    gpu_looks: list[tuple[GpuState, ...]] = field(default_factory=list)
+    """States of the GPUs right after each block, at all batch sizes: clocks are still those of work then."""
     _opening_seconds: float = 0.0
     _feeds: Feeds = field(default_factory=dict)
     _limit_bytes: int | None = None
@@ -107,7 +114,9 @@ class MeasuredSession:
         """Open the session unless it is open, and make it ready for new feeds."""
         self.launches, self.ready, self.failure, self.oom = [], None, self.hangs, None
         self._feeds, self._hang_limit_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
-        if self.hangs:
+        if time.monotonic() > settings.ends_at:
+            self.failure = self.failure or NO_TIME
+        if self.failure:
             return
         with self._failing_alone():
             if self.worker is None:
@@ -146,12 +155,20 @@ class MeasuredSession:
         block = self._request(max(budget_seconds, slowest), "block", budget_seconds)
         if block is not None:
             self.launches[-1].blocks.append(block)
+        if self.candidate.device.kind == "cuda":
+            self.gpu_looks.append(gpu_states())
 
     def run_callers(self, callers: int, seconds: float) -> None:
         """Time calls of several callers at the same time."""
         calls = self._request(seconds, "call_concurrently", callers, seconds)
         if calls is not None:
             self.launches[-1].concurrent_calls.setdefault(callers, []).append(calls)
+
+    def read_free_memory(self) -> tuple[int, int] | None:
+        """Read the bytes that are free on its device, and all that it has; None on the CPU, or if it has failed."""
+        on_cuda = self.candidate.device.kind == "cuda"
+        free: tuple[int, int] | None = self._request(0.0, "read_free_memory") if on_cuda else None
+        return free
 
     def close_clients(self) -> None:
         """Close the callers' sessions, which would be idle from here on."""
@@ -228,6 +245,8 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
             return f"every median's 95 % interval is within ±{settings.precision:.0%}"
         noisy = any(interval.too_noisy for interval in intervals)
         limit = settings.time_limit_seconds * (settings.noisy_extension if noisy else 1)
+        if time.monotonic() + starting > settings.ends_at:
+            return "the time of the whole run"
         over = time.monotonic() - begun + starting / 2 > limit
         if not several or (over and launch >= LEAST_LAUNCHES):
             more = f", {settings.noisy_extension:g} times what was asked for" if noisy and several else ""
@@ -309,6 +328,7 @@ def _run_rounds(
             if width <= settings.precision:
                 return
             next_check = int(np.ceil(rounds * _CHECK_GROWTH))
-        over = time.monotonic() - deadline
-        if (over > 0 and rounds >= least) or over > _OVERRUN * settings.time_limit_seconds:
+        now = time.monotonic()
+        late = now > deadline + _OVERRUN * settings.time_limit_seconds or now > settings.ends_at
+        if (now > deadline and rounds >= least) or late:
             return

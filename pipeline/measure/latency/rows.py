@@ -4,6 +4,7 @@ The clock is in ``timer.py``, the interleaving in ``benchmark.py``, the formulas
 """
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, run_interleaved
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession
+from enginesmith.pipeline.measure.latency.groups import Group, GroupedRun
 from enginesmith.pipeline.measure.memory.limits import largest_fit, try_batch
 from enginesmith.pipeline.measure.rows import LatencyRow, Throughput, explain_missing
 from enginesmith.pipeline.measure.statistics import (
@@ -25,11 +27,13 @@ from enginesmith.pipeline.measure.statistics import (
     Interval,
     Timed,
     comparable,
+    is_disturbed,
     median_interval,
     paired_ratio,
     percentile,
     rate_interval,
 )
+from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.worker import Progress
 from enginesmith.pipeline.tensors import Feeds
 
@@ -37,11 +41,13 @@ _PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0, 
 _ON_CPU = "on the CPU nothing is transferred, and the host's clock is the only one"
 _KNEE = 0.95
 """Share of the best throughput from which more callers are not worth their latency."""
+_SHARE_TO_START, _LEAST_TO_START_SECONDS = 0.5, 10.0
+"""Share of a limited time that one session has to start in, as it may hang, and time for which no share is taken."""
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Hold rows by candidate, in the order of the batch sizes, and every sample behind them.
+    """List rows by candidate, in the order of the batch sizes, and every sample behind them.
 
     ``samples`` is made for ``numpy.savez_compressed``: ``<id>/<batch>/seconds`` has shape (n,), in order of time;
     ``<id>/<batch>/waited``, if the kernel tells, too: the waiting around each call as a share of the time; and
@@ -63,12 +69,13 @@ def measure_latency(
     settings: LatencySettings,
     log_folder: Path,
     progress: Progress,
+    dense: Mapping[str, str] = MappingProxyType({}),
 ) -> LatencyResult:
     """Measure candidates at each batch size of ``feeds``; the first is the baseline.
 
-    A candidate that fails gets a row that says why, and the others go on.
+    A candidate that fails gets a row that says why, and the others go on. ``dense``: see :class:`LatencyBenchmark`.
     """
-    with LatencyBenchmark(candidates, settings, log_folder, progress) as benchmark:
+    with LatencyBenchmark(candidates, settings, log_folder, progress, dense) as benchmark:
         for batch, arrays in sorted(feeds.items()):
             benchmark.measure(batch, arrays)
         return benchmark.result()
@@ -89,6 +96,7 @@ class LatencyBenchmark:
         self._settings, self._progress, self._dense, self._logs = settings, progress, dense, log_folder
         self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
         self._samples: dict[str, NDArray[Any]] = {}
+        self._sizes: dict[str, int] = {}
         self._sessions = [MeasuredSession(case, log_folder / f"latency-{case.id}.log") for case in candidates]
 
     def __enter__(self) -> Self:
@@ -98,33 +106,58 @@ class LatencyBenchmark:
         for session in self._sessions:
             session.close()
 
+    @property
+    def gpu_looks(self) -> list[tuple[GpuState, ...]]:
+        """States of the GPUs while they worked, of all sessions."""
+        return [look for session in self._sessions for look in session.gpu_looks]
+
     def rows(self, name: str) -> tuple[LatencyRow, ...]:
         """Return a candidate's rows in the order of the batch sizes."""
         return tuple(row for _, row in sorted(self._rows[name].items()))
 
+    def end_in(self, seconds: float) -> None:
+        """End the next measurement after so long in any case; a session, which may hang, has a part of it to start."""
+        share = max(_SHARE_TO_START * seconds, min(seconds, _LEAST_TO_START_SECONDS))
+        start = min(self._settings.start_limit_seconds, share)
+        update = {"ends_at": time.monotonic() + seconds, "start_limit_seconds": start}
+        self._settings = self._settings.model_copy(update=update)
+
+    @property
+    def late(self) -> bool:
+        """True once the time is over: nothing more can be measured."""
+        return time.monotonic() > self._settings.ends_at
+
     def measure(self, batch: int, feeds: Feeds, only: Collection[str] = (), *, fresh: bool = False) -> None:
         """Measure all candidates at a batch size, or ``only`` some, with the baseline where that has memory for it.
 
-        ``fresh`` opens their sessions anew, with nothing left of other batch sizes.
+        ``fresh`` closes their sessions first, so that nothing is left of other batch sizes.
         """
         baseline = self._sessions[0]
         running = [session for session in self._sessions if not only or session.candidate.id in only]
         known = self.rows(baseline.candidate.id)
         if baseline not in running and not any(row.oom and row.batch <= batch for row in known):
             running.insert(0, baseline)
-        for session in running:
-            if fresh:
+        for session in self._sessions:
+            if (fresh and session in running) or (session not in running and baseline.candidate.device.kind == "cuda"):
                 session.close()
-            self._progress(f"batch {batch}: warming up {session.candidate.id}")
-            session.start(feeds, self._settings)
-        stopped = run_interleaved(running, self._settings, self._progress)
-        names = {session.candidate.id: session for session in running}
-        for session in running:
-            against = baseline if baseline in running else None
-            dense = names.get(self._dense.get(session.candidate.id, ""))
-            row = _row(session, against, dense, batch, stopped, self._settings.seed)
-            self._rows[session.candidate.id][batch] = row
-            self._samples |= _collect_samples(session, batch)
+        others = [session for session in running if session is not baseline]
+        together = GroupedRun(
+            baseline if baseline in running else None, batch, self._settings, self._progress, self._sizes, self._dense
+        )
+        measured: dict[str, tuple[LatencyRow, int]] = {}
+        for group in together.run(others, feeds):
+            names = {session.candidate.id: session for session in group.sessions}
+            for name, session in names.items():
+                if name not in measured:
+                    sibling = self._dense.get(name, "")
+                    has_dense = any(other.candidate.id == sibling and not other.failure for other in running)
+                    pair = names.get(baseline.candidate.id), names.get(sibling)
+                    row = _row(session, *pair, batch, group, self._settings.seed, has_dense=has_dense)
+                    measured[name] = row, group.number
+                    self._samples |= _collect_samples(session, batch)
+        several = len({number for row, number in measured.values() if not row.failure}) > 1
+        for name, (row, number) in measured.items():
+            self._rows[name][batch] = row.model_copy(update={"group": number}) if several else row
 
     def sweep(self, feeds_at: FeedsAt, start: int, most: int | None) -> None:
         """Double the batch size from ``start`` up to ``most`` (None: not at all), then look for the largest that fit.
@@ -159,6 +192,9 @@ class LatencyBenchmark:
             except EnginesmithError:  # whatever else is wrong at this size, it cannot be used
                 return False
 
+        if candidate.device.kind == "cuda":  # whose memory is not this candidate's alone while others are open
+            for session in self._sessions:
+                session.close()
         while over := min((row.batch for row in self.rows(candidate.id) if row.oom), default=0):
             measured = max((batch for batch in self._list_measured(candidate.id) if batch < over), default=0)
             largest = largest_fit(fits, measured, over)
@@ -177,9 +213,12 @@ def _row(
     baseline: MeasuredSession | None,
     dense: MeasuredSession | None,
     batch: int,
-    stopped: str,
+    group: Group,
     seed: int,
+    *,
+    has_dense: bool,
 ) -> LatencyRow:
+    """Make a session's row; ``has_dense``: a dense variant of it has been measured, perhaps in another group."""
     if session.failure:
         loaded = _milliseconds(session.load_seconds)
         failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
@@ -201,7 +240,7 @@ def _row(
         launches=len(session.launches),
         mean_ms=float(seconds.mean()) * 1e3,
         median_ms=median_interval(session.timed, seed).scaled(1e3) if enough else None,
-        stopped_because=stopped,
+        stopped_because=group.stopped,
         **{name: _milliseconds(value) for name, (value, _) in percentiles.items()},
         load_ms=_milliseconds(session.load_seconds),
         first_call_ms=_milliseconds(ready.first_call_seconds),
@@ -214,14 +253,22 @@ def _row(
         **_isolation(session),
         **_throughput(session, batch, seed),
         speedup=speedup,
+        speedup_disturbed=baseline is not None
+        and baseline is not session
+        and speedup is not None
+        and is_disturbed(baseline.timed, session.timed),
         speedup_rounds=sum(map(len, comparable(baseline.timed, session.timed)[0])) if baseline and speedup else None,
         speedup_over_dense=_compute_speedup(dense, session, seed) if enough else None,
     )
     if baseline is None or baseline.failure:
         why = f"the baseline {baseline.candidate.id} failed" if baseline else "the baseline had no memory for it"
+        why = "it does not fit on the GPU together with the baseline" if group.alone else why
         reasons |= dict.fromkeys(("speedup", "speedup_rounds"), why)
     if dense is None or dense.failure:
-        reasons["speedup_over_dense"] = "there is no dense variant that was measured beside it"
+        apart = "it does not fit on the GPU together with its dense variant"
+        none = "there is no dense variant that was measured beside it"
+        reasons["speedup_over_dense"] = apart if dense is None and has_dense else none
+    reasons["group"] = "all variants were measured together"
     reasons["knee"] = "not asked for: --concurrency 1,2,4"
     reasons["disturbed_share"] = "the kernel keeps no account of waiting (/proc/self/schedstat)"
     return explain_missing(row, _ON_CPU, reasons)

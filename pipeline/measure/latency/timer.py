@@ -1,8 +1,9 @@
 """Time inferences inside the process that runs the session, by one caller or several. No other file does.
 
 A sample is the host's monotonic clock around ``enqueue`` and ``synchronize``; reading it takes about 0.2 µs a call. On
-CUDA the same calls are also timed by events on the session's stream. Every few milliseconds, between two calls, the
-kernel is asked how long the session's threads waited for a core: calls around which they did were disturbed by others.
+CUDA, after every tenth block, more calls are timed by events on the session's stream: to record two events takes the
+host some microseconds, which no sample may contain. Every few milliseconds, between two calls, the kernel is asked how
+long the session's threads waited for a core: calls around which they did were disturbed by others.
 
 Each of several callers has a thread, a session of its own on the same weights and, on CUDA, a stream, and calls again
 as soon as it has its answer: a closed loop. Nothing is computed from latency; calls that were answered are counted.
@@ -14,7 +15,7 @@ import queue
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +39,10 @@ _SLICE_SECONDS = 0.004
 """Calls between two readings of the run queue take about so long, one at least."""
 _TREND = 0.97
 """Warm-up goes on while the latest blocks are below this share of the ones before them."""
+_EVENT_BLOCKS = 10
+"""Blocks of which one is followed by calls that events time."""
+_MOST_EVENTS = 100
+"""Calls that events time after a block, at most."""
 _TRANSFERS = 5
 _WARM_CALLS = 3
 _SETTLE_STEP_SECONDS = 0.001
@@ -62,7 +67,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Block:
-    """Hold the seconds of consecutive calls, shape (calls,), and the process's idle time since its last block."""
+    """Record the seconds of consecutive calls, shape (calls,), and the process's idle time since its last block."""
 
     host_seconds: Samples
     waited: Samples | None
@@ -70,6 +75,7 @@ class Block:
     wall_seconds: float
     """From the start of the first call to the end of the last."""
     device_seconds: Samples | None
+    """Those of other calls, after the block, by events; None after most blocks, and on the CPU."""
     settle_seconds: float
     idle_seconds: float
     idle_cpu_seconds: float
@@ -102,6 +108,8 @@ class SessionTimer:
         self._bound: Any = None
         self._feeds: Feeds = {}
         self._callers: ConcurrentClients | None = None
+        self._events: _Events | None = None
+        self._blocks = 0
         self._call_seconds = 0.0
         self._asleep_since = (0, 0)
 
@@ -126,7 +134,10 @@ class SessionTimer:
         first = self._timed(1)[0]
         self._call_seconds = float(self._timed(1)[0])
         calls, ended = self._warm_up(limit_seconds)
-        h2d, d2h = self._transfers(feeds) if self._session.cuda_stream else (None, None)
+        stream, self._blocks = self._session.cuda_stream, 0
+        most = min(self._calls(_WARM_BLOCK_SECONDS), _MOST_EVENTS)
+        self._events = None if stream is None else _Events(stream, self._device, most)
+        h2d, d2h = self._transfers(feeds) if stream else (None, None)
         self._settle()
         notes = self._session.first_call_note, self._session.sibling_note
         return Ready(float(first), calls + 2, ended, h2d, d2h, *notes)
@@ -140,16 +151,24 @@ class SessionTimer:
         calls = self._calls(budget_seconds)
         if calls > 3:
             self._timed(1)
-        stream = self._session.cuda_stream
-        events = None if stream is None else _Events(stream, calls)
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, _now()
-        host, waited = self._time_slices(calls, events)
+        host, waited = self._time_slices(calls)
         wall = _seconds_since(start)
         preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
         self._call_seconds = float(np.median(host))
+        on_device = None
+        if self._events and self._blocks % _EVENT_BLOCKS == 0:
+            on_device = self._events.time_calls(self._session, self._bound, calls)
+        self._blocks += 1
         settle = self._settle()
-        on_device = events.seconds() if events else None
         return Block(host, waited, wall, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
+
+    def read_free_memory(self) -> tuple[int, int]:
+        """Read the bytes that are free on the CUDA device, and all that it has."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self._device.index)
+        return int(free), int(total)
 
     def call_concurrently(self, callers: int, seconds: float) -> "ConcurrentCalls":
         """Time several callers at the same time, each with a session on the same weights and the feeds made ready."""
@@ -165,14 +184,14 @@ class SessionTimer:
             self._callers.close()
             self._callers = None
 
-    def _time_slices(self, calls: int, events: "_Events | None") -> tuple[Samples, Samples | None]:
+    def _time_slices(self, calls: int) -> tuple[Samples, Samples | None]:
         """Time calls in slices; return their seconds and the share of waiting around each, shapes (calls,)."""
         at_once = self._calls(_SLICE_SECONDS)
         parts, shares = [], []
         with RunQueue() as run_queue:
             for start in range(0, calls, at_once):
                 before, since = run_queue.waited_ns(), _now()
-                parts.append(self._timed(min(at_once, calls - start), events))
+                parts.append(self._timed(min(at_once, calls - start)))
                 shares.append((run_queue.waited_ns() - before) / (_now() - since))
         waited = np.repeat(shares, [part.size for part in parts]) if run_queue.known else None
         return np.concatenate(parts), waited
@@ -180,12 +199,9 @@ class SessionTimer:
     def _calls(self, budget_seconds: float) -> int:
         return max(1, min(_MOST_CALLS, round(budget_seconds / max(self._call_seconds, 1e-9))))
 
-    def _timed(self, calls: int, events: "_Events | None" = None) -> Samples:
+    def _timed(self, calls: int) -> Samples:
         """Time calls; return the seconds of each, shape (calls,)."""
-        enqueue: Callable[[Any], None] = self._session.enqueue
-        if events:
-            enqueue = events.around(enqueue)
-        synchronize, bound, clock = self._session.synchronize, self._bound, _now
+        enqueue, synchronize, bound, clock = self._session.enqueue, self._session.synchronize, self._bound, _now
         taken = [0] * calls
         with _without_collections():
             for call in range(calls):
@@ -231,26 +247,26 @@ class SessionTimer:
 
 
 class _Events:
-    """Record a pair of CUDA events for each call on the session's own stream."""
+    """Keep pairs of CUDA events on the session's own stream, each created by being recorded once."""
 
-    def __init__(self, stream: int, calls: int) -> None:
+    def __init__(self, stream: int, device: Device, most: int) -> None:
         from torch import cuda
 
-        self._stream = cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
-        self._pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
-        self._left = iter(self._pairs)
+        # Without its device, torch takes the stream for one of the thread's current device, which cuda:1 need not be.
+        self._stream = cuda.ExternalStream(stream, device=str(device))  # type: ignore[no-untyped-call]
+        self._pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(most)]  # type: ignore[no-untyped-call]
+        for event in (event for pair in self._pairs for event in pair):
+            event.record(self._stream)
 
-    def around(self, enqueue: Callable[[Any], None]) -> Callable[[Any], None]:
-        def recorded(bound: Any) -> None:
-            before, after = next(self._left)
+    def time_calls(self, session: Session, bound: Any, calls: int) -> Samples:
+        """Time so many calls, or as many as there are pairs; return the device's seconds of each, shape (calls,)."""
+        used = self._pairs[:calls]
+        for before, after in used:
             before.record(self._stream)
-            enqueue(bound)
+            session.enqueue(bound)
             after.record(self._stream)
-
-        return recorded
-
-    def seconds(self) -> Samples:
-        return np.array([before.elapsed_time(after) for before, after in self._pairs], np.float64) / 1e3
+            session.synchronize()
+        return np.array([before.elapsed_time(after) for before, after in used], np.float64) / 1e3
 
 
 def _others_awake() -> bool:
@@ -283,7 +299,7 @@ def _seconds_since(start: int) -> float:
 
 @dataclass(frozen=True)
 class ConcurrentCalls:
-    """Hold the rate and the call times of several callers at the same time."""
+    """Record the rate and the call times of several callers at the same time."""
 
     calls_per_second: float
     host_seconds: Samples
@@ -319,6 +335,7 @@ class ConcurrentClients:
             caller.orders.put(None)
             caller.thread.join()
         self._callers = []
+        self._session.release_idle_memory()
 
 
 class _Caller:

@@ -2,8 +2,9 @@
 
 On the CPU the limit is on address space and on what of it can be written (RLIMIT_AS and RLIMIT_DATA, getrlimit(2)):
 allocators reserve room for later, which takes address space when it is reserved and counts as data when it is used.
-On CUDA it is on torch's caching allocator, which eager and TensorRT take their memory from. Without a limit it is the
-device's own memory that runs out. Once a session's process has ended, what is in use besides is looked at, too.
+On CUDA it is on torch's caching allocator, which eager and TensorRT take their memory from, and on ONNX Runtime's
+arena. Without a limit it is the device's own memory that runs out. Once a session's process has ended, what is in use
+besides is looked at, too.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.memory import usage
@@ -34,13 +36,16 @@ _LOOK_SECONDS = 0.05
 _NEAR_BYTES = 16 << 20
 """Two threads' stacks: a library that gets none ends the process, with that much or less left."""
 _FINEST = 16
+_taken_before: dict[int, int] = {}
+"""By device, bytes that torch had taken when it was limited, and may take besides."""
 _THREADS = ("thread creation failed", "pthread_create", "can't start new thread")
 
 
 def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
     """Limit what this process may take from here on; call it when libraries and pools are in (``Engine.prime``).
 
-    On CUDA torch is limited to a share of the device's memory; what it has taken already is not counted.
+    On CUDA torch is limited to a share of the device's memory. What it has taken already is not counted; if that has a
+    workspace of cuBLAS, the session may have one, too.
     """
     if limit_bytes is None:
         return
@@ -49,8 +54,12 @@ def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
 
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info(device.index)[1]
-        allowed = torch.cuda.memory_reserved(device.index) + limit_bytes
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.index)
+        taken = int(torch.cuda.memory_reserved(device.index))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (taken + limit_bytes) / total), device.index)
+        _taken_before[device.index] = taken
+        cuda_allocator.set_limit(device.index, limit_bytes)
+        cuda_allocator.release_workspaces(device.index)
+        torch.cuda.empty_cache()
         return
     usage.fill_heap_holes()
     now = usage.read_status("self")
@@ -83,10 +92,21 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
         free = cause.free_bytes if cause.free_bytes is not None else _read_free(device)
         believable = free is None or cause.asked_bytes is None or free < cause.asked_bytes
         cause.free_bytes = free if believable else None  # else the libraries had freed some before it could be read
+        if cause.message.startswith(oom.LIMITED_TORCH):
+            cause.message += _explain_limit(device)
         release()
         if cause is error:
             raise
         raise cause from error
+
+
+def _explain_limit(device: Device) -> str:
+    """Explain why torch may take more than the limit: what it had before the session is not part of it."""
+    limit, taken = cuda_allocator.limit_bytes(device.index), _taken_before.get(device.index)
+    if limit is None or not taken:
+        return ""
+    before = f"{format_bytes(taken)} that PyTorch had before the session was loaded (for the workspace of cuBLAS)"
+    return f". It may take {format_bytes(limit + taken)}: --memory-limit {format_bytes(limit)}, and {before}"
 
 
 def _read_free(device: Device) -> int | None:

@@ -103,7 +103,7 @@ _RESET_HIGH_WATER = "5"
 
 @dataclass(frozen=True)
 class Resident:
-    """Hold resident bytes: of what the process wrote, of data files that it maps, and of libraries that it maps."""
+    """Count resident bytes: of what the process wrote, of data files that it maps, and of libraries that it maps."""
 
     written: int
     mapped_data: int
@@ -117,7 +117,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Phase:
-    """Hold what was resident at the end of a phase, and the most at any time of it."""
+    """Record what was resident at the end of a phase, and the most at any time of it."""
 
     end: Resident
     peak: int
@@ -248,7 +248,7 @@ INTERVAL_SECONDS = 0.002
 
 @dataclass
 class Sampled:
-    """Hold the largest reading. A peak that is shorter than the interval can be missed."""
+    """Keep the largest reading. A peak that is shorter than the interval can be missed."""
 
     interval_seconds: float
     peak: int = 0

@@ -18,6 +18,7 @@ from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, R
 if TYPE_CHECKING:
     import onnx_ir as ir
     from torch import Tensor
+    from torch.export import ExportedProgram
 
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
     from enginesmith.pipeline.tensors import Signature, TensorSpec
@@ -173,9 +174,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     from onnxscript.rewriter.rules.fusion import _rms_normalization
 
     progress("capturing the graph with torch.export")
-    shapes = tuple(
-        {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in loaded.signature.inputs
-    )
+    shapes = _list_dynamic_axes(loaded.signature)
     try:
         with torch.no_grad():
             program = torch.onnx.export(
@@ -190,7 +189,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         raise _explain(error, loaded.signature) from error
     if program is None:
         raise ExportError("torch.onnx.export returned nothing")
-    _check_inputs(program.model, loaded.signature)
+    _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded.signature)
     progress("folding constants")
     # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
     optimizer.optimize(program.model)
@@ -199,6 +198,44 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
     return program.model
+
+
+def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
+    """Capture a module as a program of PyTorch's operators; dimensions that the signature names may take any size.
+
+    Raises:
+        ExportError: it cannot be captured; FixedDimension where a dynamic dimension would come out fixed.
+    """
+    import torch
+    from torch.fx.experimental import _config
+
+    from enginesmith.pipeline.frameworks.torch.module import by_operators
+
+    shapes = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in _list_dynamic_axes(loaded.signature))
+    any_size = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # else sizes are 2 or more
+    try:
+        with torch.no_grad(), by_operators(), any_size:
+            program = torch.export.export(loaded.module, _make_example(loaded), dynamic_shapes=(shapes,), strict=False)
+    except _FAILURES as error:
+        raise _explain(error, loaded.signature, _REMEDY_PROGRAM) from error
+    shapes_of = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
+    symbols: dict[str, str] = {}
+    found = [
+        [
+            size if isinstance(size, int) else symbols.setdefault(str(size), str(wanted))
+            for size, wanted in zip(shapes_of[name], spec.shape, strict=True)
+        ]
+        for name, spec in zip(program.graph_signature.user_inputs, loaded.signature.inputs, strict=True)
+    ]
+    _check_inputs(found, loaded.signature)
+    return program
+
+
+def _list_dynamic_axes(signature: "Signature") -> tuple[dict[int, str], ...]:
+    """List the dynamic axes of each input, with the names of their dimensions."""
+    return tuple(
+        {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in signature.inputs
+    )
 
 
 def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
@@ -212,9 +249,9 @@ def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
     return tuple(examples)
 
 
-def _check_inputs(model: "ir.Model", signature: "Signature") -> None:
-    for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
-        for axis, (given, wanted) in enumerate(zip(value.shape or (), spec.shape, strict=True)):
+def _check_inputs(shapes: Iterable[Iterable[Any]], signature: "Signature") -> None:
+    for shape, spec in zip(shapes, signature.inputs, strict=True):
+        for axis, (given, wanted) in enumerate(zip(shape, spec.shape, strict=True)):
             if isinstance(wanted, str) and isinstance(given, int):
                 raise _explain_fixed_dimension(spec, axis, given)
             if isinstance(wanted, str) and str(given) != wanted:
@@ -341,32 +378,37 @@ _OPERATOR = (
     re.compile(r"(?:Could not find|Missing) .*?'?(\w+::\w+)'?"),
 )
 _STATIC = re.compile(r"static shape of (\d+) for dimension (.+)\.shape\[(\d+)\]")
+_SPECIALIZED = re.compile(r"\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* constant \((\d+)\)")
 _POSITION = re.compile(r"\[(\d+)\]$")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TOOLS = ("torch", "onnx", "onnxscript", "onnx_ir", "enginesmith")
 _HERE = Path(__file__).resolve().parents[3]
 _REMEDY_OPERATOR = "rewrite that line with operators that ONNX has, or register a translation with torch.onnx"
 _REMEDY_DATA = "the path through the code depends on values: use torch.where or torch.cond, or fix the value"
+_REMEDY_PROGRAM = "the whole trace is in the step's log; engines that are made from ONNX have another exporter, too"
 _REMEDY = "the whole trace is in the step's log; try the other one with --exporter"
 
 
-def _explain(error: BaseException, signature: "Signature") -> ExportError:
-    """Return the reason of an exporter's exception, and a remedy."""
+def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY) -> ExportError:
+    """Return the reason of an exporter's exception, and a remedy, by default that for an export to ONNX."""
     chain = list(_walk_chain(error))
     for link in chain:
         if static := _STATIC.search(str(link)):
             position = _POSITION.search(static[2])
             spec = signature.inputs[int(position[1]) if position else 0]
             return _explain_fixed_dimension(spec, int(static[3]), int(static[1]))
+        if fixed := _SPECIALIZED.search(str(link)):
+            index, axis, size = map(int, fixed.groups())
+            return _explain_fixed_dimension(signature.inputs[index], axis, size)
     text = "\n".join(str(link) for link in chain)
     operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
     place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
     where = f" at {place}" if place else ""
-    if operator:
+    if operator and remedy == _REMEDY:
         return ExportError(f"the operator {operator}{where} has no translation to ONNX", _REMEDY_OPERATOR)
     first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "no message")[:300]
     reason = f"{type(chain[-1]).__name__}: {first}"
-    remedy = _REMEDY_DATA if "data-dependent" in text else _REMEDY
+    remedy = _REMEDY_DATA if "data-dependent" in text else remedy
     return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
 
 

@@ -63,12 +63,12 @@ class Order:
     def at(self, step: int) -> Array:
         """Return rows of a step, int64 of shape (batch,); fewer only if there are fewer."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        order = _shuffled(len(self.rows), self.seed, epoch)[index * self.batch : (index + 1) * self.batch]
+        order = _shuffle(len(self.rows), self.seed, epoch)[index * self.batch : (index + 1) * self.batch]
         return np.asarray(self.rows, np.int64)[order]
 
 
 @functools.lru_cache(maxsize=2)
-def _shuffled(count: int, seed: int, epoch: int) -> Array:
+def _shuffle(count: int, seed: int, epoch: int) -> Array:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
@@ -98,7 +98,7 @@ class SplitData:
 
 
 def split_data(data: Dataset, held_back: float, seed: int, device: torch.device) -> SplitData:
-    """Divide the set in two, each class in proportion to its share.
+    """Divide the set in two, each class in proportion to its share; samples of the part for choice are not learnt from.
 
     Raises:
         DataError: there are fewer than two samples.
@@ -108,6 +108,10 @@ def split_data(data: Dataset, held_back: float, seed: int, device: torch.device)
             f"{data.name} has {len(data)} sample, and recovery needs some to learn from and others for the metric",
             "give more samples: hundreds at least",
         )
+    choice = np.flatnonzero(np.isin(data.rows, data.parts.get("choice", ()))).tolist()
+    if choice:
+        learnt = sorted(set(range(len(data))) - set(choice))
+        return SplitData(data, tuple(learnt), tuple(choice[:_MOST_HELD_BACK]), device)
     count = min(max(1, round(held_back * len(data))), _MOST_HELD_BACK, len(data) - 1)
     whole = Dataset(data.name, {"row": np.arange(len(data))}, data.labels)  # numbered anew: it may be drawn itself
     chosen = whole.sample(count, seed).rows

@@ -21,13 +21,10 @@ class PruneOptions(BaseModel, frozen=True, extra="forbid"):
         "l2", description="ranking of channels: weights (l1, l2), gradients (taylor), batch-norm scale (bn), or random"
     )
     scope: Annotated[Literal["global", "uniform"], Option("Variants", "--prune-scope")] = Field(
-        "global", description="global ranks the channels of all layers together; uniform takes the same share of each"
+        "global", description="ranking: of all layers together (global), or the same share of each layer (uniform)"
     )
     multiple_of: Annotated[int, _ADVANCED] = Field(
-        16,
-        ge=1,
-        le=256,
-        description="keep channel counts multiples of this, if the target can be reached then",
+        16, ge=1, le=256, description="keep channel counts multiples of this, if the target can be reached then"
     )
     protect: Annotated[tuple[str, ...], Option("Variants", metavar="NAME")] = Field(
         (), description="layers that keep all outputs: names of modules; may contain *"

@@ -43,12 +43,11 @@ class ActivationCapture:
 
 
 @contextmanager
-def open_activation_capture(path: Path, values: Sequence[str], threads: int = 0) -> Iterator[ActivationCapture]:
+def open_activation_capture(path: Path, values: Sequence[str]) -> Iterator[ActivationCapture]:
     """Open a graph on the CPU for reading out values of its main graph; inputs and outputs may be among them.
 
     The runtime's own optimisations are off, so that every value is there. Weights that lie beside the graph are mapped
     and none is laid out anew, so it takes about one copy of the weights and the memory of the values that are read out.
-    ``threads`` is within an operator; 0 means one for each core this process may use.
 
     Raises:
         ModelError: there is no such value, or ONNX Runtime cannot load the graph.
@@ -59,7 +58,7 @@ def open_activation_capture(path: Path, values: Sequence[str], threads: int = 0)
     options = library.SessionOptions()
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = _FATAL
-    options.intra_op_num_threads = threads or len(sched_getaffinity(0))
+    options.intra_op_num_threads = len(sched_getaffinity(0))
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -24,6 +24,7 @@ WEIGHT, BIAS = 1, 2
 STANDARD = ("", "ai.onnx")
 """Names of ONNX's own domain."""
 ON_REQUEST = "the assignment keeps it in floating point"
+TWO_ACTIVATIONS = "a product of two activations"
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _WHOLE: Mapping[str, str] = {
     **dict.fromkeys(_RECURRENT, "recurrent operators have no form with fixed ranges"),
@@ -170,7 +171,7 @@ def _explain_group(node: "ir.Node") -> str:
         return _WHOLE[node.op_type]
     data, weight = (read_constant(value) for value in node.inputs[:2])
     if weight is None:
-        return "its weight is the left factor" if data is not None else "a product of two activations"
+        return "its weight is the left factor" if data is not None else TWO_ACTIVATIONS
     if data is not None:
         return "both factors are constants"
     if weight.dtype != ir.DataType.FLOAT:

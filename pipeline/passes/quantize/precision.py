@@ -119,7 +119,8 @@ class Precision(PrecisionPass):
         return (cls.model_validate(values),)
 
     def rounding_inputs(self) -> Self:
-        return self.model_copy(update={"inputs_only": True})
+        placement = "inputs" if self.placement == "inputs" else "inputs+outputs"  # the others differ in outputs alone
+        return self.model_copy(update={"inputs_only": True, "placement": placement})
 
     @property
     def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
@@ -198,8 +199,6 @@ class Precision(PrecisionPass):
             )
         if self.placement == "inputs+outputs" or self.precision == "int8-dynamic":
             keep_clamps_apart(model)
-            alone = KINDS[self.precision].calibrated  # else the bias before a Gelu is part of the product
-            _keep_sums_apart(model, ("LayerNormalization", *(["Gelu"] if alone else [])))
         return done
 
     def _lower(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Lowered | None:
@@ -261,20 +260,6 @@ def _count_reasons(reasons: Collection[str]) -> str:
 
 
 # Patterns that ONNX Runtime's CPU provider fuses to its own loss, or stumbles over, written such that it does not.
-
-
-def _keep_sums_apart(model: "ir.Model", readers: Collection[str]) -> None:
-    """Write Add as Sum where one of these operators reads it.
-
-    ONNX Runtime makes SkipLayerNormalization and BiasGelu of such an Add and what follows, and takes longer for them
-    than for the two: BERT-base in int8 on one thread (1.31, sequence 128, AVX-512 with VNNI) spends 11.7 ms on the one
-    instead of 2.4, and 4.5 ms on the other instead of 3.7. It does not look for Sum, which computes the same.
-    """
-    for node in model.graph:
-        value = node.inputs[0] if node.op_type in readers and node.domain in layers.STANDARD else None
-        producer = value.producer() if value is not None else None
-        if producer is not None and producer.op_type == "Add" and producer.domain in layers.STANDARD:
-            producer.op_type = "Sum"
 
 
 def keep_clamps_apart(model: "ir.Model") -> int:

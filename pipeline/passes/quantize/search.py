@@ -26,6 +26,8 @@ _GAIN = 1.02
 """Least speed-up of the whole model for which an assignment with fewer quantised groups is preferred."""
 _MAIN_SHARE = 0.6
 """A kind with more of the work than this is what quantisation is for."""
+_LEAST_SHARE = 0.001
+"""A kind with less of the work than this is not worth a trial for speed: the last product of a classifier."""
 _WORTHWHILE_SHARE = 0.01
 _MOST_KINDS = 3
 
@@ -49,7 +51,7 @@ class Judgement(BaseModel, frozen=True):
 
     passed: bool
     error: float
-    """Distance from the answers wanted, smaller is better: the drop of the metric if there is one, else −SQNR in dB."""
+    """Distance from the answers wanted, smaller is better: the drop of the metric if it is known, else by SQNR."""
     drop: float | None = None
     sqnr_db: float | None = None
     reason: str = ""
@@ -150,11 +152,12 @@ def _speed_up(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate
     for group in groups:
         if group.name not in fastest.kept:
             work[group.kind] += group.macs
-    most = _MAIN_SHARE * (sum(group.macs for group in groups) or 1)
+    total = sum(group.macs for group in groups) or 1
     tried = {trial.why for trial in trials if trial.phase == "speed"}
     for kind in sorted(work, key=lambda kind: (work[kind], kind)):
         why = f"{kind} in floating point, for speed"
-        if len(work) > 1 and work[kind] <= most and why not in tried and len(tried) < _MOST_KINDS:
+        worthwhile = _LEAST_SHARE * total <= work[kind] <= _MAIN_SHARE * total
+        if len(work) > 1 and worthwhile and why not in tried and len(tried) < _MOST_KINDS:
             kept = frozenset(fastest.kept) | {group.name for group in groups if group.kind == kind}
             return Candidate("speed", fastest.method, kept, why)
     return None

@@ -57,7 +57,7 @@ def choose_smooth(weights: Sequence[Array], statistics: ChannelStatistics, expon
     largest = np.max([np.abs(weight).max(axis=(1, 3)).reshape(-1) for weight in weights], axis=0)
     alive = (amax > 0) & (largest > 0)
     base, met = np.where(alive, amax, 1.0), np.where(alive, largest, 1.0)
-    tried = (np.where(alive, _limited(base**each / met ** (1 - each)), 1.0) for each in exponents)
+    tried = (np.where(alive, _limit(base**each / met ** (1 - each)), 1.0) for each in exponents)
     return _best(len(amax), tried, lambda scale: _int8_error(weights, scale, statistics))
 
 
@@ -73,7 +73,7 @@ def smooth_exponents(*, few: bool) -> tuple[float, ...]:
 def choose_awq(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
     """Find the best factors for int4 by blocks of inputs; ones if none helps, or the inputs do not divide into blocks.
 
-    The largest and smallest factor are centred around 1; dead channels stay at 1.
+    The largest and smallest factor are center around 1; dead channels stay at 1.
     """
     absolute = np.array(statistics.mean_absolute)
     alive, ones = absolute > 0, np.ones(len(absolute))
@@ -81,12 +81,12 @@ def choose_awq(weights: Sequence[Array], statistics: ChannelStatistics, exponent
     if not block:
         return Choice(ones, 0.0, 0.0)
 
-    def centred(values: Array) -> Array:
+    def center(values: Array) -> Array:
         if not alive.any():
             return ones
-        return np.where(alive, _limited(values / np.sqrt(values[alive].max() * values[alive].min())), 1.0)
+        return np.where(alive, _limit(values / np.sqrt(values[alive].max() * values[alive].min())), 1.0)
 
-    tried = (centred(np.where(alive, absolute, 1.0) ** each) for each in exponents)
+    tried = (center(np.where(alive, absolute, 1.0) ** each) for each in exponents)
     return _best(len(absolute), tried, lambda scale: _int4_error(weights, scale, statistics, block))
 
 
@@ -99,7 +99,7 @@ def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -
     return Choice(best, before, least)
 
 
-def _limited(factors: Array) -> Array:
+def _limit(factors: Array) -> Array:
     return np.clip(factors, 1 / _LARGEST, _LARGEST)
 
 

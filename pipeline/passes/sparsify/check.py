@@ -122,7 +122,7 @@ class _Walked:
             yield _rows(nonzero, self.axis)
             return
         for size in _BLOCKS:
-            yield from (_rows(reading, 1) for reading in _unblocked(nonzero, size))
+            yield from (_rows(reading, 1) for reading in _unblock(nonzero, size))
 
     def _zeros(self, rank: int) -> Array | int:
         """Shape zero points to be compared with the numbers."""
@@ -161,7 +161,7 @@ def _rows(nonzero: Array, axis: int) -> Array:
     return np.ascontiguousarray(np.moveaxis(nonzero, axis, -1)).reshape(-1, nonzero.shape[axis])
 
 
-def _unblocked(nonzero: Array, size: int) -> Iterator[Array]:
+def _unblock(nonzero: Array, size: int) -> Iterator[Array]:
     """Unpack NCHWc weights to O×I×kernel, padding included: outputs and inputs in blocks, or outputs alone.
 
     onnxruntime, ``mlas/lib/reorder.cpp``: OIHWBiBo and OIHWBo.

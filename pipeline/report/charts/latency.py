@@ -14,7 +14,6 @@ from enginesmith.pipeline.report.charts.plotly import (
     Figure,
     axis,
     bars,
-    count_words,
     draw_line,
     draw_others,
     hover_text,
@@ -27,7 +26,7 @@ from enginesmith.pipeline.report.charts.plotly import (
 )
 from enginesmith.pipeline.report.tables import best_level, mark_name, rate
 from enginesmith.pipeline.results.run import VariantRecord
-from enginesmith.pipeline.units import ms
+from enginesmith.pipeline.units import count_words, ms
 
 _Rows = Mapping[str, Sequence[LatencyRow]]
 _Numbers = Callable[[LatencyRow], float | None]

@@ -8,6 +8,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.tables import mark_name, shorten_reason
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import why_unknown
+from enginesmith.pipeline.units import count_words
 
 # What a chart is: a plotly.js figure as plain data, and the same in words and as a table.
 
@@ -74,20 +75,15 @@ def shorten_name(text: str, most: int = _LONGEST) -> str:
     return f"{text[: most - 1 - tail]}…{text[-tail:]}"
 
 
-def label(name: str, most: int = _LONGEST) -> str:
+def label(name: str) -> str:
     """Format a name for legends and ticks."""
-    return escape(shorten_name(name, most))
+    return escape(shorten_name(name))
 
 
 def hover_text(*lines: str) -> str:
     """Join plain lines to a hover text, long ones broken."""
     starts = ((line, start) for line in lines for start in range(0, len(line), _TEXT_LINE))
     return "<br>".join(escape(line[start : start + _TEXT_LINE]) for line, start in starts)
-
-
-def count_words(number: int, singular: str) -> str:
-    """Format a count with its noun: ``1 variant``, ``3 variants``."""
-    return f"{number} {singular}{'' if number == 1 else 's'}"
 
 
 # Who is drawn how: the same colour, marker and dash for the same variant in every chart of a run.

@@ -28,6 +28,7 @@ from enginesmith.pipeline.report.run_tables import tabulate_losses, tabulate_var
 from enginesmith.pipeline.report.tables import Tone, mark_name, name_some, shorten_reason
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms
 
@@ -118,8 +119,8 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]]
 """Sections in the order of the page: id, heading, the question that people come with, the function that fills it."""
 
 
-def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
-    """Render the page of a run; ``samples`` are the latencies of samples.npz, whose distribution is drawn."""
+def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None, gate: Gate | FleetGate | None = None) -> str:
+    """Render the page of a run; ``samples`` are the latencies of samples.npz, and ``gate`` is what was judged."""
     drawn = charts.charts(run, samples)
     drawings = draw(drawn)
     figures = {chart.id: chart.figure for chart in drawn if chart.figure is not None}
@@ -130,7 +131,10 @@ def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
     goes_on = Words(f"{progress} Continue with: enginesmith resume {run.name}", "caution")
     return lay_out(
         "page.html.j2",
-        [Section(name, title, question, tuple(fill(run, drawings))) for name, title, question, fill in SECTIONS],
+        [
+            *sections.render_gate(gate),
+            *(Section(name, title, question, tuple(fill(run, drawings))) for name, title, question, fill in SECTIONS),
+        ],
         {"figures": figures, "light": charts.LIGHT, "dark": charts.DARK},
         run=run,
         verdict=Words(sentences.summarize(run), tone),
@@ -177,7 +181,7 @@ def choose_variant(run: Run) -> VariantRecord:
     records = {record.id: record for record in run.records}
     if run.winner in records:
         return records[run.winner]
-    timed = [(row.p50_ms, entry.id) for entry in run.variants if (row := entry.row(run.deciding_batch)) and row.p50_ms]
+    timed = [(row.p50_ms, entry.id) for entry in run.requested if (row := entry.row(run.deciding_batch)) and row.p50_ms]
     return records[min(timed)[1]] if timed else run.baseline
 
 
@@ -236,7 +240,11 @@ def _memory(run: Run) -> str:
     whole = run.baseline.peak_bytes if record is not run.baseline else None
     share = f", {row.peak_bytes / whole:.0%} of that of {run.baseline.id}" if whole else ""
     parts = f"weights {format_bytes(row.weights_bytes)}, activations {format_bytes(row.activation_bytes)}"
-    return f"{record.id} at batch {row.batch}: peak {format_bytes(row.peak_bytes)}{share}; {parts}."
+    taken = ""
+    if row.deployment_bytes and row.device_bytes:
+        sizes = f"{format_bytes(row.deployment_bytes)} of the GPU's {format_bytes(row.device_bytes)}"
+        taken = f"a deployment takes {sizes}, so that {row.deployments_per_device} fit; "
+    return f"{record.id} at batch {row.batch}: {taken}peak {format_bytes(row.peak_bytes)}{share}; {parts}."
 
 
 def _lost(run: Run) -> str:
@@ -273,15 +281,15 @@ def _group_by_reason(kept: Sequence[Assignment]) -> Iterator[str]:
 
 
 def _out(run: Run) -> str:
-    ends = [record.status for record in run.variants]
+    ends = [record.status for record in run.requested]
     counts = {
         "failed": ends.count("failed"),
-        "rejected": sum(bool(record.rejected) for record in run.variants),
+        "rejected": sum(bool(record.rejected) for record in run.requested),
         "skipped": ends.count("skipped"),
         "built, not measured": ends.count("built"),
     }
     said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return f"{said} of {len(run.variants)}." if said else "None."
+    return f"{said} of {len(run.requested)}." if said else "None."
 
 
 def _data(run: Run) -> str:
@@ -291,7 +299,7 @@ def _data(run: Run) -> str:
         parts.append(f"ranges from {'random data' if made_up else describe_calibration(run)}")
     quality = next((record.quality for record in (choose_variant(run), *run.variants) if record.quality), None)
     if quality:
-        parts.append(f"{quality.title} on {quality.samples} samples of {run.recipe.data or run.model.data}")
+        parts.append(f"{quality.title} on {quality.samples} samples of {run.recipe.evaluation_data or run.model.data}")
     parts.append(f"outputs and latency on {run.model.data or 'unknown'} data")
     return f"{'; '.join(parts)}."
 

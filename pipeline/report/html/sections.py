@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 
 from enginesmith.pipeline.recipe import commented
+from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report import provenance, run_tables, sentences
 from enginesmith.pipeline.report.charts import Chart
 from enginesmith.pipeline.report.html.blocks import (
@@ -14,6 +15,7 @@ from enginesmith.pipeline.report.html.blocks import (
     Facts,
     Folded,
     Points,
+    Section,
     Words,
     fold,
     list_points,
@@ -21,8 +23,9 @@ from enginesmith.pipeline.report.html.blocks import (
 )
 from enginesmith.pipeline.report.tables import make_table, mark, mark_name
 from enginesmith.pipeline.results.explain import narrowest_type
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run, VariantRecord
-from enginesmith.pipeline.units import format_seconds
+from enginesmith.pipeline.units import count_words, format_seconds
 
 Drawings = Mapping[str, Drawn | Words]
 """Chart's id → the chart, or the reason why it is empty."""
@@ -40,6 +43,18 @@ _NAMED = 3
 """Variants that are named where many have the same assignment."""
 _CALIBRATION = "calibrate"
 """The step that takes ranges of the model as it came; changed models have others of their own."""
+
+
+def render_gate(gate: Gate | FleetGate | None) -> list[Section]:
+    """List the checks of a gate, those that fail it first; empty where there was none."""
+    if gate is None:
+        return []
+    blocks: tuple[Block, ...] = (
+        Words(f"{gates.summarize(gate)}.", "bad" if gate.exit_code else "good" if gate.passed else "caution"),
+        *show_rows(gates.tabulate_checks(gate)),
+        *list_points(gates.list_notes(gate)),
+    )
+    return [Section("gate", "Gate", "What did the last gate judge?", blocks)]
 
 
 def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
@@ -189,7 +204,7 @@ def render_environment(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     unknown = Words("Nothing is known of the machine.", "caution")
     return (
         *(list_points(warnings, "caution") or (quiet if machine.rows else unknown,)),
-        Facts((Fact("device", f"{run.recipe.where}"), *known[:_MOST_FACTS])),
+        Facts((Fact("device", f"{run.where}"), *known[:_MOST_FACTS])),
         *fold("Every fact of the machine", machine),
         *fold("Packages and their versions", packages),
     )
@@ -280,11 +295,12 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     )
 
 
-# How the run's numbers were taken, in short; docs/measurement.md has the whole of it.
+# How the run's numbers were taken, in short; docs/measurement.md has all of it.
 
 _LATENCY = (
     "Latency: the host's monotonic clock around enqueueing and synchronising, the same for eager and every engine. "
-    "Inputs are in place before, outputs are fetched after. On CUDA, events on the stream stand beside it.",
+    "Inputs are in place before, outputs are fetched after. On CUDA, events on the stream time other calls, after some "
+    "blocks.",
     "All variants take turns in shuffled rounds, each in a process of its own, and the processes are restarted "
     "several times (launches). Speed-up is the median over rounds of the paired ratio; its 95 % interval is over "
     "launches.",
@@ -301,12 +317,9 @@ _REST = (
 
 def render_method(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Describe the clock, the rounds, and what counts as memory."""
-    where, count, measure = run.recipe.where, run.recipe.where.thread_count, run.recipe.measure
-    device = f"Measured on {where} with {count} thread{'s' if count != 1 else ''} a session."
+    measure = run.recipe.measure
+    device = f"Measured on {run.where} with {count_words(run.where.thread_count, 'thread')} a session."
     rule = f"Measuring stops when every median is known to ± {measure.precision:.0%}, or after {measure.seconds:g} s"
     stops = ", ".join(sentences.list_stops(run))
     stopping = f"{rule} for each batch size{f'; here: {stops}' if stops else ''}."
-    return (
-        Points((device, *_LATENCY, stopping, *_REST)),
-        Words("The whole of it is in docs/measurement.md of enginesmith."),
-    )
+    return (Points((device, *_LATENCY, stopping, *_REST)),)

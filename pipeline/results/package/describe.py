@@ -12,6 +12,7 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.fidelity import Thresholds, find_thresholds
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import REFERENCE
 from enginesmith.pipeline.planning.variants import device_for
@@ -26,8 +27,8 @@ from enginesmith.pipeline.results.package.manifest import (
     Preprocessing,
     Summary,
 )
+from enginesmith.pipeline.results.remeasure import Stored
 from enginesmith.pipeline.results.run import Run, StoredArtifact, VariantRecord
-from enginesmith.pipeline.tasks.verify import find_thresholds
 from enginesmith.pipeline.tensors import ShapeRange
 
 
@@ -69,6 +70,19 @@ def choose(folder: Path, variant: str | None) -> Chosen:
         UsageError: there is no such run or variant, or it is nothing that can be packaged.
         ModelError: a file is missing, or is not the one that the run made.
     """
+    found = find_variant(folder, variant)
+    folder, run, record = found.folder, found.run, found.record
+    _check_packagable(folder, run, record)
+    others = () if record.id == run.winner else (f"it is not the run's winner, which is {run.winner or 'none'}",)
+    chosen = Chosen(folder, run, record, (*list_doubts(record), *others))
+    check_engine_file(folder, chosen.loaded)
+    assert record.test_vector is not None
+    check_vector(folder, record.test_vector)
+    return chosen
+
+
+def find_variant(folder: Path, variant: str | None) -> Stored:
+    """Find the variant of that name in a run directory, else the winner; UsageError if there is none."""
     run = runs.read(folder)
     folder = folder if folder.is_dir() else folder.parent
     record = next((record for record in run.records if record.id == run.winner), None)
@@ -76,38 +90,31 @@ def choose(folder: Path, variant: str | None) -> Chosen:
         record = runs.find_record(run, variant)
     if record is None:
         why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
-        built = ", ".join(variant.id for variant in run.variants if variant.artifact) or "none"
-        raise UsageError(f"the run has no winner: {why}", f"name one with --variant; built are: {built}")
-    _check_packagable(folder, run, record)
-    chosen = Chosen(folder, run, record, tuple(_cautions(run, record)))
-    _check_digests(chosen)
-    return chosen
+        built = ", ".join(variant.id for variant in run.variants if variant.artifact)
+        named = f"name one with --variant (in Python: variant=…); built are: {built}"
+        raise UsageError(f"the run has no winner: {why}", named if built else "no engine is built: run optimize again")
+    return Stored(folder, run, record)
 
 
-def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
-    """List what speaks against a variant that was asked for by name."""
-    if record.id == run.winner:
-        return
+def list_doubts(record: VariantRecord) -> Iterator[str]:
+    """List what speaks against a variant, which only those use who name it."""
     if record.status == "failed":
         yield f"it failed in the run: {record.reason}"
     elif record.status != "measured":
         yield f"it was not measured: {record.reason or record.status}"
     if record.rejected:
         yield f"it was rejected: {record.rejected}"
-    yield f"it is not the run's winner, which is {run.winner or 'none'}"
 
 
 def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
-    if engine_class(record.engine).consumes == "torch":
+    if engine_class(record.engine).runs_module():
         graphs = [variant.id for variant in run.variants if variant.graph and variant.status != "failed"]
         remedy = f"--variant {graphs[0]}, " if graphs else f"optimize with --engine {DEFAULT_ENGINES[0]}, "
         raise UsageError(
             f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
             f"package a built engine instead ({remedy}say), or `enginesmith export {run.model.source} -o model.onnx`",
         )
-    if record.artifact is None:
-        why = record.reason or record.status
-        raise UsageError(f"{record.id} has no engine: {why}", f"`enginesmith resume {folder}` does what is missing")
+    require_engine(folder, record)
     if (engine_class(record.engine).loads_graph and record.graph is None) or record.test_vector is None:
         raise UsageError(
             f"the run keeps no graph or test vector of {record.id}: it was made before runs kept them",
@@ -117,22 +124,34 @@ def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
         raise UsageError("the run does not know the model's inputs and outputs", f"`enginesmith resume {folder}`")
 
 
-def _check_digests(chosen: Chosen) -> None:
-    """Check that what is packaged is what the run made, byte for byte."""
-    kept, main = chosen.loaded, chosen.main
-    again = f"run `enginesmith resume {chosen.folder}`, which makes it again"
+def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
+    """Give the engine of a variant; UsageError if none was built."""
+    if record.artifact is None:
+        why = record.reason or record.status
+        raise UsageError(f"{record.id} has no engine: {why}", f"`enginesmith resume {folder}` does what is missing")
+    return record.artifact
+
+
+def check_engine_file(folder: Path, kept: StoredArtifact) -> None:
+    """Check that a run's engine or graph is what the run made, byte for byte; ModelError if it is not."""
+    main, again = folder / kept.path, f"run `enginesmith resume {folder}`, which makes it again"
     if not main.is_file():
         raise ModelError(f"{main} is missing", again)
     if not has_files(main.parent, kept.sha256):
         raise ModelError(f"{main.parent} is not what the run made: its sha256 differs from the one in run.json", again)
-    vector = chosen.record.test_vector
-    assert vector is not None
-    path = chosen.folder / vector.path
-    if not path.is_file() or file_digest(path) != vector.sha256:
+
+
+def check_vector(folder: Path, kept: StoredArtifact) -> Path:
+    """Give the path of a run's test vector; ModelError if it is not what the run made."""
+    path = folder / kept.path
+    if not path.is_file() or file_digest(path) != kept.sha256:
+        again = f"run `enginesmith resume {folder}`, which makes it again"
         raise ModelError(f"{path} is missing, or not what the run made", again)
+    return path
 
 
 _SYNTHETIC = "ranges were taken from random data: its accuracy says nothing about real data"
+_GRAPHS = "it was measured with CUDA graphs, which this package does not replay: it is slower than in the run"
 _CHANNELS = (1, 3, 4)
 
 
@@ -144,14 +163,13 @@ def describe(
     assert run.model.signature is not None
     # with the options that the run built and measured it with
     engine_kind = engine_class(record.engine)
-    options = {**record.built_with.get("engine", {}), **engine_kind.running_options(run.recipe)}
+    options = {**record.options_of(engine_kind), **engine_kind.running_options(run.recipe)}
     engine = documents.parse_fields(engine_kind, options, f"what {record.id} was built with")
     own_graph = record.graph != record.artifact and record.graph is not None
-    kind = KINDS.get(record.precision)  # type: ignore[call-overload]
-    row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic  # that the run judged by
     cautions = (
         *chosen.cautions,
         *([engine.package_caution] if own_graph and engine.package_caution else []),
+        *([_GRAPHS] if record.cuda_graphs and form not in engine.replays_in else []),
         *([_SYNTHETIC] if record.synthetic_calibration else []),
         *([record.shortfall] if record.shortfall else []),
     )
@@ -165,14 +183,20 @@ def describe(
             "shapes": {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()},
             "preprocessing": _preprocessing(chosen),
             "measured": _summary(record),
-            "thresholds": find_thresholds(
-                (spec.dtype for spec in run.model.signature.outputs), row, run.recipe.min_sqnr_db
-            ),
+            "thresholds": thresholds_of(run, record, engine),
             "origin": _origin(chosen),
             "cautions": cautions,
             "files": dict(files),
         }
     )
+
+
+def thresholds_of(run: Run, record: VariantRecord, engine: Engine) -> Thresholds:
+    """Look up the thresholds that the run judged the variant's answers by."""
+    assert run.model.signature is not None
+    kind = KINDS.get(record.precision)  # type: ignore[call-overload]
+    row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic
+    return find_thresholds((spec.dtype for spec in run.model.signature.outputs), row, run.recipe.min_sqnr_db)
 
 
 def _describe_engine(chosen: Chosen, engine: Engine, file: str) -> EngineRecord:
@@ -181,7 +205,7 @@ def _describe_engine(chosen: Chosen, engine: Engine, file: str) -> EngineRecord:
     facts = engine.package_facts(chosen.main, device)
     return EngineRecord(
         name=record.engine,
-        package=record.engine,
+        package=facts.module or record.engine,
         version=facts.version or next((tools[name] for name in engine.tools if name in tools), "unknown"),
         file=file,
         device="cuda" if device.kind == "cuda" else "cpu",

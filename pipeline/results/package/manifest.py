@@ -91,7 +91,7 @@ class Preprocessing(BaseModel, frozen=True):
 
 
 class Manifest(BaseModel, frozen=True, populate_by_name=True):
-    """Hold the whole document."""
+    """Describe the whole document."""
 
     schema_name: Literal["enginesmith.bundle/1"] = Field(SCHEMA, alias="schema")
     format: Literal["bundle", "triton"]
@@ -121,19 +121,13 @@ def read(folder: Path) -> Manifest:
     Raises:
         UsageError: there is none, it is damaged, or of another schema.
     """
-    path = folder / FILE
-    try:
-        values = documents.load(path)
-        documents.check_schema(path, values, SCHEMA, "enginesmith package")
-        manifest, _ = documents.parse_known_fields(Manifest, values)
-    except OSError as error:
-        raise UsageError(
-            f"there is no bundle in {folder}: {FILE}: {error.strerror}",
-            "give a folder that `enginesmith package` wrote",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}", "copy the bundle again, or package the run again") from error
-    return manifest
+
+    def explain(error: OSError) -> UsageError:
+        told = f"there is no bundle in {folder}: {FILE}: {error.strerror}"
+        return UsageError(told, "give a folder that `enginesmith package` wrote")
+
+    again = "copy the bundle again, or package the run again"
+    return documents.read(Manifest, folder / FILE, SCHEMA, "enginesmith package", explain, again)[0]
 
 
 def list_files(folder: Path) -> dict[str, PackagedFile]:

@@ -4,22 +4,21 @@ import dataclasses
 import re
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
 
-from enginesmith.pipeline.artifact import file_digest, files_below
+from enginesmith.pipeline.artifact import file_digest, files_below, replace_folder
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.base import Message, quoted
-from enginesmith.pipeline.errors import UsageError, storage_errors
+from enginesmith.pipeline.engines.triton import Fields, Message, quoted
+from enginesmith.pipeline.errors import ModelError, UsageError, storage_errors
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.describe import Chosen, choose, describe
 from enginesmith.pipeline.results.package.manifest import INFER, Manifest
-from enginesmith.pipeline.results.package.verify import answer
+from enginesmith.pipeline.results.package.verify import answer, run_script
 from enginesmith.pipeline.tensors import Array, TensorSpec
 from enginesmith.pipeline.units import format_bytes
 
@@ -125,7 +124,7 @@ def config(name: str, manifest: Manifest) -> str:
     most = manifest.shapes[batch].max if batch else 0
     backend = engine_class(manifest.engine.name).triton()
     assert backend is not None
-    fields: list[tuple[str, Any]] = [("name", quoted(name)), ("backend", quoted(backend.name))]
+    fields: Fields = [("name", quoted(name)), ("backend", quoted(backend.name))]
     if backend.platform:
         fields.append(("platform", quoted(backend.platform)))
     fields += [("default_model_filename", quoted(Path(manifest.engine.file).name)), ("max_batch_size", most)]
@@ -165,7 +164,7 @@ def batch_dimension(manifest: Manifest) -> str | None:
 def _tensor(spec: TensorSpec, batch: str | None) -> Message:
     dims = [-1 if isinstance(dim, str) else dim for dim in (spec.shape[1:] if batch else spec.shape)]
     dtype = _TYPES.get(spec.dtype, spec.dtype.upper())
-    fields: list[tuple[str, Any]] = [("name", quoted(spec.name)), ("data_type", f"TYPE_{dtype}"), ("dims", dims or [1])]
+    fields: Fields = [("name", quoted(spec.name)), ("data_type", f"TYPE_{dtype}"), ("dims", dims or [1])]
     if not dims:  # Triton has no tensors without dimensions, and drops this one for the model
         fields.append(("reshape", Message([("shape", [])])))
     return Message(fields)
@@ -200,6 +199,8 @@ class Packaged(BaseModel, frozen=True):
     manifest_sha256: str
     """Names the package as a whole, as the manifest names every other file by its digest."""
     cautions: tuple[str, ...]
+    check: str = ""
+    """What ``python infer.py`` said in the bundle; empty for other packages."""
     next: str
 
     @property
@@ -208,7 +209,8 @@ class Packaged(BaseModel, frozen=True):
         notes = "".join(f"\n  note: {text}" for text in self.cautions)
         what = {"bundle": "a bundle", "triton": "a Triton model repository"}[self.format]
         size = f"{len(self.files)} files, {format_bytes(self.bytes)}"
-        return f"wrote {self.folder}: {self.variant} as {what}, {size}{notes}\n{self.next}"
+        check = f"\n  {INFER}: {self.check}" if self.check else ""
+        return f"wrote {self.folder}: {self.variant} as {what}, {size}{notes}{check}\n{self.next}"
 
 
 def package(
@@ -219,19 +221,21 @@ def package(
     Raises:
         UsageError: the folder is there already, or the variant is nothing that can be packaged so.
         MissingCapability: a test vector is to be made up, and this machine cannot run the engine.
-        ModelError: the run's files are not those that it made.
-        StoreError: the folder cannot be written; nothing is left of it then.
+        ModelError: the run's files are not those that it made, or the bundle's script does not run it.
+        StoreError: the folder cannot be written.
+
+    Nothing is left of the folder where an error is raised.
     """
     if output.exists() or output.is_symlink():
         raise UsageError(f"{output} is there already", "give a new folder: -o DIR")
-    chosen = choose(run, variant)
-    with storage_errors(f"the output {output}"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
-            whole = Path(scratch, output.name)
-            whole.mkdir()
-            write_bundle(chosen, whole, keep_samples) if form == "bundle" else write_repository(chosen, whole)
-            whole.rename(output)
+    chosen, check = choose(run, variant), ""
+    with storage_errors(f"the output {output}"), replace_folder(output) as whole:
+        whole.mkdir()
+        if form == "bundle":
+            write_bundle(chosen, whole, keep_samples)
+            check = _check_script(chosen, whole)
+        else:
+            write_repository(chosen, whole)
     names = files_below(output)
     path = next(output / name for name in names if Path(name).name == manifests.FILE)
     manifest = manifests.read(path.parent)
@@ -249,5 +253,16 @@ def package(
         manifest=str(path.relative_to(output)),
         manifest_sha256=file_digest(path),
         cautions=manifest.cautions,
+        check=check,
         next=after[form],
     )
+
+
+def _check_script(chosen: Chosen, folder: Path) -> str:
+    """Run the bundle's script; what failed or was rejected in the run may differ, as its cautions say."""
+    try:
+        return run_script(folder, manifests.read(folder))
+    except ModelError as error:
+        if chosen.record.status != "failed" and not chosen.record.rejected:
+            raise
+        return error.message

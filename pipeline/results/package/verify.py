@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib.metadata
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +12,8 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.engines.base import Candidate, Engine
+from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare
 from enginesmith.pipeline.measure.rows import StageFidelity
@@ -24,15 +26,21 @@ from enginesmith.pipeline.tensors import Feeds
 
 _MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")
 """All that the worker needs, where the engine does not take its memory from PyTorch."""
+_UNABLE, _DIFFERS = "this machine cannot run the engine: ", "does not match the test vector"
+"""Words of ``infer.py``: where the engine's package or device is not here, and where an answer differs."""
+_SCRIPT_SECONDS = 900
 
 
-def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, StageFidelity]:
+def verify(folder: Path, timeout_seconds: float | None = None, *, trust: bool = False) -> tuple[str, StageFidelity]:
     """Check every digest, then run the test vector; gives a sentence, and how close the answer is.
+
+    ``trust`` allows to load machine code.
 
     Raises:
         UsageError: it is no bundle, or its manifest is damaged or of another schema.
         ModelError: a file is missing, changed or was not packaged; nothing was loaded.
-        MissingCapability: this machine cannot run the engine: digests were checked, the vector was not run.
+        MissingCapability: this machine cannot run the engine, or its code is not trusted: digests were checked, the
+            vector was not run.
         StepError: the engine's process ended without an answer.
     """
     manifest = manifests.read(folder)
@@ -45,12 +53,22 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
     checked = f"{len(manifest.files)} files are what was packaged"
     feeds, expected = samples.read_vector(folder / manifests.VECTOR)
     try:
+        require_trust(manifest, trust=trust)
         answers = answer(folder, manifest, feeds, timeout_seconds)
     except MissingCapability as error:
         raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
     result = _result(manifest, compare(expected, answers, manifest.thresholds))
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
+
+
+def require_trust(manifest: Manifest, *, trust: bool) -> None:
+    """Insist that the user trusts who made a bundle, if its engine is machine code; MissingCapability if not."""
+    if engine_class(manifest.engine.name).native_code and not trust:
+        raise MissingCapability(
+            "the engine is machine code, which could do anything on this machine as soon as it is loaded",
+            "if you trust who made the bundle: enginesmith verify --trust, or load(..., trust=True) in Python",
+        )
 
 
 def answer(folder: Path, manifest: Manifest, feeds: Feeds, timeout_seconds: float | None = None) -> Feeds:
@@ -66,8 +84,33 @@ def answer(folder: Path, manifest: Manifest, feeds: Feeds, timeout_seconds: floa
     engine.require(device)
     with tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         log = Path(logs, "verify.log")
-        answers: Feeds = worker.run(_run, folder, manifest, feeds, device, log=log, timeout_seconds=timeout_seconds)
+        answers: Feeds = worker.run(_run, folder, manifest, feeds, log=log, timeout_seconds=timeout_seconds)
     return answers
+
+
+def run_script(folder: Path, manifest: Manifest) -> str:
+    """Run ``infer.py`` of a bundle in a new process of this interpreter, and say what came of it.
+
+    Nothing of enginesmith is loaded there and no library is found beforehand, as on the machine that serves the model.
+
+    Raises:
+        ModelError: its answers are not those of the test vector, or it fails where this machine can run the graph.
+    """
+    engine = _engine(manifest)
+    runs_here = engine.loads_graph and engine.runnable(Device(kind=manifest.engine.device)).ok
+    command = [sys.executable, "-B", str(folder.resolve() / manifests.INFER)]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not run to its end: no answer after {_SCRIPT_SECONDS} s"
+    lines = done.stderr.strip().splitlines()
+    said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no message")
+    if done.returncode and (runs_here or _DIFFERS in said):
+        told = f"{manifests.INFER} does not run this bundle: {said.removeprefix('error: ')}"
+        raise ModelError(told, "package another variant, or optimize again")
+    if done.returncode:
+        return f"not run: {said.removeprefix('error: ').removeprefix(_UNABLE)}"
+    return "its answers match the test vector"
 
 
 def _engine(manifest: Manifest) -> Engine:
@@ -75,12 +118,19 @@ def _engine(manifest: Manifest) -> Engine:
     return engine_class(manifest.engine.name).from_package(manifest.engine.options)
 
 
-def _run(folder: Path, manifest: Manifest, feeds: Feeds, device: Device, progress: Callable[[str], None]) -> Feeds:
+def candidate(folder: Path, manifest: Manifest) -> Candidate:
+    """Make what opens the engine of a bundle, with the number of threads that it was measured with."""
     engine, path = _engine(manifest), folder / manifest.engine.file
-    kept = manifest.files[manifest.engine.file]
+    kept, threads = manifest.files[manifest.engine.file], manifest.origin.recipe.get("threads")
     kind: Kind = "onnx" if engine.loads_graph else "engine"
     artifact = Artifact(kind=kind, path=path, sha256=kept.sha256, bytes=kept.bytes, signature=manifest.signature)
-    with engine.load(artifact, device) as session:
+    device = Device(kind=manifest.engine.device, threads=threads if isinstance(threads, int) else 0)
+    return Candidate(manifest.variant, engine, artifact, device)
+
+
+def _run(folder: Path, manifest: Manifest, feeds: Feeds, progress: Callable[[str], None]) -> Feeds:
+    made = candidate(folder, manifest)
+    with made.engine.load(made.artifact, made.device) as session:
         return {name: np.array(value) for name, value in session.run(feeds).items()}
 
 

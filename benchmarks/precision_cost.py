@@ -1,76 +1,31 @@
-"""Two targets of their own: the pipeline against a plain script, and what calibration and quantisation take.
+"""What calibration and quantisation take: seconds and peak memory of the steps of ``enginesmith precision``.
 
-``plain``: resnet50 in static and bert_base (128 tokens) in dynamic int8, as a plain script makes them with ONNX
-Runtime's tools, in turns with eager and with the pipeline's winner. Calibration is synthetic: it is about speed alone.
-``cost``: seconds and peak memory of the steps ``calibrate`` and ``precision`` of ``enginesmith precision``, and of what
-lies between them: sensitivity, and one trial. Numbers are made up, so that it is about cost alone.
+    python benchmarks/precision_cost.py [--work build/precision] [--models resnet50 …]
+
+The steps are ``calibrate`` and ``precision``, and what lies between them: sensitivity, and one trial. Numbers are made
+up, so that it is about cost alone. Writes results/precision_cost.json.
 """
 
-import dataclasses
+import argparse
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import judging
 import numpy as np
-import peers
-import torch
 from command import call
-from judging import EAGER
 
 from nets import workbench
 
-_PEERS = {"resnet50": ("ort-static", "int8"), "bert_base": ("ort-dynamic", "int8-dynamic")}
-"""Model → what a plain script uses, and the precision of ours that is held against it."""
-_SAMPLES = 8
+RESULTS = Path(__file__).parent / "results" / "precision_cost.json"
 COSTS = (("bert_base", 64), ("resnet50", 128), ("resnet20", 64), ("resnet20", 1024), ("minilm", 64), ("minilm", 1024))
 """(model, samples): of those that benchmarks/nets/ trains, too, whether memory grows with the samples."""
 _TOKENS = 128
 _VOCABULARY = 30522
 _STEPS = ("calibrate", "sensitivity", "search", "precision")
 _FLOAT = "simplify"
-
-
-def plain(work: Path, seconds: float) -> list[dict[str, Any]]:
-    """Both models, each in a process of its own: memory that one leaves behind is no matter of the other."""
-    rows = []
-    for model in _PEERS:
-        command = [sys.executable, __file__, model, str(work), str(seconds)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(done.stdout.splitlines()[-1], flush=True)
-    return rows
-
-
-def _plain(model: str, work: Path, seconds: float) -> dict[str, Any]:
-    peer, precision = _PEERS[model]
-    folder = work / model
-    folder.mkdir(parents=True, exist_ok=True)
-    graph = judging.exported(model, folder / "plain.onnx")
-    outcome = peers.quantised(peer, graph, _feeds(model, _SAMPLES), folder)
-    graphs = {"plain-fp32": graph} | ({peer: outcome.path} if outcome.path else {})
-    names = {f"onnxruntime-{each}": f"ours-{each}" for each in ("fp32", precision)}
-    answer = call(
-        *("optimize", model, "--precision", "fp32", "--precision", precision, "--synthetic-calibration"),
-        *("--samples", str(_SAMPLES), "--batch", "1", "--threads", "1", "--measure-time", "10s"),
-        *("--search-limit", "3m", "--out", str(folder / "run"), "--store", str(folder / "store")),
-        *_shapes(model),
-    )
-    graphs |= judging.engines(answer, folder / "run", names)
-    times = judging.timed(model, _feeds(model, 1), graphs, seconds)
-    found = {
-        name: {
-            "p50_ms": times.p50_ms(name),
-            "speedup": dataclasses.asdict(times.speedup(name, EAGER)),
-            "over_plain": dataclasses.asdict(times.speedup(name, peer)) if peer in graphs else None,
-        }
-        for name in times.names
-    }
-    return {"model": model, "graphs": found, "refused": outcome.reason, "ours": judging.summary(answer, names)}
 
 
 def cost(work: Path, chosen: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -133,6 +88,19 @@ def _feeds(source: str, count: int) -> dict[str, np.ndarray[Any, Any]]:
     return feeds
 
 
+def main() -> None:
+    """Measure the models named on the command line, and write after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = sorted({model for model, _ in COSTS})
+    parser.add_argument("--work", type=Path, default=Path("build/precision"), help="folder of weights, data and graphs")
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    options = parser.parse_args()
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+    rows = {(row["model"], row["samples"]): row for row in found}
+    for row in cost(options.work.resolve(), options.models):
+        rows[row["model"], row["samples"]] = row
+        RESULTS.write_text(json.dumps([rows[each] for each in COSTS if each in rows], indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(_plain(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))))
+    main()

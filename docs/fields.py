@@ -1,4 +1,4 @@
-"""Write the reference of recipes as Markdown, from the fields of the recipe."""
+"""Write docs/recipe.md, the reference of recipes, from the fields of the recipe: run by `make documents`."""
 
 import typing
 
@@ -12,7 +12,8 @@ _HEAD = """# The recipe
 
 A recipe has all options of a run of `optimize`. `enginesmith init MODEL -o recipe.yaml` writes one with every default.
 `enginesmith optimize MODEL --recipe recipe.yaml` uses it; options on the command line override its values. Sizes
-and durations may be written as text: `2GiB`, `5ms`, `30s`. A key that is not listed here is an error.
+and durations may be written as text: `2GiB`, `5ms`, `30s`; `recover: METHOD` also sets `recovery.method`. A key
+that is not listed here is an error.
 
 | key | type | default | meaning |
 | --- | --- | --- | --- |
@@ -20,7 +21,7 @@ and durations may be written as text: `2GiB`, `5ms`, `30s`. A key that is not li
 
 
 def recipe_reference() -> str:
-    """Write docs/recipe.md."""
+    """Write the reference as Markdown."""
     return _HEAD + "".join(f"{_row(path, field)}\n" for path, _, field in walk_fields())
 
 
@@ -50,3 +51,7 @@ def _kind(kind: object) -> str:
         return " or ".join(map(_kind, arguments))
     names = {str: "text", int: "integer", float: "number", bool: "true or false"}
     return names[typing.cast(type, kind)]
+
+
+if __name__ == "__main__":
+    print(recipe_reference(), end="")

@@ -1,0 +1,97 @@
+"""How good is what a search finds in a limited time, beside the best of everything that it could try?
+
+    python benchmarks/search.py [--models digits resnet56 …] [--time 3m] [--batch 1] [--threads 1] [--work build/arena]
+
+For each model of the arena: `optimize --data … --max-drop … --time …` finds a winner. A second run lists by hand all
+engines, precisions and quantizers that the first one could choose from, and measures every variant in full, in the same
+interleaved rounds. Its numbers tell how much faster the best of all variants is than the one that was found (1 where
+they are the same). The arena's data are split in the same way in both. Writes results/search.json; a model that is in
+it is not run again.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).parent / "arena"))
+sys.path.insert(1, str(Path(__file__).parent / "arena" / "recipes"))
+
+import models
+from command import call
+from recipes.job import KNOWN
+
+from enginesmith import load_run
+from enginesmith.pipeline.measure.statistics import divide
+from enginesmith.pipeline.results.run import Run
+
+RESULTS = Path(__file__).parent / "results" / "search.json"
+_LISTS = (("--engine", "engines"), ("--precision", "precisions"))
+
+
+def list_everything(run: Run) -> Iterator[str]:
+    """Options that list by hand what a search could choose from."""
+    for option, field in _LISTS:
+        for name in getattr(run.recipe, field):
+            yield from (option, name)
+    for name in run.recipe.quantisation.quantizers:
+        yield from ("--quantizer", name)
+
+
+def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Search and measure everything of one model; the row of the results."""
+    model, work = models.MODELS[name], options.work / "models"
+    folder, place = models.prepare(name, work), options.work / "search" / name
+    common = (models.source(name, work), "--data", str(folder / f"{KNOWN}.npz"), "--max-drop", str(model.max_drop))
+    common += ("--metric", models.metric(name, work), "--batch", str(options.batch), "--threads", str(options.threads))
+    stores = ("--store", str(place / "store"))
+    searched = call("optimize", *common, *stores, "--time", options.time, "--out", str(place / "found"))
+    if searched.error:
+        return {"model": name, "failure": searched.message}
+    found = load_run(place / "found")
+    listed = tuple(list_everything(found))
+    whole = call("optimize", *common, *stores, *listed, "--out", str(place / "everything"), "--no-memory")
+    if whole.error:
+        return {"model": name, "failure": whole.message}
+    everything = load_run(place / "everything")
+    speeds = {record.id: record.latency[0].speedup for record in everything.requested if record.latency}
+    ours, best = speeds.get(found.winner or ""), speeds.get(everything.winner or "")
+    row = {
+        "model": name,
+        "found": found.winner,
+        "best": everything.winner,
+        "search_seconds": round(searched.seconds, 1),
+        "everything_seconds": round(whole.seconds, 1),
+        "tried": len([record for record in found.requested if not record.untried]),
+        "variants": len(found.requested),
+    }
+    if ours and best:
+        ratio = divide(best, ours)
+        same = found.winner == everything.winner
+        row["best_over_found"] = [1.0] * 3 if same else [round(end, 3) for end in (ratio.low, ratio.median, ratio.high)]
+    return row
+
+
+def main() -> None:
+    """Add the models that are asked for to the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS))
+    parser.add_argument("--time", default="3m")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=lambda text: Path(text).resolve(), default=Path("build/arena").resolve())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    rows = json.loads(options.out.read_text()) if options.out.is_file() else []
+    for name in options.models:
+        if name in {row["model"] for row in rows}:
+            continue
+        rows.append(compare(name, options) | {"time": options.time, "batch": options.batch, "threads": options.threads})
+        print(json.dumps(rows[-1]), flush=True)
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

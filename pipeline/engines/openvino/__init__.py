@@ -1,0 +1,1 @@
+"""Run graphs on OpenVINO."""

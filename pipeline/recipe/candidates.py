@@ -1,0 +1,56 @@
+"""Find the engines and precisions that can pay on this machine, for recipes that list none by hand."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
+from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.recipe.recipe import LISTS, Recipe
+from enginesmith.pipeline.system import software
+
+LOSSLESS = "fp32"
+"""The precision that changes nothing but the order of sums."""
+
+
+def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Fill in engines, precisions and quantizers where the values of a recipe list no variants.
+
+    Engines that are built for the recipe's targets, which need not be here, are added to those that run here.
+    ``recipe`` is made of the values. Precisions that lose accuracy are among them where there are calibration data, and
+    a budget allows a loss.
+    """
+    if any(values.get(name) for name in LISTS):
+        return dict(values)
+    found = recipe.model_copy(update={"engines": tuple(ENGINES)})
+    device = found.where
+    ahead = [name for name in ENGINES if recipe.targets and engine_class(name).check_targets()]
+    engines = [*dict.fromkeys((*(list(_list_engines(found)) or DEFAULT_ENGINES), *ahead))]
+    allowed = recipe.budgets.max_drop is not None or recipe.min_sqnr_db is not None
+    lossy = allowed and recipe.calibration_data is not None
+    names = [name for engine in engines for name in engine_class(engine).candidate_precisions(device)]
+    precisions = [name for name in dict.fromkeys((LOSSLESS, *names)) if lossy or name == LOSSLESS]
+    chosen: dict[str, Any] = {"engines": engines, "precisions": precisions, "variants": "found"}
+    quantisation = values.get("quantisation") or {}
+    takes_nncf = device.kind == "cpu" and any("nncf" in engine_class(name).quantizers for name in engines)
+    if "int8" in precisions and takes_nncf and "quantizers" not in quantisation and software.version("nncf"):
+        chosen["quantisation"] = {**quantisation, "quantizers": ["own", "nncf"]}
+    return {**values, **chosen}
+
+
+def _list_engines(recipe: Recipe) -> Iterator[str]:
+    """List the engines that run a recipe's model here; those that compile for long, for PyTorch alone, come last."""
+    is_torch = True
+    with contextlib.suppress(SourceError):  # it is told when the model is looked for
+        is_torch = resolve(recipe.model).is_torch
+    able = [
+        name
+        for name in ENGINES
+        if name != BASELINES["torch"]
+        and recipe.where.kind in engine_class(name).kinds
+        and (is_torch or engine_class(name).consumes == "onnx")
+        and engine_class(name).installed(recipe.where).ok
+    ]
+    yield from sorted(able, key=lambda name: engine_class(name).consumes == "torch")

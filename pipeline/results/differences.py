@@ -1,0 +1,170 @@
+"""List what two runs differ in besides their results: field by field, with dotted names; a missing one is None."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
+from enginesmith.pipeline.frameworks.samples import batch_symbol
+from enginesmith.pipeline.results.run import Run
+
+_PROCESSOR = ("processor", "architecture", "vector_units", "threads_per_core", "usable_cores", "quota_cores")
+"""Facts that tell processors apart, and how much of one may be used."""
+_MACHINE = (
+    *_PROCESSOR,
+    *("memory_bytes", "virtual", "numa_nodes", "governor", "turbo", "system", "kernel", "thread_variables"),
+)
+_GPU = ("name", "compute_capability", "memory_bytes", "mig")
+_GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
+
+
+class Changed(BaseModel, frozen=True):
+    """One field, as each run has it."""
+
+    name: str
+    before: Any = None
+    after: Any = None
+
+
+class Differences(BaseModel, frozen=True):
+    """Everything that two runs differ in, by subject."""
+
+    model: tuple[Changed, ...] = ()
+    recipe: tuple[Changed, ...] = ()
+    versions: tuple[Changed, ...] = ()
+    machine: tuple[Changed, ...] = ()
+    data: tuple[Changed, ...] = ()
+
+    @property
+    def sections(self) -> tuple[tuple[str, tuple[Changed, ...]], ...]:
+        """Names and fields of the subjects, also of those that do not differ."""
+        return tuple((name, getattr(self, name)) for name in type(self).model_fields)
+
+
+def list_differences(before: Run, after: Run) -> Differences:
+    """List everything that two runs differ in besides their results."""
+    environments = before.environment, after.environment
+    return Differences(
+        model=_list_changed(_model(before), _model(after)),
+        recipe=_list_changed(before.recipe.model_dump(mode="json"), after.recipe.model_dump(mode="json")),
+        versions=_list_changed(*({"python": env.get("python"), **env.get("packages", {})} for env in environments)),
+        machine=_list_changed(_machine(before, _MACHINE, _GPU_STATE), _machine(after, _MACHINE, _GPU_STATE)),
+        data=_list_changed(_data(before), _data(after)),
+    )
+
+
+def is_same_model(before: Run, after: Run) -> bool | None:
+    """Tell whether both runs loaded the same model; None where that is not known.
+
+    Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
+    """
+    old, other = before.model.sha256, after.model.sha256
+    if old is not None and other is not None:
+        return old == other
+    if before.model.signature != after.model.signature:
+        return False
+    made = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
+    alike = any(record.artifact and made.get(record.id) == record.artifact.sha256 for record in after.variants)
+    return True if alike else None
+
+
+def why_no_yardstick(before: Run, after: Run) -> str:
+    """Explain why the baseline of one run is no yardstick for the other; empty where it is one.
+
+    It is one where the same model ran on the same inputs by the same versions on the same kind of machine.
+    """
+    same = is_same_model(before, after)
+    if not same:
+        return "other models" if same is False else "it was not recorded whether the model is the same"
+    if before.baseline.engine != after.baseline.engine:
+        return f"{before.baseline.engine} and {after.baseline.engine}"
+    changed = [
+        *_list_changed(_lasting(before), _lasting(after)),
+        *_list_changed(_machine(before, _PROCESSOR, _GPU_STATE), _machine(after, _PROCESSOR, _GPU_STATE)),
+    ]
+    sides = ("none" if value is None else str(value) for item in changed[:1] for value in (item.before, item.after))
+    return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
+
+
+def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
+    """List how the devices differ that latency and memory were measured on; empty where they are of one kind."""
+    kinds = device_kind(before), device_kind(after)
+    if kinds[0] != kinds[1]:
+        return (Changed(name="device", before=kinds[0], after=kinds[1]),)
+    if kinds[0] == "cuda":
+        return _list_changed(_gpus(before, _GPU), _gpus(after, _GPU))
+    return _list_changed(_machine(before, _PROCESSOR, ()), _machine(after, _PROCESSOR, ()))
+
+
+def device_kind(run: Run) -> str:
+    """Return the kind of device that a run measured on, or would have: cpu or cuda."""
+    measured = (record.memory.device for record in run.records if record.memory)
+    if known := next(measured, run.device.kind if run.device else run.recipe.device):
+        return known.partition(":")[0]
+    needs = any(needs_cuda(name) for name in run.recipe.engines)
+    return "cuda" if needs and run.environment.get("gpus") else "cpu"
+
+
+def _model(run: Run) -> dict[str, Any]:
+    signature = run.model.signature
+    sides = {"inputs": signature.inputs, "outputs": signature.outputs} if signature else {}
+    tensors = {
+        f"{side}.{spec.name}": f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
+        for side, specs in sides.items()
+        for spec in specs
+    }
+    return {"source": run.model.source, "sha256": run.model.sha256, **tensors, "baseline": run.baseline.engine}
+
+
+def _machine(run: Run, facts: Sequence[str], gpu: Sequence[str]) -> dict[str, Any]:
+    return {**{name: run.environment.get(name) for name in facts}, **_gpus(run, gpu)}
+
+
+def _gpus(run: Run, facts: Sequence[str]) -> dict[str, Any]:
+    gpus = enumerate(run.environment.get("gpus") or ())
+    return {f"gpus[{index}].{name}": gpu.get(name) for index, gpu in gpus for name in facts}
+
+
+def _data(run: Run) -> dict[str, Any]:
+    quality = next((record.quality for record in run.variants if record.quality), None)
+    return {
+        "measured on": run.model.data,
+        "shapes": run.model.shapes,
+        "metric": quality.metric if quality else None,
+        "evaluated samples": quality.samples if quality else None,
+    }
+
+
+def _lasting(run: Run) -> dict[str, Any]:
+    """Collect the facts that decide how fast the baseline is, besides model and machine."""
+    engine = run.baseline.engine
+    tools = engine_class(engine).tools if engine in ENGINES else ()
+    packages = run.environment.get("packages", {})
+    batch = batch_symbol(run.model.signature) if run.model.signature else None
+    return {
+        "python": run.environment.get("python"),
+        **{name: packages.get(name) for name in tools},
+        "device": device_kind(run),
+        "threads": run.recipe.threads,
+        "thread_variables": run.environment.get("thread_variables", {}),
+        "shapes": {name: sizes for name, sizes in run.model.shapes.items() if name != batch},
+    }
+
+
+def _list_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Changed, ...]:
+    old, other = _flat(before), _flat(after)
+    names = dict.fromkeys((*old, *other))
+    return tuple(
+        Changed(name=name, before=old.get(name), after=other.get(name))
+        for name in names
+        if old.get(name) != other.get(name)
+    )
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Flatten mappings within mappings to dotted names; an empty one is nothing."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return flat

@@ -1,0 +1,205 @@
+"""Race variants: measure all briefly, and keep the fastest ones to be measured in full."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import SerializeAsAny
+
+from enginesmith.pipeline.artifact import Effect, Kind
+from enginesmith.pipeline.engines.base import Candidate, Engine
+from enginesmith.pipeline.errors import NO_TIME, ModelError
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
+from enginesmith.pipeline.measure.statistics import Interval, divide
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
+from enginesmith.pipeline.tasks.measure import HANG_SECONDS, VERIFIED, Measurement, logs_in_own_log, measured_feeds
+from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.units import count_words
+
+RACE = "race"
+STAY = "stay"
+CHOICE = "choice"
+"""Role of the record of a variant's metric on the samples for choosing: ``V choice`` for the variant V."""
+EARLIER = "earlier"
+"""Role of the record of a first race, whose results count."""
+_LAPS = 3
+"""Laps of a race, all of the same time: it is divided among ever fewer variants."""
+_BLOCK_MS = 25.0
+_WARMUP_SECONDS = 1.0
+_PRECISION = 0.05
+"""A lap ends when every median is known so well: differences that drop somebody are larger."""
+_COMPILED_GAIN = 1.3
+"""Speed-up that compiling in PyTorch for a CPU may bring over the fastest other variant without loss."""
+_COMPILED_OVER_EAGER = 4.0
+"""Likewise over eager: 3.7 is the most that was measured, in a network of 60 µs (benchmarks/results/search_time.md)."""
+_GAIN = 1.1
+"""Gain that the options of a slower variant may still bring, so that a smaller distance drops nobody."""
+
+
+class Race(Measurement):
+    """Measure variants side by side in laps, and drop those that are clearly slower or lose too much accuracy."""
+
+    title: ClassVar[str] = "race"
+    time_share: ClassVar[float] = 0.5
+
+    engines: dict[str, SerializeAsAny[Engine]]
+    """By variant, whose artifact comes in under the same name. Speed-ups are against the first that runs."""
+    lossless: tuple[str, ...]
+    """Variants that compute in the model's own precision: the fastest of them stays, whatever the others lose."""
+    seconds: float
+    """Time of all laps together."""
+    most: int
+    """Variants that are measured in full."""
+    kept: tuple[str, ...] = ()
+    """Variants that are not dropped: they were measured in full before others could be tried."""
+    unmade: tuple[str, ...] = ()
+    """Variants without loss that take long to make, and are dropped where none of them would be fast enough."""
+    original: str = ""
+    """The model as it is, which is measured in the first lap to judge those; empty where there are none."""
+    max_drop: float | None
+    largest: bool
+    """Measure at the largest batch size, and not at the first one."""
+
+    @property
+    def expected_seconds(self) -> float:
+        return self.seconds
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tool for engine in self.engines.values() for tool in engine.tools))
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        rows = read_models(inputs.get(EARLIER), RaceRow)
+        verified = [name for name in self.engines if f"{name} {VERIFIED}" in inputs]
+        fresh = [name for name in verified if name not in {row.variant for row in rows}]
+        rows += [row for name in fresh if (row := self._judge_drop(name, inputs))]
+        rows += [RaceRow(variant=name, lap=0, kept=True) for name in fresh if name in self.kept]
+        running = [name for name in verified if name not in {row.variant for row in rows if row.dropped or row.failure}]
+        if self._needs_laps(running, rows):
+            running += [self.original] if self.original else []
+            candidates = [Candidate(name, self.engines[name], inputs[name], self.device) for name in running]
+            feeds = measured_feeds(inputs["reference"])
+            batch = max(feeds) if self.largest else next(iter(feeds))
+            with logs_in_own_log() as logs, LatencyBenchmark(candidates, self._settings, logs, progress) as benchmark:
+                benchmark.end_in(min(HANG_SECONDS, self.measuring_seconds))
+                before = max((row.lap for row in rows), default=0)
+                laps = self._run_laps(benchmark, running, batch, feeds[batch], progress)
+                rows += [row.model_copy(update={"lap": before + row.lap}) for row in laps]
+        reason = explain_unmade(rows, self.lossless, self.original)
+        rows += [
+            RaceRow(variant=name, lap=0, dropped=reason) for name in self.unmade if reason and name not in self.kept
+        ]
+        write_records(out, rows)
+        lost = {row.variant for row in rows if row.dropped or row.failure}
+        summary = f"{sum(name not in lost for name in verified)} of {len(verified)} variants are measured in full"
+        return Effect(file=RECORDS, summary=summary, incomplete=any(row.failure for row in rows))
+
+    @property
+    def _settings(self) -> LatencySettings:
+        return LatencySettings(
+            precision=_PRECISION,
+            time_limit_seconds=self.seconds / _LAPS,
+            block_ms=_BLOCK_MS,
+            launches=1,
+            warmup_limit_seconds=_WARMUP_SECONDS,
+        )
+
+    def _needs_laps(self, running: Sequence[str], rows: Sequence[RaceRow]) -> bool:
+        """Tell whether there is something to decide: who stays, or whether others would be fast enough."""
+        if self.unmade:
+            return bool(running)
+        return len(running) > self.most and not set(running) <= {row.variant for row in rows if row.speedup}
+
+    def _run_laps(
+        self, benchmark: LatencyBenchmark, running: Sequence[str], batch: int, feeds: Feeds, progress: Progress
+    ) -> Iterator[RaceRow]:
+        """Run laps until few enough are left, and yield what each variant did in each."""
+        for lap in range(1, _LAPS + 1):
+            if lap > 1 and (len(running) <= self.most or benchmark.late):
+                return
+            progress(f"lap {lap}: {count_words(len(running), 'variant')}")
+            benchmark.measure(batch, feeds, running)
+            measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
+            contenders = {name: row for name, row in measured.items() if name != self.original}
+            reasons = drop_slow(contenders, self.lossless, self.most, last=lap == _LAPS or benchmark.late)
+            for name, row in measured.items():
+                reason, failure = "" if name in self.kept else reasons.get(name, ""), row.failure or ""
+                yield RaceRow(variant=name, lap=lap, speedup=row.speedup, dropped=reason, failure=failure)
+            running = [
+                name for name in contenders if (name not in reasons or name in self.kept) and not measured[name].failure
+            ]
+
+    def _judge_drop(self, name: str, inputs: Inputs) -> RaceRow | None:
+        """Judge the loss of the metric on the samples for choosing; None where it is allowed or unknown."""
+        qualities = read_models(inputs.get(f"{name} {CHOICE}"), Quality)
+        if self.max_drop is None or not qualities or not qualities[0].exceeds(self.max_drop) or name in self.kept:
+            return None
+        reason = (
+            f"its accuracy drop of {qualities[0].drop:.4f} on the samples for choosing is more than {self.max_drop:g}"
+        )
+        return RaceRow(variant=name, lap=0, dropped=reason)
+
+
+def drop_slow(
+    rows: Mapping[str, LatencyRow], lossless: Sequence[str], most: int, *, last: bool = False
+) -> dict[str, str]:
+    """Choose the variants that drop out after a lap, with the reason.
+
+    Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval;
+    after the ``last`` lap also the slowest ones above the number ``most``. The fastest of the lossless ones stays.
+    """
+    speeds = {name: row.speedup for name, row in rows.items() if row.speedup}
+    order = sorted(speeds, key=lambda name: -speeds[name].median)
+    safe = next((name for name in order if name in lossless), None)
+    reasons = {}
+    for place, name in enumerate(order, 1):
+        ratio = divide(speeds[order[0]], speeds[name])
+        if name == safe:
+            continue
+        if ratio.low > _GAIN:
+            reasons[name] = f"{order[0]} is {_write_times(ratio)} faster"
+        elif last and place > most:
+            reasons[name] = f"it is number {place} in speed, and {most} are measured in full"
+    return reasons
+
+
+def _write_times(ratio: Interval) -> str:
+    return f"at least {ratio.low:.2f}×" if ratio.too_noisy else ratio.times()
+
+
+def explain_unmade(rows: Sequence[RaceRow], lossless: Sequence[str], original: str) -> str:
+    """Explain why compiled variants would be too slow; empty where one of them may be fast enough, or nobody knows."""
+    speeds = {row.variant: row.speedup for row in rows if row.speedup and not row.failure}  # in the last lap of each
+    best = max(speeds, key=lambda name: speeds[name].median, default="")
+    safe = max((name for name in speeds if name in lossless), key=lambda name: speeds[name].median, default="")
+    for name, gain in ((original, _COMPILED_OVER_EAGER), (safe, _COMPILED_GAIN)):
+        if name in speeds and (ratio := divide(speeds[best], speeds[name])).low > gain:
+            seldom = f"compiling in PyTorch is seldom more than {gain:g}× faster than {name}"
+            return f"it was not made: {best} is {_write_times(ratio)} faster than {name}, and {seldom}"
+    return ""
+
+
+class Stay(Task):
+    """Let the steps of one variant continue after the race, or end them with the reason.
+
+    What it leaves is always the same, so that steps after it keep their keys when a race is run again.
+    """
+
+    title: ClassVar[str] = "race result"
+    produces: ClassVar[Kind] = "record"
+    in_process: ClassVar[bool] = True
+
+    variant: str
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        rows = [row for row in read_models(inputs[RACE], RaceRow) if row.variant == self.variant]
+        failed = next((row.failure for row in rows if row.failure), "")
+        if failed not in ("", NO_TIME):
+            raise ModelError(f"it failed in the race: {failed}")
+        write_records(out, [])
+        dropped = next((f"dropped: {row.dropped}" for row in rows if row.dropped), failed)
+        return Effect(file=RECORDS, summary="it stays in the race", rejected=dropped)

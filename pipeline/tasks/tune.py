@@ -1,0 +1,156 @@
+"""Choose the options of a built engine's sessions by measuring them: those that are faster than the recipe's are kept.
+
+Options are tried one after another, each beside the best ones so far. Of many trials some look faster by chance, so all
+that were kept are compared with the recipe's options once more, over several launches: that comparison decides.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import SerializeAsAny
+
+from enginesmith.pipeline.artifact import Effect, Kind
+from enginesmith.pipeline.engines.base import TUNING, Candidate, Engine
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.fidelity import compare_calls, find_thresholds
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.rows import measure_latency
+from enginesmith.pipeline.measure.memory.peak import measure_memory
+from enginesmith.pipeline.measure.rows import LatencyRow, Tuning, TuningTrial
+from enginesmith.pipeline.measure.statistics import Interval, divide
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.store.manifest import MANIFEST
+from enginesmith.pipeline.tasks.base import Inputs
+from enginesmith.pipeline.tasks.measure import HANG_SECONDS, Measurement, logs_in_own_log, measured_feeds
+from enginesmith.pipeline.units import format_bytes
+
+ENGINE = "engine"
+"""Role of the built engine that is tuned."""
+_LEAST_SECONDS = 1.0
+
+
+class Tune(Measurement):
+    """Measure the options of a built engine within a time, and keep those that are measurably faster."""
+
+    title: ClassVar[str] = "tune"
+    produces: ClassVar[Kind] = "engine"
+    time_share: ClassVar[float] = 0.5
+
+    engine: SerializeAsAny[Engine]
+    seconds: float
+    batch: int | None = None
+    """None is the first one that is measured."""
+    callers: tuple[int, ...] = ()
+    """Numbers of callers whose best throughput decides; where there are none, the time of a call does."""
+    precision: str = "fp32"
+    """The row of the fidelity thresholds for the outputs."""
+    min_sqnr_db: float | None = None
+    max_memory_bytes: int | None = None
+    """Largest peak memory that options may lead to."""
+
+    @property
+    def expected_seconds(self) -> float:
+        return self.seconds
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        deadline, built = time.monotonic() + min(self.seconds, self.measuring_seconds), inputs[ENGINE]
+        best, tuning = self._search(inputs, deadline, progress)
+        if tuning.kept:
+            tuning = self._confirm(best, tuning, inputs, max(_LEAST_SECONDS, deadline - time.monotonic()), progress)
+        shutil.copytree(built.folder, out, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
+        (out / TUNING).write_text(tuning.model_dump_json(indent=1))
+        summary = f"{', '.join(tuning.kept) or 'nothing'} was measurably faster, of {len(tuning.trials)} values"
+        notes = [f"the recipe's options are used instead of {tuning.dropped}"] if tuning.dropped else []
+        notes += [f"no time was left to try {', '.join(tuning.untried)}: give --tune more"] if tuning.untried else []
+        return Effect(file=built.path.name, summary=summary, notes=tuple(notes), signature=built.signature)
+
+    def _search(self, inputs: Inputs, deadline: float, progress: Progress) -> tuple[Engine, Tuning]:
+        """Try one option after another beside the best ones so far."""
+        best, kept, trials, untried = self.engine, list[str](), list[TuningTrial](), list[str]()
+        graph, tried = inputs["model"].path, set[str]()
+        while True:
+            offered = best.tunable_options(graph, self.device)  # one option can make others useless
+            left = [name for name in offered if name not in tried]
+            if not left:
+                fields = {key: value for key, value in best if value != getattr(self.engine, key)}
+                return best, Tuning(fields=fields, kept=tuple(kept), trials=tuple(trials), untried=tuple(untried))
+            name, values = left[0], offered[left[0]]
+            tried.add(name)
+            share = (deadline - time.monotonic()) / (len(left) + 1)  # the last one is for the confirmation
+            if share < _LEAST_SECONDS:
+                untried.append(name)
+                continue
+            progress(f"trying {name}={' and '.join(values)}")
+            sides = {"": best, **{value: best.with_option(name, value) for value in values}}
+            found = self._measure(name, sides, inputs, progress, share, launches=1)
+            trials += found
+            if value := _choose_faster(found):
+                best, kept = sides[value], [*kept, f"{name}={value}"]
+
+    def _confirm(self, best: Engine, tuning: Tuning, inputs: Inputs, seconds: float, progress: Progress) -> Tuning:
+        """Compare all that was kept with the recipe's options, and drop it where it is not faster or cannot be used."""
+        kept, sides = ", ".join(tuning.kept), {"": self.engine, "kept": best}
+        progress(f"comparing {kept} with the recipe's options once more")
+        (trial,) = self._measure("", sides, inputs, progress, seconds)
+        slower = "" if _choose_faster([trial]) else trial.failure or "together they are not measurably faster"
+        changes: dict[str, Any] = {"confirmation": trial.speedup}
+        if reason := slower or self._find_fault(best, inputs, progress):
+            changes |= {"fields": {}, "kept": (), "dropped": f"{kept}: {reason}"}
+        return tuning.model_copy(update=changes)
+
+    def _measure(
+        self, option: str, sides: Mapping[str, Engine], inputs: Inputs, progress: Progress, seconds: float, **more: Any
+    ) -> list[TuningTrial]:
+        """Measure engines beside each other; return the gain of each over the one without a name."""
+        measured, limit = measured_feeds(inputs["reference"]), seconds / (2 if self.callers else 1)  # after latency
+        start = min(HANG_SECONDS, self.measuring_seconds / 4)
+        settings = LatencySettings(
+            time_limit_seconds=limit, start_limit_seconds=start, concurrency=self.callers, noisy_extension=1, **more
+        )
+        batch = next(iter(measured)) if self.batch is None else self.batch
+        candidates = [Candidate(name, engine, inputs[ENGINE], self.device) for name, engine in sides.items()]
+        with logs_in_own_log() as logs:
+            found = measure_latency(candidates, {batch: measured[batch]}, settings, logs, progress).rows
+        rows = {name: found[name][0] for name in sides}
+        base = rows.pop("")
+        gains = {name: _divide_throughputs(row, base) if self.callers else row.speedup for name, row in rows.items()}
+        return [
+            TuningTrial(option=option, value=value, speedup=gains[value], failure=row.failure or "")
+            for value, row in rows.items()
+        ]
+
+    def _find_fault(self, engine: Engine, inputs: Inputs, progress: Progress) -> str:
+        """Explain why a faster engine cannot be used: its outputs are wrong, or it needs too much memory."""
+        reference, built = inputs["reference"], inputs[ENGINE]
+        progress("comparing the outputs with these options")
+        with engine.load(built, self.device) as session:
+            for _, feeds, expected in samples.read_calls(reference.folder):
+                dtypes = (str(value.dtype) for value in expected[0].values())
+                thresholds = find_thresholds(dtypes, self.precision, self.min_sqnr_db)
+                answers = [session.run(call) for call in feeds]
+                if not compare_calls(list(zip(expected, answers, strict=True)), thresholds).passed:
+                    return "the outputs differ too much from the reference"
+        if self.max_memory_bytes is None:
+            return ""
+        batch, arrays = max(measured_feeds(reference).items(), key=lambda item: item[0])
+        with logs_in_own_log() as logs:
+            candidate = Candidate(engine.name, engine, built, self.device)
+            peak = measure_memory(candidate, batch, arrays, logs, progress).peak_bytes or 0
+        return f"peak memory is {format_bytes(peak)}, above --max-memory" if peak > self.max_memory_bytes else ""
+
+
+def _divide_throughputs(row: LatencyRow, base: LatencyRow) -> Interval | None:
+    """Divide the best throughput of a row by that of another one, each over its numbers of callers."""
+    levels = ([level.samples_per_s for level in each.concurrency] for each in (row, base))
+    best = [max(rates, key=attrgetter("median"), default=None) for rates in levels]
+    return divide(best[0], best[1]) if best[0] and best[1] else None
+
+
+def _choose_faster(trials: list[TuningTrial]) -> str:
+    """Choose the value with the best gain of those whose interval is above 1 and says something; empty if none is."""
+    gains = {trial.value: trial.speedup for trial in trials if trial.speedup and not trial.speedup.too_noisy}
+    return max((value for value in gains if gains[value].low > 1), key=lambda value: gains[value].median, default="")

@@ -1,0 +1,390 @@
+"""Load what a run or a bundle keeps, to call it from Python in the place of the model, from any number of threads.
+
+Built engines are opened by their own runtime: no code of the user's runs. ``eager`` and ``compiled`` have no file,
+so the recipe's model is loaded again, by its own code.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import operator
+import os
+import queue
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Candidate, Session
+from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare
+from enginesmith.pipeline.planning import planner
+from enginesmith.pipeline.planning.plan import LOAD
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.results import remeasure
+from enginesmith.pipeline.results.package import describe, verify
+from enginesmith.pipeline.results.package import manifest as manifests
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import describe_failure
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange
+from enginesmith.pipeline.workflows.stages import run_steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a model is opened from, its files checked."""
+
+    candidate: Candidate
+    ranges: Mapping[str, ShapeRange]
+    vector: Path | None
+    thresholds: Thresholds
+    returns: Any = None
+    """Form of the module's outputs, as in :class:`Signature`."""
+    origin: tuple[str, ...] = ()
+    """Arguments of :func:`load` that open it again."""
+
+
+def load(
+    path: str | os.PathLike[str], variant: str | None = None, *, device: str | None = None, trust: bool = False
+) -> "LoadedModel":
+    """Load the winner of a run directory, a variant of that name, or a bundle; digests are checked first.
+
+    ``device`` is ``cpu``, ``cuda`` or ``cuda:1`` instead of the run's own. A variant that failed or was rejected is
+    loaded only by name, with a warning. ``trust`` allows a bundle whose engine is machine code (``aotinductor``).
+
+    Raises:
+        UsageError: there is no such run, bundle or variant, no winner, or the variant has no engine.
+        ModelError: a file is missing or changed; nothing was loaded.
+        MissingCapability: this machine cannot run it, or its code is not trusted.
+    """
+    folder = Path(path)
+    bundle = (folder / manifests.FILE).is_file()
+    stored = _find_in_bundle(folder, variant, trust=trust) if bundle else _find_in_run(folder, variant)
+    made = stored.candidate
+    if device is not None:
+        made = dataclasses.replace(made, device=Device.parse(device, made.device.threads))
+    origin = (str(folder.absolute()), made.id, str(made.device))
+    return LoadedModel(dataclasses.replace(stored, candidate=made, origin=origin))
+
+
+def _find_in_bundle(folder: Path, variant: str | None, *, trust: bool) -> Stored:
+    manifest = manifests.read(folder)
+    if manifest.format != "bundle" or variant not in (None, manifest.variant):
+        told = f"{folder} is a {manifest.format} package of {manifest.variant}"
+        raise UsageError(told, f"load the run, or a bundle of {variant or manifest.variant}")
+    manifests.check_files(folder, manifest)
+    verify.require_trust(manifest, trust=trust)
+    made = verify.candidate(folder, manifest)
+    vector, returns = folder / manifests.VECTOR, manifest.signature.returns
+    return Stored(made, manifest.shapes, vector, manifest.thresholds, returns)
+
+
+def _find_in_run(folder: Path, variant: str | None) -> Stored:
+    found = describe.find_variant(folder, variant)
+    folder, run, record = found.folder, found.run, found.record
+    for doubt in describe.list_doubts(record):
+        warnings.warn(f"{record.id}: {doubt}", stacklevel=3)
+    vector = describe.check_vector(folder, record.test_vector) if record.test_vector else None
+    if engine_class(record.engine).runs_module():
+        made = _load_module(found)
+    else:
+        describe.check_engine_file(folder, describe.require_engine(folder, record))
+        made = remeasure.candidate(record.id, found)
+    ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
+    returns = run.model.signature.returns if run.model.signature else None
+    return Stored(made, ranges, vector, describe.thresholds_of(run, record, made.engine), returns)
+
+
+def _load_module(found: remeasure.Stored) -> Candidate:
+    """Load the recipe's model by its own code, as a step whose result is stored; refuse it if it is another one."""
+    run, name = found.run, found.record.id
+    resolved = resolve_recipe(run.recipe)
+    plan = planner.plan(resolved, here=False)
+    planned = next((each for each in (plan.baseline, *plan.variants) if each.id == name), None)
+    if planned is None or planned.artifact != LOAD:
+        told = f"the run directory does not have the weights of {name}, which runs a changed PyTorch module"
+        raise UsageError(told, "load a variant that is built from a graph")
+    made = run_steps(planner.plan_loading(resolved).steps, Settings(), run.recipe)[LOAD].artifact
+    assert made is not None
+    if made.sha256 != run.model.sha256:
+        told = f"{run.recipe.model} loads as another model than that of {found.folder}: it has changed since then, or"
+        remedy = "run optimize again, or load a variant that has an engine file"
+        raise ModelError(f"{told} an earlier version of enginesmith made the run", remedy)
+    return Candidate(name, planned.engine, made, planned.device)
+
+
+class LoadedModel:
+    """Call a stored engine as the module that it was made from, with numpy arrays or torch tensors.
+
+    Outputs are of the same kind as the inputs, in the form in which the module returned them: a tensor, a tuple, or
+    :class:`Outputs` by name. Calls may come from any number of threads. No gradients are computed. A copy, pickled or
+    not, is loaded from the same files again.
+    """
+
+    def __init__(self, stored: Stored) -> None:
+        """Open the engine; errors as in :func:`load`."""
+        made = stored.candidate
+        self._stored, self.variant, self.device = stored, made.id, made.device
+        with _keep_torch_settings(made):
+            session = made.engine.load(made.artifact, made.device)
+        self.signature = session.signature
+        self._pool = _Pool(session, made)
+        self._answer = session.answer if session.concurrent else self._pool.answer
+        self._inputs = [spec.name for spec in self.signature.inputs]
+        self._pack = _make_packer(stored.returns, [spec.name for spec in self.signature.outputs])
+        self._known: set[tuple[Any, ...]] = set()
+        _open.add(self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the model on its inputs, in order or by name; SignatureError if they do not fit (ShapeError: by size)."""
+        values = arguments if not named and len(arguments) == len(self._inputs) else self._order(arguments, named)
+        convert = None
+        for value in values:
+            if type(value) is not np.ndarray:
+                values, convert = _to_arrays(values)
+                break
+        shapes = tuple([(value.dtype, value.shape) for value in values])
+        if shapes not in self._known:
+            self._check(dict(zip(self._inputs, values, strict=True)))
+            if len(self._known) < 1000:  # sets of shapes
+                self._known.add(shapes)
+        outputs = self._answer(values)
+        return self._pack([convert(output) for output in outputs] if convert else outputs)
+
+    def _order(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
+        if not arguments and named.keys() == set(self._inputs):
+            return [named[name] for name in self._inputs]
+        named = {name: value for name, value in named.items() if value is not None or name in self._inputs}
+        values = dict(zip(self._inputs, arguments, strict=False)) | named
+        if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):
+            given = f"{len(arguments)} in order and {', '.join(named) or 'none'} by name were given"
+            told = f"the model's inputs are {', '.join(self._inputs)}, and {given}"
+            raise SignatureError(told, "give each input once, in this order or by name")
+        return [values[name] for name in self._inputs]
+
+    def _check(self, feeds: Feeds) -> None:
+        """Compare feeds with the signature, and sizes with the ranges of an engine that is built for ranges."""
+        self.signature.check(feeds)
+        symbol = samples.batch_symbol(self.signature)
+        for spec in self.signature.inputs:
+            if symbol in spec.shape and not feeds[spec.name].shape[spec.shape.index(symbol)]:
+                raise ShapeError(
+                    f"{symbol} is 0 in {spec.name}, and engines compute at least one row", "give some rows"
+                )
+        if not self._stored.candidate.engine.needs_shapes:
+            return
+        for spec in self.signature.inputs:
+            for word, size in zip(spec.shape, feeds[spec.name].shape, strict=True):
+                range_ = self._stored.ranges.get(str(word))
+                if range_ and not range_.min <= size <= range_.max:
+                    told = f"{word} is {size}, and {self.variant} is built for {range_.min} to {range_.max}"
+                    raise ShapeError(told, f"optimize with --shape {word}=MIN:OPT:MAX that includes {size}")
+
+    def check(self) -> Fidelity:
+        """Answer the test vector; FidelityError if that differs from the stored answers by more than is allowed."""
+        if self._stored.vector is None:
+            raise UsageError(f"the run keeps no test vector of {self.variant}", "check another variant")
+        feeds, expected = samples.read_vector(self._stored.vector)
+        outputs = self._answer([feeds[name] for name in self._inputs])
+        answers = {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
+        fidelity = compare(expected, answers, self._stored.thresholds)
+        if not fidelity.passed:
+            told = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
+            raise FidelityError(told, "optimize again on this machine")
+        return fidelity
+
+    def as_module(self, eager: "nn.Module | None" = None) -> "nn.Module":
+        """Make a torch module that calls this model; shapes that it does not take go to ``eager``, if given."""
+        import torch
+
+        from enginesmith.pipeline.frameworks.torch.module import Replacement
+
+        call: Any = self
+        if self._stored.candidate.engine.consumes == "torch":  # torch.compile around it would go through it
+            call = torch.compiler.disable(self)  # type: ignore[no-untyped-call]
+        return Replacement(call, eager, self.device)
+
+    def close(self) -> None:
+        """Free the engine once calls that have begun are done; later calls raise UsageError."""
+        self._answer = _refuse_closed
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        folder, variant, device = self._stored.origin
+        return functools.partial(load, folder, variant, device=device), ()
+
+
+class Outputs(dict[str, Any]):
+    """Give the outputs of a module that named them: as items, as attributes, or by number; None where it gave None."""
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        super().__init__(values)
+        for name in [name for name, value in self.items() if value is None]:
+            vars(self)[name] = self.pop(name)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.to_tuple()[name] if isinstance(name, (int, slice)) else super().__getitem__(name)
+
+    def __missing__(self, name: str) -> None:
+        if name not in vars(self):
+            raise KeyError(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the outputs are {', '.join(self)}, and none is called {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ({**self, **vars(self)},)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """List the outputs that are not None."""
+        return tuple(self.values())
+
+
+def _make_packer(structure: Any, names: list[str]) -> Callable[[Sequence[Any]], Any]:
+    """Make a function that puts outputs of these names into the form that was recorded; into a usual one without."""
+    if structure is None:
+        several = {name: name for name in names} if len(names) > 1 else names[0]
+        structure = names if names == [f"output_{index}" for index in range(len(names))] else several
+    if isinstance(structure, str):
+        return operator.itemgetter(0)
+    if isinstance(structure, dict) and list(structure.values()) == names:
+        return lambda values: Outputs(zip(structure, values, strict=True))
+    return lambda values: _pack(structure, dict(zip(names, values, strict=True)))
+
+
+def _pack(structure: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(structure, list):
+        return tuple([_pack(each, values) for each in structure])
+    if isinstance(structure, dict):
+        return Outputs({name: _pack(each, values) for name, each in structure.items()})
+    return values[structure] if structure is not None else None
+
+
+def _to_arrays(values: Sequence[Any]) -> tuple[list[Array], Callable[[Array], Any] | None]:
+    """View inputs as arrays, with what turns outputs into their kind; tensors of another device are copied."""
+    torch = sys.modules.get("torch")  # not imported for this: without it no value is a tensor
+    kinds = set(map(type, values))
+    if torch is None or (kinds != {torch.Tensor} and not all(issubclass(kind, torch.Tensor) for kind in kinds)):
+        if all(issubclass(kind, (np.ndarray, np.generic)) for kind in kinds):
+            return [np.asarray(value) for value in values], None
+        given = ", ".join(type(value).__name__ for value in values)
+        raise SignatureError(f"the inputs are {given}", "give numpy arrays, or torch tensors, all of one kind")
+    try:
+        return [value.numpy() for value in values], torch.from_numpy
+    except (TypeError, RuntimeError):
+        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            raise UsageError("an engine has no gradients", "call it in `with torch.inference_mode():`") from None
+    try:
+        arrays = [value.numpy(force=True) for value in values]
+    except (TypeError, RuntimeError) as error:  # bfloat16, sparse
+        raise SignatureError(f"an input cannot be fed to an engine: {error}", "give dense tensors") from error
+    return arrays, lambda array: torch.from_numpy(array).to(values[0].device)
+
+
+@contextlib.contextmanager
+def _keep_torch_settings(made: Candidate) -> Iterator[None]:
+    """Leave torch's number of threads and random numbers as they are, which opening a module changes."""
+    if made.engine.consumes != "torch":
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Pool:
+    """Lend sessions of one engine to threads, each to one call at a time; siblings are opened up to a limit."""
+
+    def __init__(self, first: Session, made: Candidate) -> None:
+        self._first, self._made, self._closed, self._lock = first, made, False, threading.Lock()
+        self._more = Device().thread_count - 1 if made.device.kind == "cpu" else 0
+        self._free: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
+        """None wakes up those that wait where the pool was closed."""
+        self._free.put(first)
+
+    def answer(self, values: Sequence[Array]) -> Sequence[Array]:
+        try:
+            session = self._free.get_nowait()
+        except queue.Empty:
+            session = self._open_or_wait()
+        if session is None:
+            self._free.put(None)
+            _refuse_closed(values)
+        assert session is not None
+        try:
+            return session.answer(values)
+        finally:
+            self._free.put(session)
+            if self._closed:
+                self.close()
+
+    def _open_or_wait(self) -> Session | None:
+        with self._lock:
+            more, self._more = self._more > 0 and not self._closed, max(self._more - 1, 0)
+        if not more:
+            return self._free.get()
+        with _keep_torch_settings(self._made):
+            return self._first.sibling()
+
+    def close(self) -> None:
+        """Close the sessions that are free now; one that answers is closed by its call."""
+        self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (session := self._free.get_nowait()) is not None:
+                    session.close()
+        self._free.put(None)
+
+    def abandon(self) -> None:
+        """Never free the sessions: in a forked process, OpenVINO would wait forever for threads that are not there."""
+        for kept in (self._first, self._free):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._free = queue.SimpleQueue()
+
+
+def _refuse_closed(values: Sequence[Array]) -> Sequence[Array]:
+    raise UsageError("the model is closed", "load it again")
+
+
+def _refuse_forked(values: Sequence[Array]) -> Sequence[Array]:
+    told = "the model was loaded before this process was forked, and the engine's threads are in the other process"
+    raise UsageError(told, "load it in each worker")
+
+
+_open: "weakref.WeakSet[LoadedModel]" = weakref.WeakSet()
+
+
+def _disable_in_child() -> None:
+    """Refuse calls in a process that was forked."""
+    for model in list(_open):
+        model._answer = _refuse_forked
+        model._pool.abandon()
+
+
+os.register_at_fork(after_in_child=_disable_in_child)

@@ -1,0 +1,65 @@
+"""A search from data and a time alone: variants race, and what was not tried is continued by resume."""
+
+from pathlib import Path
+
+import pytest
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.planning import race
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.workflows.optimize import is_finished, optimize, resume
+
+pytestmark = pytest.mark.thorough
+_RECIPE = {
+    "model": "digits",
+    "engines": ["onnxruntime", "openvino"],
+    "precisions": ["fp32", "int8"],
+    "data": "digits",
+    "budgets": {"max_drop": 0.05},
+    "time_seconds": 300,
+    "quantisation": {"search_steps": 2},
+    "measure": {"seconds": 2},
+}
+
+
+def test_variants_race_and_the_fastest_are_measured_in_full(tmp_path: Path) -> None:
+    settings = Settings(store=tmp_path / "store")
+    run = optimize(make(_RECIPE), tmp_path / "run", settings)
+    raced = [record for record in run.requested if record.race]
+    assert len(run.requested) == len(raced) == 4
+    measured = {record.id for record in run.requested if record.status == "measured"}
+    assert 1 <= len(measured) <= 3
+    assert run.winner in measured
+    assert "onnxruntime-fp32" in measured or "openvino-fp32" in measured
+    for record in run.requested:
+        assert bool(record.dropped) == (record.id not in measured)
+        assert record.dropped in record.reason
+    assert is_finished(run, tmp_path / "run")
+    again = optimize(make(_RECIPE), tmp_path / "again", settings)
+    assert all(step.cached for step in again.steps if step.status == "done")
+    assert again.winner == run.winner
+
+
+def test_what_cannot_pay_is_not_made(tmp_path: Path) -> None:
+    listed = {name: value for name, value in _RECIPE.items() if name not in ("engines", "precisions")}
+    run = optimize(make(listed), tmp_path / "run", Settings(store=tmp_path / "store"))
+    records = {record.id: record for record in run.requested}
+    assert "multiply-adds have a form in int8-dynamic" in str(records["onnxruntime-int8-dynamic"].reason)
+    assert records["onnxruntime-int8-dynamic"].status == "skipped"
+    for name in ("compiled-fp32", "aotinductor-fp32"):
+        assert "it was not made" in records[name].dropped
+    assert not any(step.status == "done" for step in run.steps if step.id == "build-aotinductor-fp32")
+    assert run.winner
+
+
+def test_what_no_time_was_left_for_is_tried_by_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, out = Settings(store=tmp_path / "store"), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(race, "_SEARCHING", 0.0)
+        with pytest.raises(ModelError, match="before a variant could be measured") as error:
+            optimize(make(_RECIPE), out, settings)
+    assert "--time" in error.value.remedy
+    run = resume(out, settings)
+    assert run.winner
+    assert not any(record.untried for record in run.requested)

@@ -1,0 +1,270 @@
+"""Engines called from Python: what is opened and refused, the forms of calls, many threads, a place among modules."""
+
+import gc
+import os
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.errors import (
+    FidelityError,
+    ShapeError,
+    SignatureError,
+    UsageError,
+)
+from enginesmith.pipeline.frameworks.torch.module import describe_structure
+from enginesmith.pipeline.measure.fidelity import thresholds_for
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.workflows.load import LoadedModel, Stored
+
+Load = Callable[..., LoadedModel]
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+SCALE = np.full((3, 1), 2, np.float32)
+
+
+class Ranged(OnnxRuntime):
+    needs_shapes = True
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Load:
+    """Open a graph of x · scale and its negative, with outputs of these names; ``ranged``: as if built for 1 to 8."""
+
+    def open_graph(*outputs: str, ranged: bool = False, threads: int = 1, returns: Any = None) -> LoadedModel:
+        inputs = {"x": ["batch", 4], "scale": ["batch", 1]}
+        given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
+        made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in outputs]
+        nodes = [helper.make_node("Mul", ["x", "scale"], [outputs[0]])]
+        nodes += [helper.make_node("Neg", [outputs[0]], [name]) for name in outputs[1:]]
+        graph, path = helper.make_graph(nodes, "tiny", given, made), tmp_path / "model.onnx"
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+        specs = [TensorSpec(name=name, dtype="float32", shape=tuple(shape)) for name, shape in inputs.items()]
+        answers = [TensorSpec.parse(f"{name}:float32:batch,4") for name in outputs]
+        signature = Signature(inputs=tuple(specs), outputs=tuple(answers))
+        artifact = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=signature)
+        engine = (Ranged if ranged else OnnxRuntime)(save_optimized=False)
+        candidate = Candidate("onnxruntime-fp32", engine, artifact, Device(threads=threads))
+        ranges = {"batch": ShapeRange(min=1, opt=3, max=8)}
+        return LoadedModel(Stored(candidate, ranges, tmp_path / "vector.npz", thresholds_for("fp32", None), returns))
+
+    return open_graph
+
+
+@pytest.mark.parametrize(
+    ("outputs", "unpack"),
+    [
+        (("output",), lambda answer: (answer,)),
+        (("logits",), lambda answer: (answer,)),
+        (("output_0",), lambda answer: answer),
+        (("output_0", "output_1"), lambda answer: answer),
+        (("y", "z"), lambda answer: (answer["y"], answer["z"])),
+    ],
+)
+def test_a_call_is_answered_in_the_form_and_kind_of_the_module(opened: Load, outputs: Any, unpack: Any) -> None:
+    model, tensors = opened(*outputs), (torch.from_numpy(X), torch.from_numpy(SCALE))
+    for answer in (model(X, SCALE), model(X, scale=SCALE), model(scale=SCALE, x=X), model(X[::-1][::-1], SCALE)):
+        values = unpack(answer)
+        assert len(values) == len(outputs)
+        assert all(np.array_equal(value, sign * X * 2) for value, sign in zip(values, (1, -1), strict=False))
+    parameter = torch.nn.Parameter(tensors[0])
+    with torch.inference_mode():
+        given = unpack(model(parameter, tensors[1]))[0]
+    assert torch.equal(given, tensors[0] * 2)
+    assert torch.equal(unpack(model(*tensors))[0], tensors[0] * 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        ((X,), SignatureError, "x, scale, and 1 in order"),
+        ((X, SCALE, X), SignatureError, "3 in order and none by name"),
+        ((X, SCALE.astype(np.float64)), SignatureError, r"float64\[3, 1\]"),
+        ((X[:, :3], SCALE), ShapeError, r"float32\[3, 3\]"),
+        ((X, SCALE[:2]), ShapeError, "batch = 3"),
+        ((X[:0], SCALE[:0]), ShapeError, "batch is 0 in x"),
+        ((np.tile(X, (3, 1)), np.tile(SCALE, (3, 1))), ShapeError, "batch is 9, .* is built for 1 to 8"),
+        ((X, [[2.0]]), SignatureError, "ndarray, list"),
+        ((torch.from_numpy(X), SCALE), SignatureError, "Tensor, ndarray"),
+        ((torch.from_numpy(X).bfloat16(), torch.from_numpy(SCALE)), SignatureError, "BFloat16"),
+        ((torch.nn.Parameter(torch.from_numpy(X)), torch.from_numpy(SCALE)), UsageError, "gradients"),
+    ],
+)
+def test_what_does_not_fit_is_refused(opened: Load, values: Any, error: type[Exception], words: str) -> None:
+    with opened("y", ranged=True) as model:
+        for _ in range(2):  # what was refused once is not taken for known
+            with pytest.raises(error, match=words):
+                model(*values)
+        assert np.array_equal(model(X, SCALE), X * 2)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_threads_share_a_model_until_it_is_closed(opened: Load, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Where a session serves one call at a time, there are so many at most, and all of them are closed."""
+    model = opened("y")
+    pool, ones = model._pool, np.ones((4, 1), np.float32)
+    if most:
+        model._answer, pool._more = pool.answer, most - 1
+
+    def call(index: int) -> bool:
+        feed = np.full((1 + index % 4, 4), index, np.float32)
+        return bool(np.array_equal(model(feed, ones[: len(feed)]), feed))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(call, range(800)))
+    every = [pool._free.get() for _ in range(pool._free.qsize())]
+    assert 1 <= len(every) <= max(most, 1)
+    for session in every:
+        pool._free.put(session)
+    if most:  # a call that has begun is answered
+        first = every[0]
+        assert first is not None
+        answer = first.answer
+        monkeypatch.setattr(first, "answer", lambda values: (model.close(), answer(values))[1])
+        assert call(3)
+    model.close()
+    model.close()
+    with pytest.raises(UsageError, match="closed"):
+        call(0)
+    assert all(closed._session is None for closed in every)  # type: ignore[attr-defined]
+
+
+def test_a_module_falls_back_for_shapes_alone(opened: Load) -> None:
+    class Original(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return x + scale
+
+    model, x = opened("y", ranged=True), torch.ones(9, 4)
+    net = torch.nn.Sequential(model.as_module(Original()))[0]
+    assert torch.equal(net(x[:2], x[:2, :1] * 3), x[:2] * 3)
+    assert (net.fallbacks, net.training) == (0, False)
+    with pytest.warns(UserWarning, match="batch is 9"):
+        assert torch.equal(net(x, scale=x[:, :1]), x + 1)
+    net(x, x[:, :1])  # warns no more
+    assert net.fallbacks == 2
+    head = torch.nn.Linear(4, 1)
+    head(net(x, x[:, :1])).sum().backward()  # what is behind it can be trained
+    assert head.weight.grad is not None
+    with pytest.raises(SignatureError, match="float64"):
+        net(x[:2].double(), x[:2, :1])
+    with pytest.raises(ShapeError, match="batch is 9"):
+        model.as_module()(x, x[:, :1])
+
+
+def test_a_module_stays_as_it_is_built_and_looks_up_the_rest_in_the_original(opened: Load) -> None:
+    original = torch.nn.Linear(4, 4)
+    original.config = "of the original"  # type: ignore[assignment]
+    module = opened("y").as_module(original)
+    net = torch.nn.Sequential(module, torch.nn.Dropout()).train()
+    assert net[1].training
+    assert not module.training
+    assert not original.training
+    assert module.config == "of the original"
+    assert net.to("cpu").float() is net
+    for change in (lambda: net.half(), lambda: net.to("meta")):
+        with pytest.raises(UsageError, match="an engine stays on cpu"):
+            change()
+    assert original.weight.dtype == torch.float32
+    with pytest.raises(AttributeError, match="config"):
+        _ = opened("y").as_module().config
+
+
+STRUCTURE: Any = {"logits": "y", "hidden": ["y", ["z"]], "cache": None}
+
+
+def test_outputs_have_the_form_that_was_recorded(opened: Load) -> None:
+    model = opened("y", "z", returns=STRUCTURE)
+    outputs = model(X, SCALE)
+    for logits in (outputs.logits, outputs["logits"], outputs[0], outputs.to_tuple()[0], *outputs[:1]):
+        assert np.array_equal(logits, X * 2)
+    assert np.array_equal(outputs.hidden[1][0], X * -2)
+    assert list(outputs) == ["logits", "hidden"]
+    assert outputs.cache is outputs["cache"] is None
+    with pytest.raises(AttributeError, match="logits, hidden, and none is called 'other'"):
+        _ = outputs.other
+    with pytest.raises(KeyError):
+        outputs["other"]
+    again = pickle.loads(pickle.dumps(outputs))
+    assert again.cache is None
+    assert np.array_equal(again.logits, X * 2)
+    assert isinstance(model(torch.from_numpy(X), torch.from_numpy(SCALE)).hidden[1][0], torch.Tensor)
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Answer(dict[str, Any]):
+    """As transformers' outputs: a data class whose items are the fields that are not None."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+@pytest.mark.parametrize(
+    ("make", "structure"),
+    [
+        (lambda a, b: a, "a"),
+        (lambda a, b: [a, (b,)], ["a", ["b"]]),
+        (Point, {"x": "a", "y": "b"}),
+        (
+            lambda a, b: {"first": a, "more": {"b": b}, "cache": object()},
+            {"first": "a", "more": {"b": "b"}, "cache": None},
+        ),
+        (lambda a, b: Answer(b), {"logits": "b", "loss": None}),
+    ],
+)
+def test_the_form_of_outputs_is_described_by_name(make: Any, structure: Any) -> None:
+    tensors = torch.zeros(1), torch.ones(1)
+    assert describe_structure(make(*tensors), {id(tensors[0]): "a", id(tensors[1]): "b"}) == structure
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_is_told_to_load_again(opened: Load, tmp_path: Path) -> None:
+    model, told = opened("y"), tmp_path / "told"
+    if (child := os.fork()) == 0:
+        try:
+            model(X, SCALE)
+        except UsageError as error:
+            told.write_text(str(error))
+        model.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "load it in each worker" in told.read_text()
+    assert np.array_equal(model(X, SCALE), X * 2)
+
+
+def test_a_model_that_nobody_uses_is_freed_with_its_threads(opened: Load) -> None:
+    tasks = Path("/proc/self/task")
+    opened("y", threads=1)(X, SCALE)
+    before = len(list(tasks.iterdir()))
+    model = opened("y", threads=3)
+    model(X, SCALE)
+    assert len(list(tasks.iterdir())) == before + 2
+    del model
+    gc.collect()
+    assert len(list(tasks.iterdir())) == before
+
+
+def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path) -> None:
+    np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X})
+    with pytest.raises(FidelityError, match="does not answer its test vector: output 'y'"):
+        opened("y").check()

@@ -1,0 +1,334 @@
+"""OpenVINO: what runs in which type, what is refused, what stays in the process, what is reported to nobody."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.openvino import engine as module
+from enginesmith.pipeline.engines.openvino import session as sessions
+from enginesmith.pipeline.engines.openvino.engine import OpenVINO
+from enginesmith.pipeline.engines.options import EngineOptions
+from enginesmith.pipeline.engines.profiling import ProfileRequest
+from enginesmith.pipeline.engines.triton import Message
+from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, UnsupportedGraph
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx.coverage import compute_coverage
+from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
+from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system.cpu import int8_weight_bits
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Array
+from graphs import NOWHERE, parse_graph, run_model
+
+CPU = Device(threads=1)
+if not (openvino := OpenVINO.available(CPU)).ok:
+    pytest.skip(f"{openvino.reason}; {openvino.remedy}", allow_module_level=True)
+RESIDUAL = """net (float[n, 3, 16, 16] x) => (float[n, 5] y) {
+    c0 = Conv <strides = [2, 2]> (x, w0)
+    r0 = Relu(c0)
+    c1 = Conv <pads = [1, 1, 1, 1]> (r0, w1)
+    r1 = Clip(c1, zero, six)
+    c2 = Conv <pads = [1, 1, 1, 1], group = 8> (r1, w2)
+    s = Conv (r0, w3)
+    a = Add(c2, s)
+    r2 = Relu(a)
+    g = GlobalAveragePool(r2)
+    f = Flatten(g)
+    y = Gemm <transB = 1> (f, w4, b4)
+}"""
+MATRIX = """net (float[n, 64] x) => (float[n, 64] y) { y = MatMul(x, w) }"""
+RNG = np.random.default_rng(0)
+SHAPES = {"w0": (8, 3, 3, 3), "w1": (8, 8, 3, 3), "w2": (8, 1, 3, 3), "w3": (8, 8, 1, 1), "w4": (5, 8), "b4": (5,)}
+WEIGHTS = {name: RNG.standard_normal(shape, np.float32) / 3 for name, shape in SHAPES.items()}
+FEEDS = {"x": RNG.standard_normal((4, 3, 16, 16), np.float32)}
+WEIGHT = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+
+
+def build(model: ir.Model, folder: Path, engine: OpenVINO | None = None) -> tuple[Artifact, tuple[str, ...]]:
+    for index, node in enumerate(model.graph):
+        node.name = node.name or f"{node.op_type}_{index}"
+    (folder / "engine").mkdir()
+    ir.save(model, folder / "model.onnx")
+    signature = model_file.signature(folder / "model.onnx")
+    given = Artifact(kind="onnx", path=folder / "model.onnx", sha256="", bytes=0, signature=signature)
+    effect = (engine or OpenVINO()).build(BuildRequest(given, folder / "engine", CPU))
+    path = folder / "engine" / effect.file
+    return Artifact(kind="engine", path=path, sha256="", bytes=0, signature=signature), effect.notes
+
+
+def residual() -> ir.Model:
+    return parse_graph(RESIDUAL, zero=np.float32(0), six=np.float32(6), **WEIGHTS)
+
+
+def quantised(make: Callable[[], ir.Model] = residual, feeds: dict[str, Array] = FEEDS) -> ir.Model:
+    """Round it by our rules for OpenVINO, on grids for these feeds."""
+    values: dict[str, Array] = {**feeds, **run_model(make(), feeds, optimized=False, every_value=True)}
+    limits = {name: (float(value.min()), float(value.max())) for name, value in values.items()}
+    tensors = {
+        name: TensorRange(minimum=low, maximum=high, count=1, amax=dict.fromkeys(METHODS, max(-low, high)))
+        for name, (low, high) in limits.items()
+    }
+    model = make()
+    settings = Settings(placement=OpenVINO.placement, weight_bits=int8_weight_bits())
+    quantise(model, Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors), settings)
+    return model
+
+
+def test_all_products_of_our_placement_run_in_int8(tmp_path: Path) -> None:
+    """Plain, strided and depthwise convolutions with clamps and a sum, and a matrix product; nothing stays beside."""
+    model = quantised()
+    artifact, notes = build(model, tmp_path)
+    record = json.loads((artifact.folder / "audit.json").read_text())
+    assert (record["products"], record["asked"], record["floating"]) == ({"int8": 5}, 5, [])
+    assert OpenVINO().facts(artifact).layers == record["layers"]
+    assert notes == ("products by the type that they run in: 5 int8",)
+    with OpenVINO().load(artifact, CPU) as session:
+        answers, wanted = session.run(FEEDS)["y"], run_model(model, FEEDS, optimized=False)["y"]
+        assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 1e3
+        kinds = [layer.kind for layer in module.profiler.read_layers(session.compiled, ())]
+    assert not {"Eltwise", "Add"} & set(kinds)  # the sum is part of a convolution
+
+
+ACTIVATIONS = ("Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Relu", "Sigmoid", "Tanh")
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [*(f"a = {name}(c)" for name in ACTIVATIONS), "a = PRelu(c, slope)"]
+    + ["s = Sigmoid(c) a = Mul(c, s)", "s = Sigmoid(c) a = Mul(s, c)"],
+)
+def test_activations_are_part_of_int8_convolutions(tmp_path: Path, activation: str) -> None:
+    """Two layers between the rounding of the input and floats at the end: no activation and no rounding beside them."""
+    text = f"""net (float[n, 3, 16, 16] x) => (float[n, 8, 8, 8] y) {{
+        c = Conv <strides = [2, 2], pads = [0, 0, 1, 1]> (x, w0)
+        {activation}
+        y = Conv <pads = [1, 1, 1, 1]> (a, w1)
+    }}"""
+    model = quantised(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], slope=np.float32([0.2])))
+    pairs = [node.inputs[0].name for node in model.graph if node.op_type == "QuantizeLinear"]
+    assert pairs == ["x", "a"]  # nothing reads the last convolution's output in int8
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO().load(artifact, CPU) as session:
+        layers = list(module.profiler.read_layers(session.compiled, ()))
+        answers, wanted = session.run(FEEDS)["y"], run_model(model, FEEDS, optimized=False)["y"]
+    assert [layer.precision for layer in layers if layer.kind == "Convolution"] == ["int8", "int8"]
+    assert {layer.kind for layer in layers} <= {"Convolution", "FakeQuantize", "Reorder"}
+    assert sum(layer.kind == "FakeQuantize" for layer in layers) == 1
+    assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 1e3
+
+
+@pytest.mark.parametrize(
+    ("between", "rounded"),
+    [
+        ("b = MaxPool <kernel_shape = [2, 2]> (a)", "xa"),
+        ("b = Slice(a, start, end, axis)", "xa"),
+        ("c = Reshape(a, shape) b = Transpose <perm = [0, 1, 3, 2]> (c)", "xa"),
+        ("c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)", "xa"),
+        ("h = Conv(a, w) b = Concat <axis = 1> (a, h)", "xah"),
+    ],
+)
+def test_numbers_that_are_moved_are_rounded_once(tmp_path: Path, between: str, rounded: str) -> None:
+    text = f"net (float[1, 4, 8, 8] x) => (float[1, 4, p, q] y) {{ a = Conv(x, w) {between} y = Conv(b, v) }}"
+    depth = 8 if "h = Conv" in between else 4
+    given = {"w": RNG.standard_normal((4, 4, 1, 1), np.float32), "v": RNG.standard_normal((4, depth, 1, 1), np.float32)}
+    given |= {"start": np.array([1]), "end": np.array([4]), "axis": np.array([2]), "shape": np.array([1, 4, 4, 16])}
+    used = {name: array for name, array in given.items() if re.search(rf"\b{name}\b", text)}
+    feeds = {"x": RNG.standard_normal((1, 4, 8, 8), np.float32)}
+    model = quantised(lambda: parse_graph(text, **used), feeds)
+    assert "".join(node.inputs[0].name for node in model.graph if node.op_type == "QuantizeLinear") == rounded
+    artifact, notes = build(model, tmp_path)
+    assert notes == (f"products by the type that they run in: {2 + (depth == 8)} int8",)
+    assert json.loads((artifact.folder / "audit.json").read_text())["asked"] == 2 + (depth == 8)
+    assert compute_coverage(tmp_path / "model.onnx", {}).macs == {"int8": 1}
+    with OpenVINO().load(artifact, CPU) as session:
+        kinds = [layer.kind for layer in module.profiler.read_layers(session.compiled, ())]
+        answers, wanted = session.run(feeds)["y"], run_model(parse_graph(text, **used), feeds, optimized=False)["y"]
+    rounding = [kind for kind in kinds if kind in ("Subgraph", "FakeQuantize", "Convert", "Eltwise")]
+    assert len(rounding) == 1  # that of the input
+    assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 300
+
+
+def test_floats_where_the_graph_asks_for_int8_are_told(tmp_path: Path) -> None:
+    model = quantised()
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO().load(artifact, CPU) as session:
+        layers = list(module.profiler.read_layers(session.compiled, ()))
+    floats = [module.profiler.Layer(one.name, one.kind, "fp32", one.nodes) for one in layers]
+    audit = module.profiler.audit(floats, module.profiler.find_rounded(onnx.load(tmp_path / "model.onnx"))[1])
+    assert (audit.products, audit.asked, len(audit.floating)) == ({"fp32": 5}, 5, 5)
+    assert "5 of 5 products are int8 in the graph and run in floating point: " in audit.notes[1]
+
+
+def test_booleans_are_no_int8(tmp_path: Path) -> None:
+    graph = """net (float[n, 64] x) => (float[n, 64] y, bool[n, 64] b) {
+        y = MatMul(x, w)
+        m = Greater(y, z)
+        o = Less(x, z)
+        b = And(m, o)
+    }"""
+    artifact, _ = build(parse_graph(graph, w=WEIGHT, z=np.float32(0)), tmp_path)
+    assert set(OpenVINO().facts(artifact).layers or ()) == {"fp32"}
+
+
+def test_inputs_are_not_copied(tmp_path: Path) -> None:
+    artifact, _ = build(parse_graph(MATRIX, w=WEIGHT), tmp_path)
+    given = np.ones((2, 64), np.float32)
+    with OpenVINO().load(artifact, CPU) as session:
+        bound = session.bind({"x": given})
+        assert bound.tensors[0].data.ctypes.data == given.ctypes.data
+        session.enqueue(bound)
+        first = session.fetch()["y"]
+        given[:] = 2
+        session.enqueue(bound)
+        np.testing.assert_allclose(session.fetch()["y"], 2 * first)
+
+
+def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
+    model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
+    with pytest.raises(UnsupportedGraph, match="Unknown"):
+        build(model, tmp_path)
+    (tmp_path / "model.onnx").write_bytes(b"nothing")
+    with pytest.raises(InvalidGraph, match=r"cannot load model\.onnx"):
+        sessions.read_graph(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("precision", "floats"), [("fp32", "f32"), ("int8", "f32"), ("int8+fp16", "f16"), ("fp16", "f16"), ("bf16", "bf16")]
+)
+def test_precision_is_explicit(precision: str, floats: str) -> None:
+    (configuration,) = OpenVINO.configurations(EngineOptions(), precision)
+    engine: Any = configuration.engine
+    assert engine.floats == floats
+    assert engine.package_facts(Path(), Device()).options["INFERENCE_PRECISION_HINT"] == floats
+    assert OpenVINO.from_package(engine.package_facts(Path(), Device()).options) == engine
+
+
+def test_triton_gets_the_options_of_the_run() -> None:
+    options = OpenVINO(floats="bf16").package_facts(Path(), Device(threads=3)).options
+    text = " ".join(Message(OpenVINO.triton().configure(options, "cpu")).lines())
+    entries = re.findall(r'key: "(\w+)"\s+value {\s+string_value: "(\w+)"', text)
+    wanted = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": "3", "HINT_BF16": "YES"}
+    assert dict(entries) == wanted
+
+
+def test_sessions_get_the_tuned_options(tmp_path: Path) -> None:
+    artifact, _ = build(parse_graph(MATRIX, w=WEIGHT), tmp_path)
+    (artifact.folder / "tuning.json").write_text('{"fields": {"session_options": ["INFERENCE_NUM_THREADS=2"]}}')
+    for allowed in (2, 1):
+        with OpenVINO().load(artifact, Device(threads=allowed)) as session:
+            assert session.compiled.get_property("INFERENCE_NUM_THREADS") == allowed
+
+
+def test_bf16_needs_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for able in (True, False):
+        monkeypatch.setattr(sessions, "computes_in_bf16", lambda able=able: able)
+        answer = OpenVINO(floats="bf16").runnable(CPU)
+        assert (answer.ok, "AVX512_BF16" in answer.reason) == (able, not able)
+    with pytest.raises(MissingCapability, match="runs on the CPU only"):
+        OpenVINO().require(Device(kind="cuda"))
+
+
+def test_profile_names_operators_and_their_nodes(tmp_path: Path) -> None:
+    model = quantised()
+    artifact, _ = build(model, tmp_path)
+    request = ProfileRequest(artifact, CPU, FEEDS, 3, tmp_path, tmp_path / "model.onnx")
+    profiled = OpenVINO().profile(request)
+    products = [each for each in profiled.operators if each.origin.multiplies]
+    assert {each.precision for each in products} == {"int8"}
+    assert sum(len(each.origin.modules) for each in products) >= 5
+
+
+def test_without_the_package_the_remedy_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.software, "find", lambda name: None)
+    answer = OpenVINO.available(CPU)
+    assert (answer.ok, answer.reason) == (False, "openvino is not installed")
+    assert re.match(r"install it: pip install \S*openvino", answer.remedy)
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "openvino",
+        pytest.param(
+            "nncf",
+            marks=[
+                pytest.mark.thorough,
+                pytest.mark.skipif(software.version("nncf") is None, reason="nncf is not installed; pip install nncf"),
+            ],
+        ),
+    ],
+)
+def test_importing_it_reports_to_nobody(tmp_path: Path, package: str) -> None:
+    """Intel's package for telemetry is not even imported, and can still be by others."""
+    folder = tmp_path / "openvino_telemetry"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("print('telemetry is imported')")
+    (folder / "backend.py").write_text("backend_ga4 = None")
+    code = (
+        "import sys; from enginesmith.pipeline.engines.telemetry import import_without_telemetry;"
+        f"import_without_telemetry('{package}');"
+        "assert 'openvino.tools.ovc' in sys.modules and 'openvino_telemetry' not in sys.modules; print('quiet')"
+    )
+    path = {"PYTHONPATH": ":".join((str(tmp_path), *sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("quiet\n", 0), done.stderr
+
+
+def test_named_batch_sizes_are_compiled_apart_and_all_others_are_answered(tmp_path: Path) -> None:
+    """A sibling uses what is compiled already."""
+    artifact, _ = build(residual(), tmp_path)
+    wanted = run_model(residual(), FEEDS, optimized=False)["y"]
+    with OpenVINO(fixed_batches=(2,)).load(artifact, CPU) as session, session.sibling() as sibling:
+        for size in (2, 3, 2):
+            feeds = {"x": FEEDS["x"][:size]}
+            np.testing.assert_allclose(session.run(feeds)["y"], wanted[:size], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(session.answer(list(feeds.values()))[0], wanted[:size], rtol=1e-4, atol=1e-5)
+            assert session.compiled.input(0).partial_shape.is_dynamic == (size != 2)
+        np.testing.assert_allclose(sibling.run({"x": FEEDS["x"][:2]})["y"], wanted[:2], rtol=1e-4, atol=1e-5)
+        assert sibling.compiled is session.compiled
+
+
+@pytest.mark.parametrize(
+    ("shape", "fixed"),
+    [("n, 3, 16, 16", True), ("n, 3, h, 16", False), ("2, 3, 16, 16", False), ("2, 3, n, 16", False)],
+)
+def test_only_a_batch_in_front_is_fixed(shape: str, fixed: bool, tmp_path: Path) -> None:
+    text = f"net (float[{shape}] x) => (float[?, 3, ?, ?] y) {{ y = Relu(x) }}"
+    artifact, _ = build(parse_graph(text), tmp_path)
+    feeds = {"x": FEEDS["x"][:2]}
+    with OpenVINO(fixed_batches=(2,)).load(artifact, CPU) as session:
+        np.testing.assert_array_equal(session.run(feeds)["y"], np.maximum(feeds["x"], 0))
+        asked = not any(isinstance(size, str) for size in artifact.signature.inputs[0].shape)
+        assert session.compiled.input(0).partial_shape.is_static == (fixed or asked)
+
+
+def test_the_batch_sizes_of_a_recipe_reach_the_engine_and_its_packages() -> None:
+    (made,) = OpenVINO.configurations(EngineOptions(batch=(1, 2, 3, 4, 5)), "fp32")
+    assert isinstance(made.engine, OpenVINO)
+    assert made.engine.fixed_batches == (1, 2, 3, 4)
+    options = made.engine.package_facts(Path("model.xml"), CPU).options
+    assert OpenVINO.from_package(json.loads(json.dumps(options))).fixed_batches == (1, 2, 3, 4)
+
+
+def test_a_bundle_answers_fixed_and_other_batch_sizes(tmp_path: Path) -> None:
+    artifact, _ = build(residual(), tmp_path)
+    wanted, run = run_model(residual(), FEEDS, optimized=False)["y"], runpy.run_path(str(OpenVINO.infer_script()))
+    options = OpenVINO(fixed_batches=(2,)).package_facts(artifact.path, CPU).options
+    shape, out = ["n", 3, 16, 16], [{"name": "y", "shape": ["n", 5]}]
+    answer = run["_openvino"](artifact.path, {"options": options, "inputs": [{"shape": shape}], "outputs": out})
+    for size in (2, 3, 2, 1):
+        found = answer({"x": FEEDS["x"][:size]})["y"]
+        np.testing.assert_allclose(found, wanted[:size], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,344 @@
+"""The race: how variants are found, which of them drop out, and how a plan goes around it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.errors import NO_TIME, ModelError, UsageError
+from enginesmith.pipeline.execution.events import Outcome
+from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
+from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.planning.plan import Plan, StepRef
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report.sentences import _describe_search
+from enginesmith.pipeline.results.assemble import explain_end
+from enginesmith.pipeline.results.run import VariantRecord
+from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
+from enginesmith.pipeline.tasks.race import EARLIER, RACE, STAY, Race, Stay, drop_slow, explain_unmade
+
+
+@pytest.fixture(autouse=True)
+def everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all engines for the CPU installed, and no GPU."""
+    for name in ENGINES:
+        kind = engine_class(name)
+        answer = Availability(ok="cpu" in kind.kinds, reason="no GPU")
+        monkeypatch.setattr(
+            kind, "installed", lambda device, answer=answer: answer if device.kind == "cpu" else Availability(ok=False)
+        )
+
+
+def planned(kept: tuple[str, ...] = (), **values: Any) -> Plan:
+    return plan(resolve_recipe(make({"model": "digits", **values})), kept=kept)
+
+
+# Variants that are found.
+
+
+@pytest.mark.parametrize(
+    ("values", "lossy"),
+    [
+        ({"time_seconds": 60}, False),
+        ({"data": "digits"}, False),
+        ({"data": "digits", "budgets": {"max_drop": 0}}, True),
+    ],
+)
+def test_engines_and_precisions_are_found_where_none_is_listed(values: dict[str, Any], lossy: bool) -> None:
+    recipe = make({"model": "digits", **values})
+    assert {"onnxruntime", "openvino", "compiled"} <= set(recipe.engines)
+    assert "eager" not in recipe.engines
+    assert "tensorrt" not in recipe.engines
+    assert ("int8" in recipe.precisions) == lossy
+    names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
+    assert names[:2] == ["onnxruntime-fp32", "openvino-fp32"]
+    assert names[-1].startswith(("compiled", "aotinductor"))
+    assert ("openvino-int8" in names) == lossy
+    assert "openvino-int8-dynamic" not in names
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "quantizers"),
+    [
+        ("3.4.0", {}, ("own", "nncf")),
+        (None, {}, ("own",)),
+        ("3.4.0", {"quantisation": {"quantizers": ["nncf"]}}, ("nncf",)),
+        ("3.4.0", {"budgets": {}}, ("own",)),
+    ],
+)
+def test_nncf_is_tried_where_it_is_installed(
+    version: str | None, values: dict[str, Any], quantizers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(software, "version", lambda name: version)
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, **values})
+    assert recipe.quantisation.quantizers == quantizers
+    if version and "quantisation" not in values and recipe.budgets.max_drop:
+        names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
+        assert names.index("openvino-int8") < names.index("onnxruntime-int8-nncf") < names.index("compiled-fp32")
+
+
+def test_engines_for_targets_are_built_beside_those_that_race_here() -> None:
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "targets": ["sm86"]})
+    made = plan(resolve_recipe(recipe))
+    ahead = [variant for variant in made.variants if variant.target]
+    assert [variant.id for variant in ahead] == [f"tensorrt_rtx-{it}-sm86" for it in ("fp32", "fp16", "int8+fp16")]
+    (race,) = (step.task for step in made.steps if step.id == RACE)
+    assert isinstance(race, Race)
+    assert {"onnxruntime-int8", "openvino-fp32"} <= set(race.engines)
+    assert not {variant.id for variant in ahead} & set(race.engines)
+    assert {StepRef("build", variant.name) for variant in ahead} <= {step.id for step in made.steps}
+
+
+@pytest.mark.parametrize("listed", [{"engines": ["openvino"]}, {"precisions": ["fp32"]}, {"prune": ["30%"]}])
+def test_a_list_by_hand_means_exactly_that_list(listed: dict[str, Any]) -> None:
+    recipe = make({"model": "digits", "time_seconds": 60, **listed})
+    assert recipe.variants == "listed"
+    assert recipe.engines == tuple(listed.get("engines", ["onnxruntime"]))
+    assert recipe.races
+
+
+def test_a_graph_has_no_engines_for_modules(tmp_path: Path) -> None:
+    file = tmp_path / "net.onnx"
+    file.touch()
+    assert set(make({"model": str(file), "time_seconds": 60}).engines) == {"onnxruntime", "openvino"}
+
+
+def test_a_time_that_is_too_short_is_refused() -> None:
+    with pytest.raises(UsageError, match="--time: must be at least 30 s"):
+        make({"model": "digits", "time_seconds": 5}, {"time_seconds": 5})
+
+
+@pytest.mark.parametrize("decides", [{"objective": "size"}, {"objective": "memory"}, {"measure": {"sweep": True}}])
+def test_what_does_not_go_by_speed_is_measured_in_full(decides: dict[str, Any]) -> None:
+    assert RACE not in {step.id for step in planned(time_seconds=60, **decides).steps}
+
+
+# The plan.
+
+
+def test_what_is_dropped_is_not_measured_in_full() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=100, engines=["onnxruntime", "compiled"])
+    by_id = {step.id: step for step in made.steps}
+    race = by_id[RACE]
+    assert isinstance(race.task, Race)
+    assert race.optional_inputs["onnxruntime-fp32 verified"] == "verify-onnxruntime-fp32"
+    variant = next(variant for variant in made.variants if variant.id == "onnxruntime-fp32")
+    for kind in ("memory", "quality"):
+        for name in ("onnxruntime-fp32", "compiled-fp32"):  # the second one has no options to tune
+            assert f"stay-{name}" in made.leading_to([by_id[f"{kind}-{name}"].id])
+    assert by_id["latency"].optional_inputs["onnxruntime-fp32"] == variant.artifact
+    assert "stay-onnxruntime-fp32" in made.leading_to([by_id["latency"].optional_inputs["onnxruntime-fp32 verified"]])
+    assert by_id["latency"].task.settings.time_limit_seconds == 5.0  # type: ignore[attr-defined]
+    assert by_id["build-onnxruntime-fp32"].search
+    assert not by_id["reference"].search
+    assert not race.search
+    assert not any(step.search for step in made.steps if "tuned" in step.id or step.id.kind in ("tune", "memory"))
+
+
+def test_a_loss_is_judged_before_the_race_on_samples_for_choosing() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, engines=["onnxruntime"], time_seconds=60,
+                   precisions=["fp32", "int8"], quantisation={"quantizers": ["own", "nncf"]})  # fmt: skip
+    by_id = {step.id: step for step in made.steps}
+    assert by_id[RACE].optional_inputs["onnxruntime-int8-nncf choice"] == "choice-onnxruntime-int8-nncf"
+    assert by_id["choice-onnxruntime-int8-nncf"].task.data_options.part == "choice"  # type: ignore[attr-defined]
+    assert by_id["quality-onnxruntime-int8-nncf"].task.data_options.part == "judgement"  # type: ignore[attr-defined]
+    assert by_id["search-int8-onnxruntime-1"].task.goal.quality.data_options.part == "choice"  # type: ignore[attr-defined]
+    for known in ("onnxruntime-fp32", "onnxruntime-int8"):  # a search has judged the second one on the same samples
+        assert f"{known} choice" not in by_id[RACE].optional_inputs
+
+
+def test_what_takes_long_to_make_waits_for_a_first_race() -> None:
+    made = planned(("compiled-fp32",), data="digits", budgets={"max_drop": 0.01})
+    order = [step.id for step in made.steps]
+    assert all(order.index(source) < order.index(step.id) for step in made.steps for source in step.sources)
+    by_id = {step.id: step for step in made.steps}
+    first, race = by_id["race-first"].task, by_id[RACE]
+    assert isinstance(first, Race)
+    assert first.unmade == ("compiled-fp32", "aotinductor-fp32")
+    assert first.kept == ("compiled-fp32",)
+    assert (first.original, by_id["race-first"].inputs["eager"]) == ("eager", "load")
+    assert not any("compiled" in name or "aotinductor" in name for name in by_id["race-first"].optional_inputs)
+    assert race.inputs[EARLIER] == "race-first"
+    assert {"compiled-fp32", "onnxruntime-int8"} < set(race.optional_inputs)
+    for name in ("verify-compiled-fp32", "build-aotinductor-fp32"):
+        assert by_id[name].inputs[STAY] == f"stay-{name.partition('-')[2]}-first"
+    assert STAY not in by_id["build-onnxruntime-fp32"].inputs
+    listed = planned(time_seconds=60, engines=["onnxruntime", "openvino", "compiled"])
+    assert "race-first" not in {step.id for step in listed.steps}
+
+
+def test_on_cuda_where_compiling_gains_more_it_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("onnxruntime", "compiled"):
+        monkeypatch.setattr(engine_class(name), "installed", lambda device: Availability(ok=True))
+    made = planned(device="cuda", data="digits", budgets={"max_drop": 0.01})
+    assert "compiled-fp32" in {variant.id for variant in made.variants}
+    assert "race-first" not in {step.id for step in made.steps}
+
+
+@pytest.mark.parametrize(("listed", "least"), [({}, 0.05), ({"engines": ["onnxruntime"], "precisions": ["int8"]}, 0)])
+def test_a_precision_with_little_work_is_tried_only_where_it_was_asked_for(listed: dict[str, Any], least: int) -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, **listed)
+    rankings = [step.task.least_share for step in made.steps if step.id.kind == "sensitivity"]  # type: ignore[attr-defined]
+    assert set(rankings) == {least}
+
+
+def test_what_was_measured_earlier_is_kept() -> None:
+    race = next(step for step in planned(("openvino-fp32", "gone"), time_seconds=60).steps if step.id == RACE)
+    assert race.task.kept == ("openvino-fp32",)  # type: ignore[attr-defined]
+
+
+# The race itself.
+
+
+def row(low: float, median: float, high: float) -> LatencyRow:
+    return LatencyRow(batch=1, speedup=Interval(median=median, low=low, high=high))
+
+
+@pytest.mark.parametrize(
+    ("rows", "last", "dropped"),
+    [
+        ({"a": (1, 1, 1), "b": (1.9, 2, 2.1)}, False, {"a"}),
+        ({"a": (1, 1, 1), "b": (1.05, 1.1, 1.2)}, False, set()),
+        ({"a": (1, 1, 1), "b": (0.5, 2, 9)}, False, set()),
+        ({"a": (1, 1, 1), "b": (1, 1.1, 1.2), "c": (1, 1.2, 1.3)}, True, {"a"}),
+        ({"a": (1, 1, 1), "b": (1, 1.1, 1.2), "c": (1, 1.2, 1.3)}, False, set()),
+        ({"safe": (1, 1, 1), "b": (4, 4, 4), "c": (4, 4, 4)}, True, set()),
+        ({"safe": (4, 4, 4), "also safe": (1, 1, 1)}, False, {"also safe"}),
+    ],
+)
+def test_the_clearly_slower_drop_out_and_the_fastest_lossless_stays(
+    rows: dict[str, tuple[float, float, float]], last: bool, dropped: set[str]
+) -> None:
+    measured = {name: row(*ends) for name, ends in rows.items()}
+    reasons = drop_slow(measured, ("safe", "also safe"), 2, last=last)
+    assert set(reasons) == dropped
+    assert all(reasons.values())
+
+
+def test_a_noisy_ratio_is_told_by_its_near_end() -> None:
+    reasons = drop_slow({"a": row(1, 1, 1), "b": row(2, 6, 20)}, (), 3)
+    assert reasons == {"a": "b is at least 2.00× faster"}
+
+
+@pytest.mark.parametrize(
+    ("eager", "safe", "best", "said"),
+    [
+        ((0.9, 1, 1.1), (2, 2, 2), (2.5, 2.5, 2.5), ""),
+        ((1, 1, 1), (2, 2, 2), (3, 3, 3), "best is 1.50× [1.50, 1.50] faster than safe"),
+        ((1, 1, 1), (4.5, 4.5, 4.5), (5, 5, 5), "best is 5.00× [5.00, 5.00] faster than eager"),
+        ((1, 1, 1), (5, 5, 5), (4, 4, 4), "safe is 5.00× [5.00, 5.00] faster than eager"),
+        ((1, 1, 1), (2, 2, 2), (1, 3, 9), ""),
+        ((1, 1, 1), (2, 2, 2), (9, 30, 90), "best is at least 9.00× faster than eager"),
+    ],
+)
+def test_compiling_is_dropped_where_it_has_never_gained_so_much(
+    eager: tuple[float, float, float],
+    safe: tuple[float, float, float],
+    best: tuple[float, float, float],
+    said: str,
+) -> None:
+    rows = [
+        RaceRow(variant=name, lap=1, speedup=row(*ends).speedup)
+        for name, ends in {"eager": eager, "safe": safe, "best": best}.items()
+    ]
+    assert said in explain_unmade(rows, ("safe",), "eager")
+    assert bool(said) == bool(explain_unmade(rows, ("safe",), "eager"))
+
+
+def test_a_race_begins_with_what_an_earlier_one_dropped(tmp_path: Path) -> None:
+    speed = row(1, 1, 1).speedup
+    rows = [RaceRow(variant="a", lap=1, speedup=speed), RaceRow(variant="b", lap=1, speedup=speed, dropped="slow"),
+            RaceRow(variant="c", lap=0, dropped="it was not made")]  # fmt: skip
+    write_records(tmp_path, rows)
+    record = scratch_artifact("record", tmp_path / RECORDS, None)
+    engine = engine_class("onnxruntime")()
+    task = Race(engines=dict.fromkeys("abc", engine), lossless=(), seconds=1, most=0, max_drop=None, largest=False,
+                device=Device())  # fmt: skip
+    (tmp_path / "out").mkdir()
+    effect = task.run({EARLIER: record, "a verified": record, "b verified": record}, tmp_path / "out", print)
+    assert read_models(scratch_artifact("record", tmp_path / "out" / RECORDS, None), RaceRow) == rows
+    assert effect.summary == "1 of 2 variants are measured in full"
+
+
+def test_rounds_that_are_too_few_drop_nobody() -> None:
+    assert drop_slow({"a": LatencyRow(batch=1), "b": row(1, 1, 1)}, (), 1, last=True) == {}
+
+
+def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -> None:
+    quality = {"metric": "top1", "title": "top-1", "value": 0.9, "baseline": 0.95, "drop": 0.05, "samples": 100}
+    write_records(tmp_path, [quality])
+    task = Race(engines={}, lossless=(), seconds=1, most=3, max_drop=0.01, largest=False, device=Device())
+    inputs = {"a choice": scratch_artifact("record", tmp_path / RECORDS, None)}
+    judged = task._judge_drop("a", inputs)
+    assert judged is not None
+    assert "0.0500 on the samples for choosing is more than 0.01" in judged.dropped
+    assert task._judge_drop("b", inputs) is None
+    assert task.model_copy(update={"kept": ("a",)})._judge_drop("a", inputs) is None
+
+
+@pytest.mark.parametrize(("end", "rejected"), [({}, ""), ({"dropped": "b is 2× faster"}, "dropped: b is 2× faster")])
+def test_a_variant_stays_or_ends_with_the_reason(tmp_path: Path, end: dict[str, str], rejected: str) -> None:
+    write_records(tmp_path, [RaceRow(variant="b", lap=1, dropped="no"), RaceRow(variant="a", lap=1, **end)])
+    inputs = {RACE: scratch_artifact("record", tmp_path / RECORDS, None)}
+    assert Stay(variant="a").run(inputs, tmp_path, print).rejected == rejected
+
+
+def test_a_variant_that_crashes_in_the_race_has_failed(tmp_path: Path) -> None:
+    write_records(tmp_path, [RaceRow(variant="a", lap=1, failure="it crashed")])
+    with pytest.raises(ModelError, match="it failed in the race: it crashed"):
+        Stay(variant="a").run({RACE: scratch_artifact("record", tmp_path / RECORDS, None)}, tmp_path, print)
+
+
+def test_a_variant_that_no_time_was_left_for_has_not_failed(tmp_path: Path) -> None:
+    write_records(tmp_path, [RaceRow(variant="a", lap=1, failure=NO_TIME)])
+    inputs = {RACE: scratch_artifact("record", tmp_path / RECORDS, None)}
+    assert Stay(variant="a").run(inputs, tmp_path, print).rejected == NO_TIME
+
+
+@pytest.mark.parametrize(
+    ("failures", "end"),
+    [
+        ([], ("", "", NO_TIME)),
+        ([None, NO_TIME], ("", "", "")),
+        ([NO_TIME, NO_TIME], ("", "", NO_TIME)),
+        (["it hangs", "it hangs"], ("latency at batch 1: it hangs", "", "")),
+    ],
+)
+def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(
+    failures: list[str | None], end: tuple[str, str, str]
+) -> None:
+    made = planned(time_seconds=60)
+    variant = made.variants[0]
+    assert variant.memory
+    outcomes = {step.id: Outcome(step.id, "done") for step in made.steps}
+    outcomes[variant.memory] = Outcome(variant.memory, "skipped", reason=NO_TIME)
+    rows = tuple(LatencyRow(batch=1, failure=failure) for failure in failures)
+    assert explain_end(variant, made, outcomes, rows) == end
+
+
+# What the report says.
+
+
+def test_the_report_tells_what_became_of_each_variant_and_what_is_left() -> None:
+    ends: dict[str, dict[str, Any]] = {
+        "a": {"status": "measured", "race": [RaceRow(variant="a", lap=1)]},
+        "b": {"status": "skipped", "race": [RaceRow(variant="b", lap=1, dropped="a is faster")]},
+        "c": {"status": "skipped", "untried": True},
+        "d": {"status": "failed"},
+        "e": {"status": "skipped", "reason": "only 0 % of the multiply-adds have a form in int8-dynamic"},
+        "f": {"status": "built", "reason": "no CUDA device here"},
+    }
+    records = [VariantRecord(id=name, engine="openvino", precision="fp32", **end) for name, end in ends.items()]
+    said = list(_describe_search(SimpleNamespace(requested=tuple(records))))  # type: ignore[arg-type]
+    assert said == [
+        "search: 6 variants: 1 measured in full, 1 dropped, 1 skipped, 1 built and not measured, 1 failed, "
+        "1 not tried, as the time was over",
+        "search: with as much time again, `enginesmith resume` tries c",
+    ]
+    assert records[1].dropped == "a is faster"
