@@ -47,12 +47,12 @@ def plan_race(
     slow = [variant for variant in racing if known and variant.engine.consumes == "torch"]
     quick = [variant for variant in racing if variant not in slow]
     race = _race_step(recipe, StepRef(RACE), racing, choices, kept)
-    made = [*steps, *choices.values()]
+    made = [*steps, *(step for name, step in choices.items() if name in {variant.id for variant in quick})]
     if slow and quick:
         first = _race_step(recipe, StepRef(RACE, "first"), quick, choices, kept, slow, original)
         made = _defer(made, slow, first)
         race = replace(race, inputs={**race.inputs, EARLIER: first.id})
-    made.append(race)
+    made += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
     staying = {}
     for variant in racing:
         staying[variant.id], more = _after_race(recipe, variant, graphs, by_id)

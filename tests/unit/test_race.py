@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.openvino import engine as openvino
+from enginesmith.pipeline.engines.torch import eager
 from enginesmith.pipeline.errors import NO_TIME, ModelError, UsageError
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
@@ -153,14 +155,24 @@ def test_a_loss_is_judged_before_the_race_on_samples_for_choosing() -> None:
         assert f"{known} choice" not in by_id[RACE].optional_inputs
 
 
-def test_what_takes_long_to_make_waits_for_a_first_race() -> None:
+@pytest.fixture(params=["avx2", "amx_bf16"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Plan for a processor, with or without instructions for bf16."""
+    for module in (eager, openvino):
+        monkeypatch.setattr(module, "vector_units", lambda: (request.param,))
+    return str(request.param)
+
+
+def test_what_takes_long_to_make_waits_for_a_first_race(processor: str) -> None:
     made = planned(("compiled-fp32",), data="digits", budgets={"max_drop": 0.01})
     order = [step.id for step in made.steps]
     assert all(order.index(source) < order.index(step.id) for step in made.steps for source in step.sources)
     by_id = {step.id: step for step in made.steps}
     first, race = by_id["race-first"].task, by_id[RACE]
     assert isinstance(first, Race)
-    assert first.unmade == ("compiled-fp32", "aotinductor-fp32")
+    lossy = {"compiled-bf16"} if "bf16" in processor else set()
+    assert set(first.unmade) == {"compiled-fp32", "aotinductor-fp32", *lossy}
+    assert lossy == {name for name in first.unmade if f"{name} choice" in race.optional_inputs}
     assert first.kept == ("compiled-fp32",)
     assert (first.original, by_id["race-first"].inputs["eager"]) == ("eager", "load")
     assert not any("compiled" in name or "aotinductor" in name for name in by_id["race-first"].optional_inputs)
