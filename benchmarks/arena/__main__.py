@@ -7,8 +7,8 @@ Each rival's toolkit gets an environment of its own below --work (rivals.py), an
 cell is a model, a batch size and a number of threads (0: all). For a cell, every rival does its whole job once, in a
 process whose wall time and peak memory are taken; then all of them are timed as servers, block by block, in random
 order, in several launches, and each answers the judged rows. What takes more than twice the time of the fastest in the
-first launch is not launched again. A cell that is in the results with all rivals asked for is not run again;
---again names rivals to prepare and time again. Writes --out and the same as .md.
+first launch is not launched again. A cell that this machine has in the results with all rivals asked for is not run
+again; --again names rivals to prepare and time again. Writes --out and the same as .md.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import numpy as np
 import report
 import rivals
 import rounds
-from cells import Entrant, Row, count, list_hopeless, summarise
+from cells import Entrant, Row, count_by_machine, list_hopeless, summarise
 from recipes.job import JUDGEMENT, Job
 from rounds import Prepared, Server, Timing
 
@@ -196,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that servers are ended, too
     found: Row = json.loads(options.out.read_text()) if options.out.is_file() else {"cells": []}
-    cells = {(cell["model"], cell["batch"], cell["threads"]): cell for cell in found["cells"]}
+    here = _describe_machine()
+    cells = {(cell["machine"], cell["model"], cell["batch"], cell["threads"]): cell for cell in found["cells"]}
     for name in options.again:
         for model in options.models:
             for folder in (options.work / "rivals" / name).glob(f"{model}*"):
@@ -205,19 +206,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in options.models:
         for batch in options.batch:
             for threads in options.threads:
-                place = (model, batch, threads)
+                place = (here, model, batch, threads)
                 if not (names := _list_rivals(cells.get(place), options)):
                     continue
-                cell = Cell(*place, names, options)
+                cell = Cell(model, batch, threads, names, options)
                 print(f"{model}, batch {batch}, {threads or 'all'} threads", flush=True)
                 cells[place] = cell.run() | {
+                    "machine": here,
                     "command": f"python benchmarks/arena {words}".strip(),
                     "others": cpu.count_others(),
                 }
                 print(report.describe_cell(cells[place]), flush=True)
-                found = {"machine": _describe_machine(), "cells": list(cells.values())}
-                found["environments"] = rivals.ENVIRONMENTS
-                found["count"] = count(found["cells"])
+                found = {"cells": list(cells.values()), "environments": rivals.ENVIRONMENTS}
+                found["count"] = count_by_machine(found["cells"])
                 options.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
                 options.out.with_suffix(".md").write_text(report.markdown(found))
 

@@ -110,8 +110,13 @@ def judge_ours(cell: Row) -> Row:
     return found | {"won": False, "reason": f"{cell['winner']} is {ratio['median']:.2f} × as fast"}
 
 
-def count(cells: Sequence[Row]) -> Row:
-    """Add up the cells: won, within the budget, and cheaper than the median rival."""
+def count_by_machine(cells: Sequence[Row]) -> dict[str, Row]:
+    """Add up the cells of each machine: won, within the budget, and cheaper than the median rival."""
+    machines = dict.fromkeys(cell["machine"] for cell in cells)
+    return {name: _count([cell for cell in cells if cell["machine"] == name]) for name in machines}
+
+
+def _count(cells: Sequence[Row]) -> Row:
     ours = [cell["ours"] for cell in cells]
     compared = [each for each in ours if each.get("median_rival_job_seconds") is not None]
     return {

@@ -21,25 +21,28 @@ def describe_cell(cell: Row) -> str:
 
 
 def _lines(found: Row) -> Iterator[str]:
-    count = found["count"]
-    yield f"# The arena\n\nMachine: {found['machine']}. Times are medians over rounds, with their 95 % intervals. The"
-    yield "winner is the fastest of those that lose no more than is allowed. A cell is won if enginesmith is first, or"
-    yield "within the interval of the first. Job: from the model to the first answer, the export included for rivals"
-    yield "that take an ONNX graph. Server: memory above what its libraries take. What took over twice the winner's"
-    yield "time in the first of several launches was not launched again: it is marked as such.\n"
-    yield "| cells | won | within the allowed loss | made in at most the median rival's time |"
-    yield "| --- | --- | --- | --- |"
-    yield f"| {count['cells']} | {count['won']} | {count['within_budget']} | {count['not_slower_to_make']} |"
+    yield "# The arena\n\nTimes are medians over rounds, with their 95 % intervals. The winner is the fastest of those"
+    yield "that lose no more than is allowed. A cell is won if enginesmith is first, or within the interval of the"
+    yield "first. Job: from the model to the first answer, the export included for rivals that take an ONNX graph."
+    yield "Server: memory above what its libraries take. What took over twice the winner's time in the first of"
+    yield "several launches was not launched again: it is marked as such.\n"
+    yield "| machine | cells | won | within the allowed loss | made in at most the median rival's time |"
+    yield "| --- | --- | --- | --- | --- |"
+    for machine, count in found["count"].items():
+        yield f"| {machine} | {count['cells']} | {count['won']} | {count['within_budget']} | {count['not_slower_to_make']} |"
     lost = [cell for cell in found["cells"] if not cell["ours"]["won"]]
     yield "\n## Cells that enginesmith does not win\n"
     if lost:
-        yield "| cell | winner | reason |\n| --- | --- | --- |"
+        yield "| machine | cell | winner | reason |\n| --- | --- | --- | --- |"
         for cell in lost:
-            yield f"| {_name(cell)} | {cell['winner']} | {cell['ours']['reason']} |"
+            yield f"| {cell['machine']} | {_name(cell)} | {cell['winner']} | {cell['ours']['reason']} |"
     else:
         yield "None."
-    for cell in found["cells"]:
-        yield from _cell(cell)
+    for machine in found["count"]:
+        yield f"\n## {machine}"
+        for cell in found["cells"]:
+            if cell["machine"] == machine:
+                yield from _cell(cell)
     yield "\n## Versions\n"
     for name, packages in found["environments"].items():
         yield f"- {name}: {', '.join(packages)}"
@@ -50,7 +53,7 @@ def _name(cell: Row) -> str:
 
 
 def _cell(cell: Row) -> Iterator[str]:
-    yield f"\n## {_name(cell)}\n\n`{cell['command']}`; {cell['others']:.1f} threads of other programs ran.\n"
+    yield f"\n### {_name(cell)}\n\n`{cell['command']}`; {cell['others']:.1f} threads of other programs ran.\n"
     yield "| rival | ms a call | × the winner's time | drop (allowed: {}) | job | its peak | server |".format(
         cell["max_drop"]
     )

@@ -187,8 +187,11 @@ def test_a_cell_is_won_first_or_within_the_interval_of_the_first(
     rival = {"rival": "r", "allowed": True, "times_the_winner": None, "job_seconds": 1.0}
     judged = arena.cells.judge_ours({"winner": "r", "rows": [row, rival], "failures": {}})
     assert (judged["won"], judged["reason"]) == (won, reason)
-    counted = arena.cells.count([{"ours": judged}, {"ours": arena.cells.judge_ours({"rows": [], "failures": {}})}])
-    assert counted == {"cells": 2, "won": int(won), "within_budget": int(allowed), "not_slower_to_make": 0}
+    missing = arena.cells.judge_ours({"rows": [], "failures": {}})
+    cells = [{"machine": name, "ours": one} for name, one in (("a", judged), ("b", missing), ("a", missing))]
+    counted = arena.cells.count_by_machine(cells)
+    assert counted["a"] == {"cells": 2, "won": int(won), "within_budget": int(allowed), "not_slower_to_make": 0}
+    assert counted["b"]["cells"] == 1
 
 
 def test_the_report_lists_the_cells_that_were_not_won(arena: SimpleNamespace) -> None:
@@ -199,8 +202,11 @@ def test_the_report_lists_the_cells_that_were_not_won(arena: SimpleNamespace) ->
     }
     cell = arena.cells.summarise(entrants, 0.1)
     cell |= {"model": "m", "batch": 1, "threads": 0, "max_drop": 0.1, "command": "c", "others": 0.0}
-    found = {"machine": "one", "cells": [cell], "count": arena.cells.count([cell]), "environments": {"e": ["p==1"]}}
+    cells = [{**cell, "machine": "AVX2"}, {**cell, "machine": "AMX"}]
+    found = {"cells": cells, "count": arena.cells.count_by_machine(cells), "environments": {"e": ["p==1"]}}
     text = arena.report.markdown(found)
-    assert "| m, batch 1, all threads | best | best is 1.50 × as fast |" in text
+    assert "| AMX | 1 | 0 | 1 | 0 |" in text
+    assert "| AVX2 | m, batch 1, all threads | best | best is 1.50 × as fast |" in text
+    assert text.index("## AVX2") < text.index("### m, batch 1, all threads") < text.index("## AMX")
     assert "| **best** | 2 [" in text
     assert "| gone | – | | x/y |" in text
