@@ -79,6 +79,7 @@ class QuantizeWithNncf(Task):
         kept = find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
         made, settings = self._quantise(ir.to_proto(model), feeding, groups, sorted(kept))
+        _make_unsigned(made.graph)
         known = find_dequantized(made.graph.node)
         names = {group.name for group in usable}
         low = sum(node.name in names and known.issuperset(node.input[:2]) for node in made.graph.node)
@@ -115,6 +116,37 @@ class QuantizeWithNncf(Task):
             raise ModelError(f"NNCF cannot quantize this graph: {error}", "omit --quantizer nncf") from error
         words = (f"preset {self.preset}", "model type transformer" if kind else "", f"{self.weight_bits}-bit weights")
         return made, ", ".join(filter(None, (*words, "fast bias correction", f"{len(feeding)} feeds")))
+
+
+def _make_unsigned(graph: "onnx.GraphProto") -> None:
+    """Write int8 activations as uint8, whose zero points are greater by 128: the same numbers on the same grid.
+
+    ONNX Runtime 1.31 does so itself, but refuses the graph where it also moved a pair over an Unsqueeze (Conv1d).
+    """
+    from onnx import TensorProto, numpy_helper
+
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    pairs = [
+        node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear") and len(node.input) > 2
+    ]
+    activations = [node for node in pairs if node.op_type == "QuantizeLinear" and node.input[0] not in constants]
+    signed = {node.output[0] for node in activations if constants[node.input[2]].data_type == TensorProto.INT8}
+    replaced = set()
+    for node in pairs:
+        if signed.isdisjoint((node.input[0], node.output[0])):
+            continue
+        zero = node.input[2]
+        replaced.add(zero)
+        node.input[2] = f"{zero}_uint8"
+        if node.input[2] not in constants:
+            shifted = (numpy_helper.to_array(constants[zero]).astype("int16") + 128).astype("uint8")
+            constants[node.input[2]] = numpy_helper.from_array(shifted, node.input[2])
+            graph.initializer.append(constants[node.input[2]])
+    for name in replaced.difference(*(node.input for node in graph.node)):
+        graph.initializer.remove(constants[name])
+    for value in graph.value_info:
+        if value.name in signed:
+            value.type.tensor_type.elem_type = TensorProto.UINT8
 
 
 def _list_errors(nncf: Any) -> tuple[type[Exception], ...]:
