@@ -29,7 +29,8 @@ def _lines(found: Row) -> Iterator[str]:
     yield "| machine | cells | won | within the allowed loss | made in at most the median rival's time |"
     yield "| --- | --- | --- | --- | --- |"
     for machine, count in found["count"].items():
-        yield f"| {machine} | {count['cells']} | {count['won']} | {count['within_budget']} | {count['not_slower_to_make']} |"
+        numbers = (count[name] for name in ("cells", "won", "within_budget", "not_slower_to_make"))
+        yield f"| {machine} | {' | '.join(map(str, numbers))} |"
     lost = [cell for cell in found["cells"] if not cell["ours"]["won"]]
     yield "\n## Cells that enginesmith does not win\n"
     if lost:
