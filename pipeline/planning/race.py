@@ -86,7 +86,7 @@ def _race_step(
         seconds=min(_SECONDS_EACH * len(racing), limit * _RACING if limit else float("inf")),
         most=_MOST,
         kept=tuple(variant.id for variant in (*racing, *unmade) if variant.id in kept),
-        unmade=tuple(variant.id for variant in unmade),
+        unmade={variant.id: _same_precision(variant, (*first, *racing)) for variant in unmade},
         original=original.id if original else "",
         max_drop=recipe.budgets.max_drop,
         largest=recipe.objective == "throughput",
@@ -96,6 +96,12 @@ def _race_step(
         wants |= {variant.id: variant.artifact, f"{variant.id} {VERIFIED}": variant.verified[-1]}
     wants |= {f"{name} {CHOICE}": step.id for name, step in choices.items() if name in wants}
     return Step(ref, task, {REFERENCE: REFERENCE, **{variant.id: variant.artifact for variant in first}}, wants)
+
+
+def _same_precision(variant: Variant, others: Sequence[Variant]) -> tuple[str, ...]:
+    """List the other variants that compute in a compiled variant's precision, whichever way they came to it."""
+    precision = variant.engine.arithmetic
+    return tuple(other.id for other in others if precision == (other.lowering or other.engine.arithmetic))
 
 
 def _defer(steps: Sequence[Step], slow: Sequence[Variant], first: Step) -> list[Step]:

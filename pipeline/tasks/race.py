@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Candidate, Engine
@@ -56,8 +56,8 @@ class Race(Measurement):
     """Variants that are measured in full."""
     kept: tuple[str, ...] = ()
     """Variants that are not dropped: they were measured in full before others could be tried."""
-    unmade: tuple[str, ...] = ()
-    """Variants without loss that take long to make, and are dropped where none of them would be fast enough."""
+    unmade: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Variants that take long to make, each with others of its precision, which show if it is worth the time."""
     original: str = ""
     """The model as it is, which is measured in the first lap to judge those; empty where there are none."""
     max_drop: float | None
@@ -89,9 +89,9 @@ class Race(Measurement):
                 before = max((row.lap for row in rows), default=0)
                 laps = self._run_laps(benchmark, running, batch, feeds[batch], progress)
                 rows += [row.model_copy(update={"lap": before + row.lap}) for row in laps]
-        reason = explain_unmade(rows, self.lossless, self.original)
+        reasons = {name: explain_unmade(rows, others, self.original) for name, others in self.unmade.items()}
         rows += [
-            RaceRow(variant=name, lap=0, dropped=reason) for name in self.unmade if reason and name not in self.kept
+            RaceRow(variant=name, lap=0, dropped=why) for name, why in reasons.items() if why and name not in self.kept
         ]
         write_records(out, rows)
         lost = {row.variant for row in rows if row.dropped or row.failure}
@@ -171,13 +171,17 @@ def _write_times(ratio: Interval) -> str:
     return f"at least {ratio.low:.2f}×" if ratio.too_noisy else ratio.times()
 
 
-def explain_unmade(rows: Sequence[RaceRow], lossless: Sequence[str], original: str) -> str:
-    """Explain why compiled variants would be too slow; empty where one of them may be fast enough, or nobody knows."""
+def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], original: str) -> str:
+    """Explain why a compiled variant would be too slow; empty where it may be fast enough, or nobody knows.
+
+    It is judged by the ``others`` of its precision: by the fastest of them, and by the original, if that is one.
+    """
     speeds = {row.variant: row.speedup for row in rows if row.speedup and not row.failure}  # in the last lap of each
     best = max(speeds, key=lambda name: speeds[name].median, default="")
-    safe = max((name for name in speeds if name in lossless), key=lambda name: speeds[name].median, default="")
-    for name, gain in ((original, _COMPILED_OVER_EAGER), (safe, _COMPILED_GAIN)):
-        if name in speeds and (ratio := divide(speeds[best], speeds[name])).low > gain:
+    beside = [name for name in speeds if name in others and name != original]
+    fastest = max(beside, key=lambda name: speeds[name].median, default="")
+    for name, gain in ((original, _COMPILED_OVER_EAGER), (fastest, _COMPILED_GAIN)):
+        if name in speeds and name in others and (ratio := divide(speeds[best], speeds[name])).low > gain:
             seldom = f"compiling in PyTorch is seldom more than {gain:g}× faster than {name}"
             return f"it was not made: {best} is {_write_times(ratio)} faster than {name}, and {seldom}"
     return ""
