@@ -7,7 +7,8 @@ Each rival's toolkit gets an environment of its own below --work (rivals.py), an
 cell is a model, a batch size and a number of threads (0: all). For a cell, every rival does its whole job once, in a
 process whose wall time and peak memory are taken; then all of them are timed as servers, block by block, in random
 order, in several launches, and each answers the judged rows. What takes more than twice the time of the fastest in the
-first launch is not launched again. A cell that this machine has in the results with all rivals asked for is not run
+first launch is not launched again; what took more than four times in all other cells of the model is not prepared.
+A cell that this machine has in the results with all rivals asked for is not run
 again; --again names rivals to prepare and time again. Writes --out and the same as .md.
 """
 
@@ -17,7 +18,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import numpy as np
 import report
 import rivals
 import rounds
-from cells import Entrant, Row, count_by_machine, list_hopeless, summarise
+from cells import Entrant, Row, count_by_machine, find_far_behind, list_hopeless, summarise
 from recipes.job import JUDGEMENT, Job
 from rounds import Prepared, Server, Timing
 
@@ -47,8 +48,17 @@ _UNITS = {"avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "asimd", 
 class Cell:
     """Run the rivals of one model, batch size and number of threads."""
 
-    def __init__(self, model: str, batch: int, threads: int, names: Sequence[str], options: argparse.Namespace) -> None:
-        self.model, self.batch, self.threads, self._names, self._options = model, batch, threads, names, options
+    def __init__(
+        self,
+        model: str,
+        batch: int,
+        threads: int,
+        names: Sequence[str],
+        absent: Mapping[str, str],
+        options: argparse.Namespace,
+    ) -> None:
+        self.model, self.batch, self.threads = model, batch, threads
+        self._names, self._absent, self._options = names, absent, options
         self._work: Path = options.work / "models"
         self._description = models.MODELS[model]
 
@@ -120,7 +130,7 @@ class Cell:
         return rounds.prepare(command, rivals.variables("", paths, self._cores), folder, self._options.limit)
 
     def _prepare(self, name: str, export: Prepared) -> Prepared:
-        if reason := rivals.RIVALS[name].refuses(self._description):
+        if reason := rivals.RIVALS[name].refuses(self._description) or self._absent.get(name):
             return Prepared(0.0, 0, f"does not take part: {reason}")
         folder = self._folder(name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 place = (here, model, batch, threads)
                 if not (names := _list_rivals(cells.get(place), options)):
                     continue
-                cell = Cell(model, batch, threads, names, options)
+                others = [cell for at, cell in cells.items() if at[:2] == place[:2] and at != place]
+                cell = Cell(model, batch, threads, names, find_far_behind(others), options)
                 print(f"{model}, batch {batch}, {threads or 'all'} threads", flush=True)
                 cells[place] = cell.run() | {
                     "machine": here,

@@ -14,6 +14,10 @@ OURS = "enginesmith"
 _SEED = 0
 _HOPELESS = 2.0
 """Times the fastest one's time, at the near end of the interval, for which a rival is not started again."""
+_FAR = 4.0
+"""Likewise in all other cells of the model, for which it is not prepared: batch size and threads do not mend that."""
+_ALWAYS = (OURS, "eager")
+"""They are prepared all the same."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,19 @@ def list_hopeless(entrants: Mapping[str, Entrant], max_drop: float) -> list[str]
         for name, each in entrants.items()
         if name != OURS and each.timing.launches and _ratio(each.timing, fastest).low > _HOPELESS
     ]
+
+
+def find_far_behind(cells: Sequence[Row]) -> dict[str, str]:
+    """Find rivals that were far too slow in all of some cells, which are a model's on one machine, with the reason."""
+    found: dict[str, list[Row]] = {}
+    for cell in cells:
+        for row in cell["rows"]:
+            found.setdefault(row["rival"], []).append(row["times_the_winner"] or {"low": 1.0, "median": 1.0})
+    return {
+        name: f"it took {min(ratio['median'] for ratio in ratios):.1f} times as long as the winner in another cell"
+        for name, ratios in found.items()
+        if name not in _ALWAYS and all(ratio["low"] > _FAR for ratio in ratios)
+    }
 
 
 def _ratio(above: Timing, below: Timing) -> Interval:

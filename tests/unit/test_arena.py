@@ -194,6 +194,17 @@ def test_a_cell_is_won_first_or_within_the_interval_of_the_first(
     assert counted["b"]["cells"] == 1
 
 
+def test_what_was_far_behind_in_all_cells_is_not_prepared_again(arena: SimpleNamespace) -> None:
+    def cell(**ratios: float) -> dict[str, Any]:
+        intervals = {name: {"low": ratio, "median": ratio + 1} for name, ratio in ratios.items()}
+        return {"rows": [{"rival": name, "times_the_winner": each} for name, each in intervals.items()]}
+
+    first = {"rows": [{"rival": "first", "times_the_winner": None}]}
+    cells = [cell(near=3, far=5, changing=9, enginesmith=9, eager=9), cell(far=7, changing=2), first]
+    assert arena.cells.find_far_behind([]) == {}
+    assert arena.cells.find_far_behind(cells) == {"far": "it took 6.0 times as long as the winner in another cell"}
+
+
 def test_the_report_lists_the_cells_that_were_not_won(arena: SimpleNamespace) -> None:
     entrants = {
         "enginesmith": entrant(arena, 3.0),
