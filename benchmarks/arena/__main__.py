@@ -117,7 +117,7 @@ class Cell:
         path = self._folder(name) / f"job-b{self.batch}-t{self.threads}.json"
         job.write(path)
         interpreter = rivals.python(rival.environment, self._options.work)
-        variables = rivals.variables(rival.environment, models.import_paths(self._work), self._cores)
+        variables = rounds.variables(rival.environment, models.import_paths(self._work), self._cores)
         return [str(interpreter), str(server), mode, str(path), rival.recipe], variables
 
     def _export(self) -> Prepared:
@@ -127,7 +127,7 @@ class Cell:
         source = models.source(self.model, self._work)
         paths = [Path(judging.__file__).parent, *models.import_paths(self._work)]
         command = [sys.executable, "-c", _EXPORT, source, str(folder / "model.onnx")]
-        return rounds.prepare(command, rivals.variables("", paths, self._cores), folder, self._options.limit)
+        return rounds.prepare(command, rounds.variables("", paths, self._cores), folder, self._options.limit)
 
     def _prepare(self, name: str, export: Prepared) -> Prepared:
         if reason := rivals.RIVALS[name].refuses(self._description) or self._absent.get(name):

@@ -1,6 +1,5 @@
 """The rivals, and an environment for each toolkit, installed from the index that pip is configured for."""
 
-import os
 import subprocess
 import sys
 import venv
@@ -12,8 +11,6 @@ from cells import OURS
 from models import Model
 
 HERE = Path(__file__).parent
-CHECKOUT = HERE.parent.parent
-_ORT = ("onnxruntime==1.31.1", "onnx==1.23.2", "sympy==1.14.0", "numpy==2.4.6")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3", "safetensors==0.8.0", "transformers==5.23.0")
 ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "onnxruntime": _ORT,
@@ -94,10 +91,3 @@ def python(environment: str, work: Path) -> Path:
         subprocess.run([interpreter, "-m", "pip", "install", "-q", *ENVIRONMENTS[environment]], check=True)
         stamp.write_text(wanted)
     return interpreter
-
-
-def variables(environment: str, import_paths: Sequence[Path], threads: int) -> dict[str, str]:
-    """Return the environment variables of a rival's process; the checkout is there for the models' own code."""
-    paths = [*import_paths, CHECKOUT / "build"] if environment else import_paths
-    numbers = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    return {**os.environ, **numbers, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -19,6 +19,7 @@ from recipes.job import PEAK
 from enginesmith.pipeline.measure.statistics import Timed
 
 HERE = Path(__file__).parent
+CHECKOUT = HERE.parent.parent
 _SERVER = HERE / "recipes" / "server.py"
 _PAUSE_SECONDS = 0.02
 """Between two blocks, for the threads of the one before to fall asleep."""
@@ -27,6 +28,17 @@ _LOOK_SECONDS = 0.1
 _SESSION = 3
 """Column of /proc/PID/stat after the name (proc(5))."""
 _LAST_WORDS = 300
+
+
+def variables(environment: str, import_paths: Sequence[Path], threads: int) -> dict[str, str]:
+    """Return the environment variables of a rival's process; the checkout is there for the models' own code."""
+    package = CHECKOUT / "build" / "enginesmith"
+    if not package.exists():
+        package.parent.mkdir(exist_ok=True)
+        package.symlink_to("..")
+    paths = [*import_paths, package.parent] if environment else import_paths
+    numbers = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {**os.environ, **numbers, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class RivalFailed(RuntimeError):

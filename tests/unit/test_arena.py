@@ -99,6 +99,18 @@ def test_a_rival_that_raises_or_hangs_is_ended_and_says_why(
     assert server.process.returncode is not None
 
 
+def test_rivals_find_what_the_models_import(
+    arena: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.setattr(arena.rounds, "CHECKOUT", tmp_path)
+    for _ in range(2):
+        paths = arena.rounds.variables("torch", [tmp_path / "nets"], 1)["PYTHONPATH"].split(":")
+        assert paths[0] == str(tmp_path / "nets")
+        assert Path(paths[1], "enginesmith", "models").is_dir()
+    assert arena.rounds.variables("", [], 1)["PYTHONPATH"] == ""
+
+
 def test_the_whole_job_is_done_once_and_its_failure_is_kept(arena: SimpleNamespace, toys: Any) -> None:
     path = {"PYTHONPATH": str(toys.folder)}
     done = arena.rounds.prepare(toys.command("prepare", "fast"), path, toys.folder, 30.0)
