@@ -10,7 +10,7 @@ from pathlib import Path
 from cells import OURS
 from models import Model
 
-HERE = Path(__file__).parent
+_ORT = ("onnxruntime==1.31.1", "onnx==1.23.2", "sympy==1.14.0", "numpy==2.4.6")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3", "safetensors==0.8.0", "transformers==5.23.0")
 ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "onnxruntime": _ORT,

@@ -93,7 +93,11 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     planned = [_engine_steps(recipe, variant, graph, verified, original.name) for variant in asked]
     dense, to_engines = [variant for variant, _ in planned], [step for _, more in planned for step in more]
     shared = frozenset((SHAPES, *([own.id] if own else ())))
-    dense_plan = DensePlan(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
+    again = planned
+    if recipe.variants == "found":  # compiling takes long, and gains little
+        again = [(variant, more) for variant, more in planned if variant.engine.consumes == "onnx"]
+    steps_again, dense_again = (step for _, more in again for step in more), (variant for variant, _ in again)
+    dense_plan = DensePlan(graph, tuple(to_graph), tuple(steps_again), tuple(dense_again), shared)
     others, more = compress(resolved, dense_plan)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:

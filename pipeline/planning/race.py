@@ -3,10 +3,11 @@
 build-V ── verify-V ─┬─ [choice-V] ── race ── stay-V ─┬─ [tune-V ── verify-V-tuned] ─┬─ memory-V, quality-V
                      └────────────────┘               └──────────────────────────────┴─ latency
 
-Engines that take long to make wait for a first race of all others: race-first ── stay-V-first ── build-V ── …
+What takes long to make waits for a first race of all others: race-first ── stay-V-first ── build-V ── …
+So does a pruned model. Nothing is made of it if it loses too much: prune-P ── recover-P ── choice-P ── stay-V-P-first
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from enginesmith.pipeline.planning.plan import REFERENCE, Step, StepRef, Variant, tune_step
@@ -43,14 +44,19 @@ def plan_race(
     original, device = variants[0], variants[0].device
     racing = [variant for variant in variants[1:] if device.kind in variant.engine.kinds and not variant.unavailable]
     choices = {variant.id: step for variant in racing if (step := _choice_step(recipe, variant, judge))}
-    known = recipe.variants == "found" and device.kind == "cpu"  # what compiling gains was measured there
-    slow = [variant for variant in racing if known and variant.engine.consumes == "torch"]
+    known = device.kind == "cpu"  # what compiling gains was measured there
+    slow = [
+        variant
+        for variant in racing
+        if recipe.variants == "found" and (variant.dense or (known and variant.engine.consumes == "torch"))
+    ]
     quick = [variant for variant in racing if variant not in slow]
     race = _race_step(recipe, StepRef(RACE), racing, choices, kept)
     made = [*steps, *(step for name, step in choices.items() if name in {variant.id for variant in quick})]
     if slow and quick:
         first = _race_step(recipe, StepRef(RACE, "first"), quick, choices, kept, slow, original)
-        made = _defer(made, slow, first)
+        gate = next((step for variant in slow if (step := _pruned_choice(original, variant, judge))), None)
+        made = _defer(made, [original, *quick], slow, first, gate, recipe.budgets.max_drop)
         race = replace(race, inputs={**race.inputs, EARLIER: first.id})
     made += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
     staying = {}
@@ -67,6 +73,16 @@ def _choice_step(recipe: Recipe, variant: Variant, judge: Callable[[Variant], St
         return None
     needs = {**judged.inputs, VERIFIED: variant.verified[-1]}
     return replace(judged, id=StepRef(CHOICE, variant.name), search=True, inputs=needs)
+
+
+def _pruned_choice(original: Variant, variant: Variant, judge: Callable[[Variant], Step | None]) -> Step | None:
+    """Plan to find the metric of a variant's pruned module, of which nothing is made if it loses too much."""
+    made = (*variant.pruned, *variant.recovered)
+    if not made:
+        return None
+    name = replace(original.name, changes=variant.name.changes)
+    judged = judge(replace(original, name=name, artifact=made[-1]))
+    return judged and replace(judged, id=StepRef(CHOICE, name), search=True)
 
 
 def _race_step(
@@ -86,7 +102,8 @@ def _race_step(
         seconds=min(_SECONDS_EACH * len(racing), limit * _RACING if limit else float("inf")),
         most=_MOST,
         kept=tuple(variant.id for variant in (*racing, *unmade) if variant.id in kept),
-        unmade={variant.id: _same_precision(variant, (*first, *racing)) for variant in unmade},
+        unmade={variant.id: _same_precision(variant, (*first, *racing)) for variant in unmade if not variant.dense},
+        dense={variant.id: variant.dense for variant in (*racing, *unmade) if variant.dense},
         original=original.id if original else "",
         max_drop=recipe.budgets.max_drop,
         largest=recipe.objective == "throughput",
@@ -104,17 +121,49 @@ def _same_precision(variant: Variant, others: Sequence[Variant]) -> tuple[str, .
     return tuple(other.id for other in others if precision == (other.lowering or other.engine.arithmetic))
 
 
-def _defer(steps: Sequence[Step], slow: Sequence[Variant], first: Step) -> list[Step]:
-    """Let what is made for slow variants wait for a first race, which may drop them."""
-    owners = {ref: variant for variant in slow for ref in (variant.artifact, *variant.verified)}
-    late = [step for step in steps if step.id in owners and step.id.kind in ("build", "verify")]
-    stays = {variant.id: StepRef(STAY, variant.name, "first") for variant in slow}
-    return [
-        *(step for step in steps if step not in late),
-        first,
-        *(Step(ref, Stay(variant=name), {RACE: first.id}) for name, ref in stays.items()),
-        *(replace(step, inputs={**step.inputs, STAY: stays[owners[step.id].id]}) for step in late),
-    ]
+def _defer(
+    steps: Sequence[Step],
+    quick: Sequence[Variant],
+    slow: Sequence[Variant],
+    first: Step,
+    gate: Step | None,
+    max_drop: float | None,
+) -> list[Step]:
+    """Let what is made for slow variants alone wait for a first race, which may drop them.
+
+    The ``gate`` finds what the pruned module loses: what is made of that waits for the gate, too.
+    """
+    needed = _leading_to(steps, [ref for variant in quick for ref in (variant.artifact, *variant.verified)])
+    leading = {variant.id: _leading_to(steps, (variant.artifact, *variant.verified)) for variant in slow}
+    before = _leading_to(steps, [gate.inputs["model"]]) if gate else set[StepRef]()
+    made, late, stays = list[Step](), list[Step](), dict[tuple[bool, tuple[str, ...]], StepRef]()
+    for step in steps:
+        owners = tuple(variant for variant in slow if step.id in leading[variant.id]) if step.id not in needed else ()
+        if not owners:
+            is_late = {done.id for done in late}.intersection(step.sources)  # audits follow what they look at
+            (late if is_late else made).append(step)
+            continue
+        gated = gate if owners[0].dense and step.id not in before else None
+        key = (gated is not None, tuple(variant.id for variant in owners))
+        if key not in stays:
+            subject = owners[0].name if len(owners) == 1 and step.id not in before else step.id
+            stays[key] = StepRef(STAY, subject, "first")
+            needs = {RACE: first.id}
+            if gated:
+                needs[CHOICE] = gated.id
+                late += [gated] if gated not in late else []
+            late.append(Step(stays[key], Stay(variants=key[1], max_drop=max_drop if gated else None), needs))
+        late.append(replace(step, inputs={**step.inputs, STAY: stays[key]}))
+    return [*made, first, *late]
+
+
+def _leading_to(steps: Sequence[Step], ends: Iterable[StepRef]) -> set[StepRef]:
+    """List the ends and all that they cannot do without."""
+    reached = set(ends)
+    for step in reversed(steps):
+        if step.id in reached:
+            reached |= set(step.inputs.values())
+    return reached
 
 
 def _is_lossless(variant: Variant) -> bool:
@@ -128,7 +177,7 @@ def _after_race(
     check = by_id[variant.verified[-1]]
     reference = check.inputs[REFERENCE]
     stay = StepRef(STAY, variant.name)
-    steps = [Step(stay, Stay(variant=variant.id), {RACE: StepRef(RACE), VERIFIED: check.id, REFERENCE: reference})]
+    steps = [Step(stay, Stay(variants=(variant.id,)), {RACE: StepRef(RACE), VERIFIED: check.id, REFERENCE: reference})]
     graph = graphs.get(variant.artifact)
     on_cpu = variant.device.kind == "cpu"  # a variant on CUDA may share its engine with one that replays CUDA graphs
     if not on_cpu or graph is None or recipe.tune_seconds or not variant.engine.tunable_options(None, variant.device):

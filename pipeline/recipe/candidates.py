@@ -13,6 +13,10 @@ from enginesmith.pipeline.system import software
 
 LOSSLESS = "fp32"
 """The precision that changes nothing but the order of sums."""
+_PRUNED = "macs=-50%"
+"""What is pruned where there is time to train back what is left: half of the work (benchmarks/results/pruning.md)."""
+_RECOVERING, _LEAST_RECOVERY = 0.2, 90.0
+"""Share of the whole time for training back, and the fewest seconds that are worth it: half of digits needs 86."""
 
 
 def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -37,14 +41,28 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     takes_nncf = device.kind == "cpu" and any("nncf" in engine_class(name).quantizers for name in engines)
     if "int8" in precisions and takes_nncf and "quantizers" not in quantisation and software.version("nncf"):
         chosen["quantisation"] = {**quantisation, "quantizers": ["own", "nncf"]}
+    if lossy and recipe.budgets.max_drop:
+        chosen |= _fill_pruning(values, recipe)
     return {**values, **chosen}
+
+
+def _fill_pruning(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Fill in a pruned model that is trained back, where the model is a module and there is the time."""
+    seconds = (recipe.time_seconds or 0) * _RECOVERING
+    if seconds < _LEAST_RECOVERY or not _is_torch(recipe):
+        return {}
+    return {"prune": [_PRUNED], "recover": True, "recovery": {"seconds": seconds, **(values.get("recovery") or {})}}
+
+
+def _is_torch(recipe: Recipe) -> bool:
+    with contextlib.suppress(SourceError):  # it is told when the model is looked for
+        return resolve(recipe.model).is_torch
+    return True
 
 
 def _list_engines(recipe: Recipe) -> Iterator[str]:
     """List the engines that run a recipe's model here; those that compile for long, for PyTorch alone, come last."""
-    is_torch = True
-    with contextlib.suppress(SourceError):  # it is told when the model is looked for
-        is_torch = resolve(recipe.model).is_torch
+    is_torch = _is_torch(recipe)
     able = [
         name
         for name in ENGINES

@@ -58,6 +58,9 @@ class Race(Measurement):
     """Variants that are not dropped: they were measured in full before others could be tried."""
     unmade: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Variants that take long to make, each with others of its precision, which show if it is worth the time."""
+    dense: dict[str, str] = Field(default_factory=dict)
+    """By pruned variant, the one that differs from it only in being dense. If that is out of the race, the pruned one
+    is not made; if the pruned one stays, so does that one, so that their speeds are compared."""
     original: str = ""
     """The model as it is, which is measured in the first lap to judge those; empty where there are none."""
     max_drop: float | None
@@ -90,12 +93,15 @@ class Race(Measurement):
                 laps = self._run_laps(benchmark, running, batch, feeds[batch], progress)
                 rows += [row.model_copy(update={"lap": before + row.lap}) for row in laps]
         reasons = {name: explain_unmade(rows, others, self.original) for name, others in self.unmade.items()}
+        left = set(verified) - {row.variant for row in rows if row.dropped or row.failure}
+        for name, dense in self.dense.items():
+            if name not in self.engines and dense not in left:
+                reasons[name] = f"it was not made: {dense} is out of the race"
         rows += [
             RaceRow(variant=name, lap=0, dropped=why) for name, why in reasons.items() if why and name not in self.kept
         ]
         write_records(out, rows)
-        lost = {row.variant for row in rows if row.dropped or row.failure}
-        summary = f"{sum(name not in lost for name in verified)} of {len(verified)} variants are measured in full"
+        summary = f"{len(left)} of {len(verified)} variants are measured in full"
         return Effect(file=RECORDS, summary=summary, incomplete=any(row.failure for row in rows))
 
     @property
@@ -126,6 +132,9 @@ class Race(Measurement):
             measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
             contenders = {name: row for name, row in measured.items() if name != self.original}
             reasons = drop_slow(contenders, self.lossless, self.most, last=lap == _LAPS or benchmark.late)
+            for name in contenders:
+                if name not in reasons:
+                    reasons.pop(self.dense.get(name, ""), None)
             for name, row in measured.items():
                 reason, failure = "" if name in self.kept else reasons.get(name, ""), row.failure or ""
                 yield RaceRow(variant=name, lap=lap, speedup=row.speedup, dropped=reason, failure=failure)
@@ -138,10 +147,12 @@ class Race(Measurement):
         qualities = read_models(inputs.get(f"{name} {CHOICE}"), Quality)
         if self.max_drop is None or not qualities or not qualities[0].exceeds(self.max_drop) or name in self.kept:
             return None
-        reason = (
-            f"its accuracy drop of {qualities[0].drop:.4f} on the samples for choosing is more than {self.max_drop:g}"
-        )
-        return RaceRow(variant=name, lap=0, dropped=reason)
+        return RaceRow(variant=name, lap=0, dropped=explain_drop(qualities[0], self.max_drop))
+
+
+def explain_drop(quality: Quality, max_drop: float) -> str:
+    """Explain that the metric loses too much on the samples for choosing."""
+    return f"its accuracy drop of {quality.drop:.4f} on the samples for choosing is more than {max_drop:g}"
 
 
 def drop_slow(
@@ -188,7 +199,7 @@ def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], original: str
 
 
 class Stay(Task):
-    """Let the steps of one variant continue after the race, or end them with the reason.
+    """Let the steps of variants continue after the race, or end them with the reason, if none of the variants stays.
 
     What it leaves is always the same, so that steps after it keep their keys when a race is run again.
     """
@@ -197,13 +208,30 @@ class Stay(Task):
     produces: ClassVar[Kind] = "record"
     in_process: ClassVar[bool] = True
 
-    variant: str
+    variants: tuple[str, ...]
+    max_drop: float | None = None
+    """Drop on the samples for choosing that the model which they are made of may have, where that is known."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        rows = [row for row in read_models(inputs[RACE], RaceRow) if row.variant == self.variant]
-        failed = next((row.failure for row in rows if row.failure), "")
-        if failed not in ("", NO_TIME):
-            raise ModelError(f"it failed in the race: {failed}")
+        by_variant: dict[str, list[RaceRow]] = {name: [] for name in self.variants}
+        for row in read_models(inputs[RACE], RaceRow):
+            by_variant.setdefault(row.variant, []).append(row)
+        ends = [_find_end(by_variant[name]) for name in self.variants]
+        qualities = read_models(inputs.get(CHOICE), Quality)
         write_records(out, [])
-        dropped = next((f"dropped: {row.dropped}" for row in rows if row.dropped), failed)
-        return Effect(file=RECORDS, summary="it stays in the race", rejected=dropped)
+        rejected = "" if "" in ends else ends[0]
+        if not rejected and self.max_drop is not None and qualities and qualities[0].exceeds(self.max_drop):
+            rejected = f"dropped: {explain_drop(qualities[0], self.max_drop)}"
+        return Effect(file=RECORDS, summary="it stays in the race", rejected=rejected)
+
+
+def _find_end(rows: Sequence[RaceRow]) -> str:
+    """Say why a variant is out of the race; empty if it is not.
+
+    Raises:
+        ModelError: it failed.
+    """
+    failed = next((row.failure for row in rows if row.failure), "")
+    if failed not in ("", NO_TIME):
+        raise ModelError(f"it failed in the race: {failed}")
+    return next((f"dropped: {row.dropped}" for row in rows if row.dropped), failed)

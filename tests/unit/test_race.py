@@ -305,19 +305,19 @@ def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -
 def test_a_variant_stays_or_ends_with_the_reason(tmp_path: Path, end: dict[str, str], rejected: str) -> None:
     write_records(tmp_path, [RaceRow(variant="b", lap=1, dropped="no"), RaceRow(variant="a", lap=1, **end)])
     inputs = {RACE: scratch_artifact("record", tmp_path / RECORDS, None)}
-    assert Stay(variant="a").run(inputs, tmp_path, print).rejected == rejected
+    assert Stay(variants=("a",)).run(inputs, tmp_path, print).rejected == rejected
 
 
 def test_a_variant_that_crashes_in_the_race_has_failed(tmp_path: Path) -> None:
     write_records(tmp_path, [RaceRow(variant="a", lap=1, failure="it crashed")])
     with pytest.raises(ModelError, match="it failed in the race: it crashed"):
-        Stay(variant="a").run({RACE: scratch_artifact("record", tmp_path / RECORDS, None)}, tmp_path, print)
+        Stay(variants=("a",)).run({RACE: scratch_artifact("record", tmp_path / RECORDS, None)}, tmp_path, print)
 
 
 def test_a_variant_that_no_time_was_left_for_has_not_failed(tmp_path: Path) -> None:
     write_records(tmp_path, [RaceRow(variant="a", lap=1, failure=NO_TIME)])
     inputs = {RACE: scratch_artifact("record", tmp_path / RECORDS, None)}
-    assert Stay(variant="a").run(inputs, tmp_path, print).rejected == NO_TIME
+    assert Stay(variants=("a",)).run(inputs, tmp_path, print).rejected == NO_TIME
 
 
 @pytest.mark.parametrize(
