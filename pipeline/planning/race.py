@@ -13,7 +13,7 @@ from dataclasses import replace
 from enginesmith.pipeline.planning.plan import REFERENCE, Step, StepRef, Variant, tune_step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
-from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, RACE, STAY, Race, Stay
+from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, STAY, Race, Stay
 from enginesmith.pipeline.tasks.verify import Verify
 
 _MOST = 3
@@ -57,7 +57,8 @@ def plan_race(
         first = _race_step(recipe, StepRef(RACE, "first"), quick, choices, kept, slow, original)
         gate = next((step for variant in slow if (step := _pruned_choice(original, variant, judge))), None)
         made = _defer(made, [original, *quick], slow, first, gate, recipe.budgets.max_drop)
-        race = replace(race, inputs={**race.inputs, EARLIER: first.id})
+        wants = {**race.optional_inputs, PRUNED_CHOICE: gate.id} if gate else race.optional_inputs
+        race = replace(race, inputs={**race.inputs, EARLIER: first.id}, optional_inputs=wants)
     made += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
     staying = {}
     for variant in racing:

@@ -86,6 +86,9 @@ def make_record(
     build, measurements = _build(variant, own), _measurements(variant, plan, outcomes, rows)
     audits, reasons = _audits(variant, outcomes)
     assignment = tuple(read_models(artifact_of(outcomes, variant.assignment), Assignment))
+    race = tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id)
+    if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
+        unfinished = unfinished and f"dropped: {dropped}"
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
         for steps in (variant.pruned, variant.recovered)
@@ -115,7 +118,7 @@ def make_record(
         **measurements,
         build=build,
         tuning=_read_tuning(own) if own else None,
-        race=tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id),
+        race=race,
         untried=unfinished == NO_TIME,
         pruning=tuple(map(read_facts, pruned)),
         recovery=tuple(read_recovery(artifact.folder) for artifact in recovered),

@@ -24,6 +24,8 @@ RACE = "race"
 STAY = "stay"
 CHOICE = "choice"
 """Role of the record of a variant's metric on the samples for choosing: ``V choice`` for the variant V."""
+PRUNED_CHOICE = "pruned choice"
+"""Likewise for the pruned module, of which variants are made if it does not lose too much."""
 EARLIER = "earlier"
 """Role of the record of a first race, whose results count."""
 _LAPS = 3
@@ -79,7 +81,11 @@ class Race(Measurement):
         rows = read_models(inputs.get(EARLIER), RaceRow)
         verified = [name for name in self.engines if f"{name} {VERIFIED}" in inputs]
         fresh = [name for name in verified if name not in {row.variant for row in rows}]
-        rows += [row for name in fresh if (row := self._judge_drop(name, inputs))]
+        rows += [row for name in fresh if (row := self._judge_drop(name, inputs, f"{name} {CHOICE}"))]
+        unmade = self.dense.keys() - {*verified, *(row.variant for row in rows)}
+        rows += [
+            row for name in self.engines if name in unmade and (row := self._judge_drop(name, inputs, PRUNED_CHOICE))
+        ]
         rows += [RaceRow(variant=name, lap=0, kept=True) for name in fresh if name in self.kept]
         running = [name for name in verified if name not in {row.variant for row in rows if row.dropped or row.failure}]
         if self._needs_laps(running, rows):
@@ -131,10 +137,8 @@ class Race(Measurement):
             benchmark.measure(batch, feeds, running)
             measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
             contenders = {name: row for name, row in measured.items() if name != self.original}
-            reasons = drop_slow(contenders, self.lossless, self.most, last=lap == _LAPS or benchmark.late)
-            for name in contenders:
-                if name not in reasons:
-                    reasons.pop(self.dense.get(name, ""), None)
+            last = lap == _LAPS or benchmark.late
+            reasons = drop_slow(contenders, self.lossless, self.most, self.dense, last=last)
             for name, row in measured.items():
                 reason, failure = "" if name in self.kept else reasons.get(name, ""), row.failure or ""
                 yield RaceRow(variant=name, lap=lap, speedup=row.speedup, dropped=reason, failure=failure)
@@ -142,9 +146,9 @@ class Race(Measurement):
                 name for name in contenders if (name not in reasons or name in self.kept) and not measured[name].failure
             ]
 
-    def _judge_drop(self, name: str, inputs: Inputs) -> RaceRow | None:
+    def _judge_drop(self, name: str, inputs: Inputs, role: str) -> RaceRow | None:
         """Judge the loss of the metric on the samples for choosing; None where it is allowed or unknown."""
-        qualities = read_models(inputs.get(f"{name} {CHOICE}"), Quality)
+        qualities = read_models(inputs.get(role), Quality)
         if self.max_drop is None or not qualities or not qualities[0].exceeds(self.max_drop) or name in self.kept:
             return None
         return RaceRow(variant=name, lap=0, dropped=explain_drop(qualities[0], self.max_drop))
@@ -156,12 +160,13 @@ def explain_drop(quality: Quality, max_drop: float) -> str:
 
 
 def drop_slow(
-    rows: Mapping[str, LatencyRow], lossless: Sequence[str], most: int, *, last: bool = False
+    rows: Mapping[str, LatencyRow], lossless: Sequence[str], most: int, dense: Mapping[str, str], *, last: bool = False
 ) -> dict[str, str]:
     """Choose the variants that drop out after a lap, with the reason.
 
     Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval;
-    after the ``last`` lap also the slowest ones above the number ``most``. The fastest of the lossless ones stays.
+    after the ``last`` lap also the slowest ones above the number ``most``. The fastest of the lossless ones stays, and
+    so do the ``dense`` ones of pruned ones that stay.
     """
     speeds = {name: row.speedup for name, row in rows.items() if row.speedup}
     order = sorted(speeds, key=lambda name: -speeds[name].median)
@@ -175,7 +180,8 @@ def drop_slow(
             reasons[name] = f"{order[0]} is {_write_times(ratio)} faster"
         elif last and place > most:
             reasons[name] = f"it is number {place} in speed, and {most} are measured in full"
-    return reasons
+    beside = {dense.get(name) for name in rows if name not in reasons}
+    return {name: reason for name, reason in reasons.items() if name not in beside}
 
 
 def _write_times(ratio: Interval) -> str:

@@ -53,6 +53,27 @@ def test_what_cannot_pay_is_not_made(tmp_path: Path) -> None:
     assert run.winner
 
 
+@pytest.mark.parametrize("allowed", [0.05, 0.95])
+def test_of_a_pruned_module_that_loses_too_much_no_variant_is_made(allowed: float, tmp_path: Path) -> None:
+    """Without training, half of digits is worth little: it loses 0.6."""
+    found = {"variants": "found", "engines": ["onnxruntime"], "precisions": ["fp32"], "prune": ["macs=-50%"]}
+    recipe = make({**_RECIPE, **found, "budgets": {"max_drop": allowed}, "batch": [1]})
+    run = optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
+    dense, pruned = run.requested
+    steps = {step.id for step in run.steps if step.status == "done"}
+    assert "prune-macs50" in steps
+    assert ("export-prune-macs50" in steps) == (allowed > 0.5)
+    assert dense.status == "measured"
+    if allowed < 0.5:
+        assert "on the samples for choosing is more than 0.05" in pruned.dropped
+        assert pruned.reason == f"dropped: {pruned.dropped}"
+    else:
+        assert pruned.status == "measured"
+        assert pruned.quality is not None
+        assert pruned.quality.drop > 0.3
+    assert is_finished(run, tmp_path / "run")
+
+
 def test_what_no_time_was_left_for_is_tried_by_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, out = Settings(store=tmp_path / "store"), tmp_path / "run"
     with monkeypatch.context() as patch:

@@ -23,7 +23,17 @@ from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
-from enginesmith.pipeline.tasks.race import EARLIER, RACE, STAY, Race, Stay, drop_slow, explain_unmade
+from enginesmith.pipeline.tasks.race import (
+    CHOICE,
+    EARLIER,
+    PRUNED_CHOICE,
+    RACE,
+    STAY,
+    Race,
+    Stay,
+    drop_slow,
+    explain_unmade,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +200,56 @@ def test_what_takes_long_to_make_waits_for_a_first_race(processor: str) -> None:
     assert "race-first" not in {step.id for step in listed.steps}
 
 
+@pytest.mark.parametrize(
+    ("values", "recovery"),
+    [
+        ({"time_seconds": 600}, 120),
+        ({"time_seconds": 600, "recovery": {"seconds": 30}}, 30),
+        ({"time_seconds": 300}, None),
+        ({}, None),
+        ({"time_seconds": 600, "budgets": {"max_drop": 0}}, None),
+        ({"time_seconds": 600, "engines": ["onnxruntime"]}, None),
+    ],
+)
+def test_half_of_the_work_is_pruned_where_there_is_time_to_train_back(
+    values: dict[str, Any], recovery: float | None
+) -> None:
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, **values})
+    assert recipe.prune == (("macs=-50%",) if recovery else ())
+    assert recipe.recover == bool(recovery)
+    if recovery:
+        assert recipe.recovery.seconds == recovery
+
+
+def test_a_graph_is_not_pruned(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").touch()
+    model = str(tmp_path / "net.onnx")
+    assert not make({"model": model, "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600}).prune
+
+
+def test_what_is_pruned_waits_for_its_dense_variant_and_for_its_own_loss() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=600)
+    order = [step.id for step in made.steps]
+    assert all(order.index(source) < order.index(step.id) for step in made.steps for source in step.sources)
+    by_id = {step.id: step for step in made.steps}
+    first, race = by_id["race-first"].task, by_id[RACE]
+    assert isinstance(first, Race)
+    assert isinstance(race.task, Race)
+    assert first.dense["onnxruntime-int8-prune-macs50"] == "onnxruntime-int8"
+    assert not any(name.startswith(("compiled", "aotinductor")) for name in first.dense)
+    assert not any("prune" in name for name in (*first.engines, *first.unmade))
+    stay, gated = by_id[by_id["recover-prune-macs50"].inputs[STAY]], by_id[by_id["export-prune-macs50"].inputs[STAY]]
+    assert by_id["prune-macs50"].inputs[STAY] == stay.id
+    assert stay.task.variants == gated.task.variants == tuple(first.dense)  # type: ignore[attr-defined]
+    assert (stay.task.max_drop, gated.task.max_drop) == (None, 0.01)  # type: ignore[attr-defined]
+    assert (CHOICE in stay.inputs, gated.inputs[CHOICE]) == (False, "choice-eager-prune-macs50")
+    assert race.optional_inputs[PRUNED_CHOICE] == by_id["choice-eager-prune-macs50"].id
+    assert by_id["choice-eager-prune-macs50"].inputs["model"] == "recover-prune-macs50"
+    own = by_id[by_id["verify-openvino-int8-prune-macs50"].inputs[STAY]].task
+    assert own.variants == ("openvino-int8-prune-macs50",)  # type: ignore[attr-defined]
+    assert not any("stay-prune" in made.leading_to([step.id]) for step in made.steps if step.id.endswith("int8"))
+
+
 def test_on_cuda_where_compiling_gains_more_it_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("onnxruntime", "compiled"):
         monkeypatch.setattr(engine_class(name), "installed", lambda device: Availability(ok=True))
@@ -233,13 +293,20 @@ def test_the_clearly_slower_drop_out_and_the_fastest_lossless_stays(
     rows: dict[str, tuple[float, float, float]], last: bool, dropped: set[str]
 ) -> None:
     measured = {name: row(*ends) for name, ends in rows.items()}
-    reasons = drop_slow(measured, ("safe", "also safe"), 2, last=last)
+    reasons = drop_slow(measured, ("safe", "also safe"), 2, {}, last=last)
     assert set(reasons) == dropped
     assert all(reasons.values())
 
 
+def test_the_dense_one_of_a_pruned_one_that_stays_stays_beside_it() -> None:
+    measured = {
+        name: row(speed, speed, speed) for name, speed in {"a-pruned": 4, "a": 2, "b-pruned": 2, "b": 1}.items()
+    }
+    assert set(drop_slow(measured, (), 3, {"a-pruned": "a", "b-pruned": "b"})) == {"b-pruned", "b"}
+
+
 def test_a_noisy_ratio_is_told_by_its_near_end() -> None:
-    reasons = drop_slow({"a": row(1, 1, 1), "b": row(2, 6, 20)}, (), 3)
+    reasons = drop_slow({"a": row(1, 1, 1), "b": row(2, 6, 20)}, (), 3, {})
     assert reasons == {"a": "b is at least 2.00× faster"}
 
 
@@ -286,7 +353,7 @@ def test_a_race_begins_with_what_an_earlier_one_dropped(tmp_path: Path) -> None:
 
 
 def test_rounds_that_are_too_few_drop_nobody() -> None:
-    assert drop_slow({"a": LatencyRow(batch=1), "b": row(1, 1, 1)}, (), 1, last=True) == {}
+    assert drop_slow({"a": LatencyRow(batch=1), "b": row(1, 1, 1)}, (), 1, {}, last=True) == {}
 
 
 def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -> None:
@@ -294,11 +361,61 @@ def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -
     write_records(tmp_path, [quality])
     task = Race(engines={}, lossless=(), seconds=1, most=3, max_drop=0.01, largest=False, device=Device())
     inputs = {"a choice": scratch_artifact("record", tmp_path / RECORDS, None)}
-    judged = task._judge_drop("a", inputs)
+    judged = task._judge_drop("a", inputs, "a choice")
     assert judged is not None
     assert "0.0500 on the samples for choosing is more than 0.01" in judged.dropped
-    assert task._judge_drop("b", inputs) is None
-    assert task.model_copy(update={"kept": ("a",)})._judge_drop("a", inputs) is None
+    assert task._judge_drop("b", inputs, "b choice") is None
+    assert task.model_copy(update={"kept": ("a",)})._judge_drop("a", inputs, "a choice") is None
+
+
+def test_a_pruned_variant_is_made_if_its_dense_one_is_left_and_its_module_is_good_enough(tmp_path: Path) -> None:
+    quality = {"metric": "top1", "title": "top-1", "value": 0.4, "baseline": 0.95, "drop": 0.55, "samples": 100}
+    speed = row(1, 1, 1).speedup
+    inputs, device = {}, Device()
+    for name, records in {
+        "race": [
+            RaceRow(variant="a", lap=1, speedup=speed),
+            RaceRow(variant="b", lap=1, speedup=speed, dropped="slow"),
+        ],
+        "quality": [quality],
+    }.items():
+        (tmp_path / name).mkdir()
+        write_records(tmp_path / name, records)
+        inputs[name] = scratch_artifact("record", tmp_path / name / RECORDS, None)
+    engines = dict.fromkeys(("a", "b"), engine_class("onnxruntime")())
+    dense = {"a-pruned": "a", "b-pruned": "b"}
+    task = Race(
+        engines=engines, lossless=(), seconds=1, most=0, max_drop=0.01, largest=False, device=device, dense=dense
+    )
+    verified = {EARLIER: inputs["race"], "a verified": inputs["race"], "b verified": inputs["race"]}
+    task.run(verified, tmp_path, print)
+    said = {
+        each.variant: each.dropped
+        for each in read_models(scratch_artifact("record", tmp_path / RECORDS, None), RaceRow)
+    }
+    assert said == {"a": "", "b": "slow", "b-pruned": "it was not made: b is out of the race"}
+    last = task.model_copy(update={"engines": engines | {"a-pruned": engines["a"]}})
+    last.run({**verified, PRUNED_CHOICE: inputs["quality"]}, tmp_path, print)
+    said = {
+        each.variant: each.dropped
+        for each in read_models(scratch_artifact("record", tmp_path / RECORDS, None), RaceRow)
+    }
+    assert said["a-pruned"] == "its accuracy drop of 0.5500 on the samples for choosing is more than 0.01"
+
+
+def test_steps_of_several_variants_continue_while_one_stays(tmp_path: Path) -> None:
+    quality = {"metric": "top1", "title": "top-1", "value": 0.94, "baseline": 0.95, "drop": 0.01, "samples": 100}
+    write_records(tmp_path, [RaceRow(variant="b", lap=1, dropped="no"), RaceRow(variant="c", lap=1, dropped="slow")])
+    record = scratch_artifact("record", tmp_path / RECORDS, None)
+    (tmp_path / "out").mkdir()
+    assert Stay(variants=("a", "b")).run({RACE: record}, tmp_path / "out", print).rejected == ""
+    assert Stay(variants=("b", "c")).run({RACE: record}, tmp_path / "out", print).rejected == "dropped: no"
+    (tmp_path / "quality").mkdir()
+    write_records(tmp_path / "quality", [quality])
+    judged = {RACE: record, CHOICE: scratch_artifact("record", tmp_path / "quality" / RECORDS, None)}
+    assert Stay(variants=("a",), max_drop=0.01).run(judged, tmp_path / "out", print).rejected == ""
+    rejected = Stay(variants=("a",), max_drop=0.0).run(judged, tmp_path / "out", print).rejected
+    assert rejected.startswith("dropped: its accuracy drop of 0.0100 on the samples for choosing")
 
 
 @pytest.mark.parametrize(("end", "rejected"), [({}, ""), ({"dropped": "b is 2× faster"}, "dropped: b is 2× faster")])
