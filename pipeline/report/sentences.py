@@ -142,10 +142,21 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
     for theirs, record in sorted(others, key=lambda other: other[0].p50_ms or 0.0):
         if verdicts.why_ineligible(record) or not theirs.speedup or divide(mine.speedup, theirs.speedup).low > 1:
             continue
+        allowed, quality = run.recipe.budgets.max_drop, record.quality
+        holds = quality is not None and all(verdict.passed for verdict in verdicts.judge_budgets(record, *rules))
+        if (
+            quality
+            and holds
+            and verdicts.may_lose_more(record, allowed)
+            and not verdicts.may_lose_more(winner, allowed)
+        ):
+            loss = f"{quality.metric} drop {quality.drop:+.4f}, and up to {quality.drop_high:+.4f}"
+            times = divide(theirs.speedup, mine.speedup).times()
+            return f"it wins by its accuracy: {record.id} ({loss}) is only {times} as fast"
         if (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0):
             return f"it wins by its lower median, which is not measurably lower than that of {record.id}"
-        if record.quality and all(verdict.passed for verdict in verdicts.judge_budgets(record, *rules)):
-            loss = f"{record.quality.metric} drop {record.quality.drop:+.4f}"
+        if quality and holds:
+            loss = f"{quality.metric} drop {quality.drop:+.4f}"
             return f"it wins by its smaller accuracy drop: {record.id} ({loss}) is not measurably faster"
     return ""
 

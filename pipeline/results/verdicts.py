@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enginesmith.pipeline.engines import BASELINES
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.measure.statistics import divide
+from enginesmith.pipeline.measure.statistics import Interval, divide
 from enginesmith.pipeline.recipe.options import Budgets, Objective
 from enginesmith.pipeline.results.explain import find_shortfall
 from enginesmith.pipeline.results.run import BestReference, Run, VariantRecord, Verdict
@@ -309,6 +309,8 @@ _BEST = {
 
 _AS_FAST = 1.05
 """Ratio of two medians up to which noise may decide between them."""
+_WORTH_A_RISK = 1.1
+"""Ratio, at the near end of its interval, for which a drop is taken whose own interval reaches over the limit."""
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,7 @@ def select_winner(
     """Choose among eligible records: budgets first, then the objective at ``batch``.
 
     Of those that are as fast as the fastest one, as far as was measured, the one with the smallest accuracy drop wins.
+    A drop that meets the budget, with an interval that reaches over it, must bring more speed than 1.1 times.
 
     The first record is the baseline, which does not win if a variant was requested and none was measured. If its
     engine was named (``baseline_named``), it wins where all others have failed.
@@ -353,10 +356,12 @@ def select_winner(
     if ends and "measured" not in ends and not (baseline_named and ends == {"failed"}):
         within = ranked = []
     if within:
-        best = _prefer_less_loss(within, batch) if objective == "latency" else within[0]
+        best = _prefer_less_loss(within, batch, budgets.max_drop) if objective == "latency" else within[0]
         alone = "; no engine is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
-        if best is not within[0]:
+        if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
+            why = f"fastest of those that surely meet the accuracy budget; {within[0].id} is hardly faster, and may not"
+        elif best is not within[0]:
             why = f"smallest accuracy drop of those that meet the budgets and are as fast as {within[0].id}"
         return Selection(best.id, why, pareto, judged(best))
     if ranked:
@@ -371,12 +376,25 @@ def select_winner(
     return Selection(None, explain_failure(requested) or f"nothing was measured that has a {objective}", pareto, ())
 
 
-def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int) -> VariantRecord:
-    """Choose the smallest accuracy drop among the fastest record and those that are not measurably slower."""
+def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int, max_drop: float | None) -> VariantRecord:
+    """Choose the smallest accuracy drop among the fastest record and those that are not measurably slower.
+
+    If the fastest one may lose more than allowed, the fastest one that does not comes first, unless it is much slower.
+    """
     fastest, scale = ranked[0], _metric_scale(ranked)
+    if may_lose_more(fastest, max_drop):
+        sure = [record for record in ranked[1:] if not may_lose_more(record, max_drop)]
+        near = [record for record in sure if (gain := _gain(fastest, record, batch)) and gain.low <= _WORTH_A_RISK]
+        ranked, fastest = (near, near[0]) if near else (ranked, fastest)
     equal = [fastest, *(record for record in ranked[1:] if _is_as_fast(record, fastest, batch))]
     judged = [record for record in equal if record.quality]
     return min(judged, key=lambda record: max(_visible_drop(record, scale), 0.0)) if fastest.quality else fastest
+
+
+def may_lose_more(record: VariantRecord, max_drop: float | None) -> bool:
+    """Tell whether the interval of a record's accuracy drop reaches over the limit."""
+    high = record.quality.drop_high if record.quality else None
+    return high is not None and max_drop is not None and high > max_drop
 
 
 def _metric_scale(records: Sequence[VariantRecord]) -> float:
@@ -390,12 +408,15 @@ def _visible_drop(record: VariantRecord, scale: float) -> float:
 
 def _is_as_fast(record: VariantRecord, fastest: VariantRecord, batch: int) -> bool:
     """Tell whether a record's median is close to the fastest one's, and their interval leaves open which is faster."""
-    rows = record.row(batch), fastest.row(batch)
-    mine, theirs = (row.speedup if row else None for row in rows)
-    if mine is None or theirs is None:
-        return False
-    ratio = divide(theirs, mine)
-    return ratio.low <= 1 and ratio.median <= _AS_FAST
+    ratio = _gain(fastest, record, batch)
+    return ratio is not None and ratio.low <= 1 and ratio.median <= _AS_FAST
+
+
+def _gain(faster: VariantRecord, slower: VariantRecord, batch: int) -> Interval | None:
+    """Divide the speeds of two records; None where one of them was not compared with the baseline."""
+    rows = faster.row(batch), slower.row(batch)
+    above, below = (row.speedup if row else None for row in rows)
+    return divide(above, below) if above and below else None
 
 
 def find_best_reference(records: Sequence[VariantRecord], winner: str | None, batch: int) -> BestReference | None:

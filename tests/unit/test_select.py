@@ -69,6 +69,31 @@ def test_of_equally_fast_ones_the_one_that_loses_less_wins(
     assert chosen.verdicts[0].actual == (0.008 if winner == "lossy" else drop)
 
 
+@pytest.mark.parametrize(
+    ("slower", "high", "safe_high", "winner"),
+    [
+        (1.08, 0.0135, 0.0, "safe"),
+        (1.08, 0.0095, 0.0, "risky"),
+        (1.08, 0.0135, 0.012, "risky"),
+        (1.3, 0.0135, 0.0, "risky"),
+        (1.3, None, 0.0, "risky"),
+    ],
+)
+def test_a_drop_that_may_be_more_than_allowed_has_to_pay(
+    slower: float, high: float | None, safe_high: float, winner: str
+) -> None:
+    def measured(name: str, ms: float, drop: float, high: float | None) -> VariantRecord:
+        speedup = Interval(median=10 / ms, low=9.9 / ms, high=10.1 / ms)
+        row = LatencyRow(batch=1, p50_ms=ms, speedup=speedup)
+        quality = Quality(metric="close", value=0.9, baseline=0.9, drop=drop, drop_high=high, samples=96)
+        return record(name, ms, latency=(row,), quality=quality)
+
+    both = [EAGER, measured("risky", 1.0, 0.0071, high), measured("safe", slower, 0.0, safe_high)]
+    chosen = select_winner(both, Budgets(max_drop=0.01), "latency", 1)
+    assert chosen.winner == winner
+    assert ("surely meet" in chosen.reason) == (winner == "safe")
+
+
 def test_nobody_wins_when_nobody_holds_the_budgets() -> None:
     chosen = select_winner([EAGER, FAST], Budgets(max_latency_ms=0.5), "latency", 1)
     assert chosen.winner is None
