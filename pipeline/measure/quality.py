@@ -48,6 +48,8 @@ class Quality(BaseModel, frozen=True):
     drop_high: float | None = None
     """95 % bootstrap interval of the mean drop, paired by sample."""
     samples: int
+    counted: bool = False
+    """True where each sample is right or wrong, and scores are not graded."""
     reasons: dict[str, str] = {}
 
     @property
@@ -57,14 +59,21 @@ class Quality(BaseModel, frozen=True):
             return self.metric
         return f"{self.metric.removesuffix(f':{self.output}')} of {self.output!r}"
 
-    def exceeds(self, max_drop: float) -> bool:
-        """Tell whether so many samples show that more is lost than allowed.
+    def explain_excess(self, max_drop: float) -> str:
+        """Explain that more is lost than allowed, as far as so many samples tell; empty where that is not shown.
 
-        Where samples are right or wrong, that takes a whole sample above what is allowed: of 96 samples a single one is
-        a drop of 0.0104, and no sign that 0.01 is exceeded.
+        Of graded scores, the whole interval has to be allowed. Where samples are right or wrong, it is wide even if
+        nothing is lost, and it takes a whole sample above what is allowed: of 96 samples a single one is a drop of
+        0.0104, and no sign that 0.01 is exceeded.
         """
-        counts = self.metric.partition(":")[0] in _COUNTS
-        return self.drop > max_drop and (not counts or round((self.drop - max_drop) * self.samples, 6) >= 1)
+        if self.counted:
+            above = round((self.drop - max_drop) * self.samples, 6) >= 1
+            return f"the drop of {self.drop:.4f} is more than {max_drop:g}" if above else ""
+        if self.drop > max_drop:
+            return f"the drop of {self.drop:.4f} is more than {max_drop:g}"
+        if (self.drop_high or 0.0) > max_drop:
+            return f"the drop of {self.drop:.4f} may be up to {self.drop_high:.4f}, which is more than {max_drop:g}"
+        return ""
 
 
 def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: float | None) -> str:
@@ -107,7 +116,14 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
     others = () if chosen is None else tuple(name for name in outputs if name != chosen)
     judged = Quality(
-        metric=metric, output=chosen, other_outputs=others, value=value, baseline=reference, drop=drop, samples=rows
+        metric=metric,
+        output=chosen,
+        other_outputs=others,
+        value=value,
+        baseline=reference,
+        drop=drop,
+        samples=rows,
+        counted=bool(np.isin([ours, theirs], (0, 1)).all()),
     )
     if ours.ndim == 0 or theirs.ndim == 0:
         return explain_missing(judged, f"{metric} returns one number for all samples")

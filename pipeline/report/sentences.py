@@ -152,7 +152,7 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
         ):
             loss = f"{quality.metric} drop {quality.drop:+.4f}, and up to {quality.drop_high:+.4f}"
             times = divide(theirs.speedup, mine.speedup).times()
-            return f"it wins by its accuracy: {record.id} ({loss}) is only {times} as fast"
+            return f"it wins by its accuracy: {record.id} ({loss}) is {times} as fast, but may lose more than allowed"
         if (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0):
             return f"it wins by its lower median, which is not measurably lower than that of {record.id}"
         if quality and holds:

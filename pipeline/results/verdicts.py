@@ -310,7 +310,7 @@ _BEST = {
 _AS_FAST = 1.05
 """Ratio of two medians up to which noise may decide between them."""
 _WORTH_A_RISK = 1.1
-"""Ratio, at the near end of its interval, for which a drop is taken whose own interval reaches over the limit."""
+"""Ratio, at the near end of its interval, for which a share of wrong samples is taken that may be over the limit."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,8 @@ def select_winner(
     """Choose among eligible records: budgets first, then the objective at ``batch``.
 
     Of those that are as fast as the fastest one, as far as was measured, the one with the smallest accuracy drop wins.
-    A drop that meets the budget, with an interval that reaches over it, must bring more speed than 1.1 times.
+    A drop that meets the budget with an interval that reaches over it wins only if nothing else meets the budget; or,
+    where samples are right or wrong, so that the interval is wide even where nothing is lost, if it brings 1.1 × speed.
 
     The first record is the baseline, which does not win if a variant was requested and none was measured. If its
     engine was named (``baseline_named``), it wins where all others have failed.
@@ -360,7 +361,7 @@ def select_winner(
         alone = "; no engine is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
-            why = f"fastest of those that surely meet the accuracy budget; {within[0].id} is hardly faster, and may not"
+            why = f"fastest of those that surely meet the accuracy budget; {within[0].id} may not"
         elif best is not within[0]:
             why = f"smallest accuracy drop of those that meet the budgets and are as fast as {within[0].id}"
         return Selection(best.id, why, pareto, judged(best))
@@ -379,16 +380,22 @@ def select_winner(
 def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int, max_drop: float | None) -> VariantRecord:
     """Choose the smallest accuracy drop among the fastest record and those that are not measurably slower.
 
-    If the fastest one may lose more than allowed, the fastest one that does not comes first, unless it is much slower.
+    Those come first that surely lose no more than allowed, except after a much faster one whose samples are counted.
     """
-    fastest, scale = ranked[0], _metric_scale(ranked)
-    if may_lose_more(fastest, max_drop):
-        sure = [record for record in ranked[1:] if not may_lose_more(record, max_drop)]
-        near = [record for record in sure if (gain := _gain(fastest, record, batch)) and gain.low <= _WORTH_A_RISK]
-        ranked, fastest = (near, near[0]) if near else (ranked, fastest)
+    scale = _metric_scale(ranked)
+    risks = [record for record in ranked if may_lose_more(record, max_drop)]
+    sure = [record for record in ranked if record not in risks]
+    worth = next((record for record in risks if sure and _is_worth_a_risk(record, sure[0], batch)), None)
+    ranked = ranked[ranked.index(worth) :] if worth else sure or ranked
+    fastest = ranked[0]
     equal = [fastest, *(record for record in ranked[1:] if _is_as_fast(record, fastest, batch))]
     judged = [record for record in equal if record.quality]
     return min(judged, key=lambda record: max(_visible_drop(record, scale), 0.0)) if fastest.quality else fastest
+
+
+def _is_worth_a_risk(record: VariantRecord, sure: VariantRecord, batch: int) -> bool:
+    gain = _gain(record, sure, batch)
+    return record.quality is not None and record.quality.counted and gain is not None and gain.low > _WORTH_A_RISK
 
 
 def may_lose_more(record: VariantRecord, max_drop: float | None) -> bool:

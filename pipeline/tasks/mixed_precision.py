@@ -167,13 +167,14 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
     def _judge_drop(self, quality: Judged) -> str:
         """Give the reason where more is lost than allowed, else nothing.
 
-        On a part of the data that is for choosing, it takes a whole sample more: others decide in the end.
+        On a part of the data that is for choosing, as the samples tell: others decide in the end.
         """
         if self.max_drop is None or self.quality is None:
             return ""
         on_part = isinstance(self.quality.data_options, PartOptions)
-        exceeds = quality.exceeds(self.max_drop) if on_part else quality.drop > self.max_drop
-        return f"the drop of {quality.drop:.4f} is more than {self.max_drop:g}" if exceeds else ""
+        if on_part:
+            return quality.explain_excess(self.max_drop)
+        return f"the drop of {quality.drop:.4f} is more than {self.max_drop:g}" if quality.drop > self.max_drop else ""
 
     def _compare(self, session: Session, reference: Artifact) -> Fidelity:
         """Compute the worst fidelity over the points of the shape range."""

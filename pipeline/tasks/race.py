@@ -149,14 +149,14 @@ class Race(Measurement):
     def _judge_drop(self, name: str, inputs: Inputs, role: str) -> RaceRow | None:
         """Judge the loss of the metric on the samples for choosing; None where it is allowed or unknown."""
         qualities = read_models(inputs.get(role), Quality)
-        if self.max_drop is None or not qualities or not qualities[0].exceeds(self.max_drop) or name in self.kept:
-            return None
-        return RaceRow(variant=name, lap=0, dropped=explain_drop(qualities[0], self.max_drop))
+        reason = explain_drop(qualities, self.max_drop)
+        return RaceRow(variant=name, lap=0, dropped=reason) if reason and name not in self.kept else None
 
 
-def explain_drop(quality: Quality, max_drop: float) -> str:
-    """Explain that the metric loses too much on the samples for choosing."""
-    return f"its accuracy drop of {quality.drop:.4f} on the samples for choosing is more than {max_drop:g}"
+def explain_drop(qualities: Sequence[Quality], max_drop: float | None) -> str:
+    """Explain that the metric loses too much on the samples for choosing; empty where that is allowed or unknown."""
+    excess = qualities[0].explain_excess(max_drop) if qualities and max_drop is not None else ""
+    return excess and f"its accuracy on the samples for choosing: {excess}"
 
 
 def drop_slow(
@@ -226,8 +226,8 @@ class Stay(Task):
         qualities = read_models(inputs.get(CHOICE), Quality)
         write_records(out, [])
         rejected = "" if "" in ends else ends[0]
-        if not rejected and self.max_drop is not None and qualities and qualities[0].exceeds(self.max_drop):
-            rejected = f"dropped: {explain_drop(qualities[0], self.max_drop)}"
+        if not rejected and (lost := explain_drop(qualities, self.max_drop)):
+            rejected = f"dropped: {lost}"
         return Effect(file=RECORDS, summary="it stays in the race", rejected=rejected)
 
 

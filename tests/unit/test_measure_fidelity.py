@@ -286,20 +286,34 @@ def test_no_samples_and_no_logits(shape: tuple[int, ...], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "drop", "samples", "exceeded"),
+    ("counted", "drop", "high", "samples", "excess"),
     [
-        ("top1", 1 / 96, 96, False),
-        ("top1:category", 2 / 96, 96, True),
-        ("top5", 0.011, 1000, True),
-        ("top1", 0.01, 10, False),
-        ("top1", -0.5, 10, False),
-        ("mse", 1 / 96, 96, True),
-        ("metrics.py:f1", 1 / 96, 96, True),
+        (True, 1 / 96, 0.03, 96, ""),
+        (True, 2 / 96, 0.05, 96, "the drop of 0.0208 is more than 0.01"),
+        (True, 0.011, 0.02, 1000, "the drop of 0.0110 is more than 0.01"),
+        (True, 0.01, 0.1, 10, ""),
+        (True, -0.5, 0.1, 10, ""),
+        (False, 1 / 96, None, 96, "the drop of 0.0104 is more than 0.01"),
+        (False, 0.0067, 0.0127, 96, "the drop of 0.0067 may be up to 0.0127, which is more than 0.01"),
+        (False, 0.0067, 0.0099, 96, ""),
+        (False, 0.0067, None, 96, ""),
     ],
 )
-def test_a_single_sample_is_no_sign_of_too_large_a_loss(metric: str, drop: float, samples: int, exceeded: bool) -> None:
-    judged = Quality(metric=metric, value=0.9, baseline=0.9 + drop, drop=drop, samples=samples)
-    assert judged.exceeds(0.01) == exceeded
+def test_a_loss_is_too_large_as_far_as_the_samples_tell(
+    counted: bool, drop: float, high: float | None, samples: int, excess: str
+) -> None:
+    """A single wrong sample is no sign of it."""
+    judged = Quality(
+        metric="m", value=0.9, baseline=0.9 + drop, drop=drop, drop_high=high, samples=samples, counted=counted
+    )
+    assert judged.explain_excess(0.01) == excess
+
+
+@pytest.mark.parametrize(("metric", "counted"), [("top1", True), ("mse", False)])
+def test_right_and_wrong_samples_are_told_from_graded_scores(metric: str, counted: bool) -> None:
+    outputs = {"y": np.array([[0.1, 0.9], [0.8, 0.2]])}
+    labels = np.array([1, 1]) if counted else outputs["y"] + 0.5
+    assert evaluate(metric, outputs, outputs, labels).counted == counted
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def test_what_has_no_form_goes_with_the_rest(placement: Placement, rest: str) ->
 def test_a_single_sample_decides_only_where_the_loss_is_reported_on_it(options: DataOptions, accepted: bool) -> None:
     task = Quality.model_construct(data_options=options)
     goal = Goal.model_construct(max_drop=0.01, quality=task)
-    judged = Judged(metric="top1", value=0.9, baseline=0.9 + 1 / 96, drop=1 / 96, samples=96)
+    judged = Judged(metric="top1", value=0.9, baseline=0.9 + 1 / 96, drop=1 / 96, samples=96, counted=True)
     assert bool(goal._judge_drop(judged)) != accepted
 
 
@@ -352,7 +352,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
 
     def judge(*given: Any) -> tuple[Any, dict[str, Any], tuple[Path, ...]]:
         computed.append(given)
-        return SimpleNamespace(drop=0.02, exceeds=lambda most: True), {}, ()
+        return SimpleNamespace(drop=0.02), {}, ()
 
     monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0))
     goal = Goal.model_construct(max_drop=0.01, quality=SimpleNamespace(judge=judge, data_options=None))

@@ -363,7 +363,7 @@ def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -
     inputs = {"a choice": scratch_artifact("record", tmp_path / RECORDS, None)}
     judged = task._judge_drop("a", inputs, "a choice")
     assert judged is not None
-    assert "0.0500 on the samples for choosing is more than 0.01" in judged.dropped
+    assert judged.dropped == "its accuracy on the samples for choosing: the drop of 0.0500 is more than 0.01"
     assert task._judge_drop("b", inputs, "b choice") is None
     assert task.model_copy(update={"kept": ("a",)})._judge_drop("a", inputs, "a choice") is None
 
@@ -400,7 +400,7 @@ def test_a_pruned_variant_is_made_if_its_dense_one_is_left_and_its_module_is_goo
         each.variant: each.dropped
         for each in read_models(scratch_artifact("record", tmp_path / RECORDS, None), RaceRow)
     }
-    assert said["a-pruned"] == "its accuracy drop of 0.5500 on the samples for choosing is more than 0.01"
+    assert said["a-pruned"] == "its accuracy on the samples for choosing: the drop of 0.5500 is more than 0.01"
 
 
 def test_steps_of_several_variants_continue_while_one_stays(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_steps_of_several_variants_continue_while_one_stays(tmp_path: Path) -> N
     judged = {RACE: record, CHOICE: scratch_artifact("record", tmp_path / "quality" / RECORDS, None)}
     assert Stay(variants=("a",), max_drop=0.01).run(judged, tmp_path / "out", print).rejected == ""
     rejected = Stay(variants=("a",), max_drop=0.0).run(judged, tmp_path / "out", print).rejected
-    assert rejected.startswith("dropped: its accuracy drop of 0.0100 on the samples for choosing")
+    assert rejected == "dropped: its accuracy on the samples for choosing: the drop of 0.0100 is more than 0"
 
 
 @pytest.mark.parametrize(("end", "rejected"), [({}, ""), ({"dropped": "b is 2× faster"}, "dropped: b is 2× faster")])
