@@ -258,7 +258,7 @@ def test_a_load_that_begins_in_the_middle_is_no_difference_between_candidates(
     found = rows["b"][0].speedup
     assert found is not None
     assert found.low <= 0.002 / other <= found.high
-    dropped = drop_slow({name: row[0] for name, row in rows.items()}, (), 2)
+    dropped = drop_slow({name: row[0] for name, row in rows.items()}, (), 2, {})
     assert set(dropped) == ({"a"} if other == 0.001 else set())
 
 
