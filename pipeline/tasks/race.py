@@ -38,6 +38,8 @@ _COMPILED_GAIN = 1.3
 """Speed-up that compiling in PyTorch for a CPU may bring over the fastest other variant without loss."""
 _COMPILED_OVER_EAGER = 4.0
 """Likewise over eager: 3.7 is the most that was measured, in a network of 60 µs (benchmarks/results/search_time.md)."""
+_HARDLY = 0.25
+"""Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
 """Gain that the options of a slower variant may still bring, so that a smaller distance drops nobody."""
 
@@ -51,7 +53,10 @@ class Race(Measurement):
     engines: dict[str, SerializeAsAny[Engine]]
     """By variant, whose artifact comes in under the same name. Speed-ups are against the first that runs."""
     lossless: tuple[str, ...]
-    """Variants that compute in the model's own precision: the fastest of them stays, whatever the others lose."""
+    """Variants that compute in the model's own precision: the fastest of them stays, whatever the others lose.
+
+    So does the fastest one that hardly loses anything, if it is faster.
+    """
     seconds: float
     """Time of all laps together."""
     most: int
@@ -96,7 +101,8 @@ class Race(Measurement):
             with logs_in_own_log() as logs, LatencyBenchmark(candidates, self._settings, logs, progress) as benchmark:
                 benchmark.end_in(min(HANG_SECONDS, self.measuring_seconds))
                 before = max((row.lap for row in rows), default=0)
-                laps = self._run_laps(benchmark, running, batch, feeds[batch], progress)
+                safe = [name for name in verified if self._hardly_loses(name, inputs)]
+                laps = self._run_laps(benchmark, running, safe, batch, feeds[batch], progress)
                 rows += [row.model_copy(update={"lap": before + row.lap}) for row in laps]
         reasons = {name: explain_unmade(rows, others, self.original) for name, others in self.unmade.items()}
         left = set(verified) - {row.variant for row in rows if row.dropped or row.failure}
@@ -127,7 +133,13 @@ class Race(Measurement):
         return len(running) > self.most and not set(running) <= {row.variant for row in rows if row.speedup}
 
     def _run_laps(
-        self, benchmark: LatencyBenchmark, running: Sequence[str], batch: int, feeds: Feeds, progress: Progress
+        self,
+        benchmark: LatencyBenchmark,
+        running: Sequence[str],
+        safe: Sequence[str],
+        batch: int,
+        feeds: Feeds,
+        progress: Progress,
     ) -> Iterator[RaceRow]:
         """Run laps until few enough are left, and yield what each variant did in each."""
         for lap in range(1, _LAPS + 1):
@@ -138,13 +150,19 @@ class Race(Measurement):
             measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
             contenders = {name: row for name, row in measured.items() if name != self.original}
             last = lap == _LAPS or benchmark.late
-            reasons = drop_slow(contenders, self.lossless, self.most, self.dense, last=last)
+            reasons = drop_slow(contenders, (self.lossless, safe), self.most, self.dense, last=last)
             for name, row in measured.items():
                 reason, failure = "" if name in self.kept else reasons.get(name, ""), row.failure or ""
                 yield RaceRow(variant=name, lap=lap, speedup=row.speedup, dropped=reason, failure=failure)
             running = [
                 name for name in contenders if (name not in reasons or name in self.kept) and not measured[name].failure
             ]
+
+    def _hardly_loses(self, name: str, inputs: Inputs) -> bool:
+        """Tell whether a variant loses nothing, or surely a small part of what is allowed."""
+        qualities = read_models(inputs.get(f"{name} {CHOICE}"), Quality)
+        high = qualities[0].drop_high if qualities else None
+        return name in self.lossless or (high is not None and high <= _HARDLY * (self.max_drop or 0.0))
 
     def _judge_drop(self, name: str, inputs: Inputs, role: str) -> RaceRow | None:
         """Judge the loss of the metric on the samples for choosing; None where it is allowed or unknown."""
@@ -160,21 +178,26 @@ def explain_drop(qualities: Sequence[Quality], max_drop: float | None) -> str:
 
 
 def drop_slow(
-    rows: Mapping[str, LatencyRow], lossless: Sequence[str], most: int, dense: Mapping[str, str], *, last: bool = False
+    rows: Mapping[str, LatencyRow],
+    safe: Sequence[Sequence[str]],
+    most: int,
+    dense: Mapping[str, str],
+    *,
+    last: bool = False,
 ) -> dict[str, str]:
     """Choose the variants that drop out after a lap, with the reason.
 
     Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval;
-    after the ``last`` lap also the slowest ones above the number ``most``. The fastest of the lossless ones stays, and
-    so do the ``dense`` ones of pruned ones that stay.
+    after the ``last`` lap also the slowest ones above the number ``most``. The fastest one of each ``safe`` list stays,
+    and so do the ``dense`` ones of pruned ones that stay.
     """
     speeds = {name: row.speedup for name, row in rows.items() if row.speedup}
     order = sorted(speeds, key=lambda name: -speeds[name].median)
-    safe = next((name for name in order if name in lossless), None)
+    staying = {next((name for name in order if name in names), "") for names in safe}
     reasons = {}
     for place, name in enumerate(order, 1):
         ratio = divide(speeds[order[0]], speeds[name])
-        if name == safe:
+        if name in staying:
             continue
         if ratio.low > _GAIN:
             reasons[name] = f"{order[0]} is {_write_times(ratio)} faster"

@@ -293,7 +293,7 @@ def test_the_clearly_slower_drop_out_and_the_fastest_lossless_stays(
     rows: dict[str, tuple[float, float, float]], last: bool, dropped: set[str]
 ) -> None:
     measured = {name: row(*ends) for name, ends in rows.items()}
-    reasons = drop_slow(measured, ("safe", "also safe"), 2, {}, last=last)
+    reasons = drop_slow(measured, (("safe", "also safe"),), 2, {}, last=last)
     assert set(reasons) == dropped
     assert all(reasons.values())
 
@@ -303,6 +303,22 @@ def test_the_dense_one_of_a_pruned_one_that_stays_stays_beside_it() -> None:
         name: row(speed, speed, speed) for name, speed in {"a-pruned": 4, "a": 2, "b-pruned": 2, "b": 1}.items()
     }
     assert set(drop_slow(measured, (), 3, {"a-pruned": "a", "b-pruned": "b"})) == {"b-pruned", "b"}
+
+
+def test_the_fastest_that_hardly_loses_anything_stays_beside_the_lossless_one(tmp_path: Path) -> None:
+    speeds = {"int8": 5, "nncf": 4.9, "int8-dynamic": 4.8, "bf16": 4, "slow-bf16": 3.9, "fp32": 2}
+    measured = {name: row(speed, speed, speed) for name, speed in speeds.items()}
+    safe = ("bf16", "slow-bf16", "fp32")
+    assert set(drop_slow(measured, (("fp32",), safe), 3, {})) == {"slow-bf16"}
+    assert set(drop_slow(measured, (("fp32",), ("fp32",)), 3, {})) == {"bf16", "slow-bf16"}
+    inputs = {}
+    for name, high in {"bf16": 0.002, "int8": 0.003}.items():
+        quality = {"metric": "close", "value": 0.9, "baseline": 0.9, "drop": 0.001, "drop_high": high, "samples": 100}
+        (tmp_path / name).mkdir()
+        write_records(tmp_path / name, [quality])
+        inputs[f"{name} {CHOICE}"] = scratch_artifact("record", tmp_path / name / RECORDS, None)
+    task = Race(engines={}, lossless=("fp32",), seconds=1, most=3, max_drop=0.01, largest=False, device=Device())
+    assert [name for name in speeds if task._hardly_loses(name, inputs)] == ["bf16", "fp32"]
 
 
 def test_a_noisy_ratio_is_told_by_its_near_end() -> None:
