@@ -109,6 +109,16 @@ def test_a_variant_that_is_not_what_it_is_called_cannot_win(outcomes: Outcomes) 
     assert outcomes.run(FLOAT, given).winner == "onnxruntime-int8", "nobody asked for more than that file"
 
 
+def test_a_variant_that_was_dropped_has_its_own_reason(outcomes: Outcomes) -> None:
+    """A step that it shares with others tells of the first of them."""
+    outcomes.put("race", [{"variant": "onnxruntime-fp32", "lap": 1, "dropped": "int8 is faster"}])
+    outcomes.found["build-fp32"] = Outcome("build-fp32", "skipped", reason="dropped: another one is out of the race")
+    record = outcomes.record(FLOAT)
+    assert (record.status, record.reason) == ("skipped", "dropped: int8 is faster")
+    outcomes.found["build-fp32"] = Outcome("build-fp32", "failed", reason="it crashed")
+    assert outcomes.record(FLOAT).reason == "build-fp32: it crashed"
+
+
 def test_what_paid_is_remarked(outcomes: Outcomes) -> None:
     outcomes.put("audit-engine", [coverage(int8=1.0)])
     outcomes.put(LATENCY, [latency("eager", 10), latency("onnxruntime-fp32", 5), latency("onnxruntime-int8", 10)])

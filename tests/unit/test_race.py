@@ -424,7 +424,7 @@ def test_steps_of_several_variants_continue_while_one_stays(tmp_path: Path) -> N
     write_records(tmp_path, [RaceRow(variant="b", lap=1, dropped="no"), RaceRow(variant="c", lap=1, dropped="slow")])
     record = scratch_artifact("record", tmp_path / RECORDS, None)
     (tmp_path / "out").mkdir()
-    assert Stay(variants=("a", "b")).run({RACE: record}, tmp_path / "out", print).rejected == ""
+    assert Stay(variants=("b", "a")).run({RACE: record}, tmp_path / "out", print).rejected == ""
     assert Stay(variants=("b", "c")).run({RACE: record}, tmp_path / "out", print).rejected == "dropped: no"
     (tmp_path / "quality").mkdir()
     write_records(tmp_path / "quality", [quality])
