@@ -1,6 +1,7 @@
 """Name the device that sessions run on, and whether an engine can be used there."""
 
 import os
+from collections.abc import Collection
 
 from pydantic import BaseModel
 
@@ -22,6 +23,16 @@ def unavailable(reason: str, remedy: str) -> Availability:
     return Availability(ok=False, reason=reason, remedy=remedy)
 
 
+_ALL_CORES = "ENGINESMITH_CORES"
+"""Variable that tells a process with a share of the cores how many there are without it."""
+
+
+def take_share(cores: Collection[int]) -> None:
+    """Let this process, and those that it starts, use some of its cores only."""
+    os.environ.setdefault(_ALL_CORES, str(len(os.sched_getaffinity(0))))
+    os.sched_setaffinity(0, cores)
+
+
 class Device(BaseModel, frozen=True):
     """Place where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
 
@@ -32,8 +43,14 @@ class Device(BaseModel, frozen=True):
 
     @property
     def thread_count(self) -> int:
-        """Number of threads that a session is given."""
-        return self.threads or len(os.sched_getaffinity(0))
+        """Number of threads that a session is given; in a process with a share of the cores, at most one for each."""
+        cores = len(os.sched_getaffinity(0))
+        return min(self.threads or cores, cores) if _ALL_CORES in os.environ else self.threads or cores
+
+    @property
+    def full_thread_count(self) -> int:
+        """Number of threads of a session that shares the cores with no other process: what code is compiled for."""
+        return self.threads or int(os.environ.get(_ALL_CORES) or len(os.sched_getaffinity(0)))
 
     @classmethod
     def parse(cls, text: str, threads: int = 0) -> "Device":

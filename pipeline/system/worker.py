@@ -27,6 +27,7 @@ from typing import Any
 
 from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepError, StepKilled, StepTimeout, explain_errno
 from enginesmith.pipeline.system import oom
+from enginesmith.pipeline.system.device import take_share
 
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0
@@ -218,7 +219,7 @@ def _main(
     os.close(descriptor)
     faulthandler.enable()
     if cores:
-        os.sched_setaffinity(0, cores)
+        take_share(cores)
     if prepare:
         prepare()
     if (parent := multiprocessing.parent_process()) is not None:

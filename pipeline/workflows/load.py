@@ -144,19 +144,26 @@ class LoadedModel:
         self._pool = _Pool(session, made)
         self._answer = session.answer if session.concurrent else self._pool.answer
         self._inputs = [spec.name for spec in self.signature.inputs]
+        self._names = frozenset(self._inputs)
         self._pack = _make_packer(stored.returns, [spec.name for spec in self.signature.outputs])
         self._known: set[tuple[Any, ...]] = set()
         _open.add(self)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the model on its inputs, in order or by name; SignatureError if they do not fit (ShapeError: by size)."""
-        values = arguments if not named and len(arguments) == len(self._inputs) else self._order(arguments, named)
-        convert = None
+        values: Sequence[Any] = arguments
+        if not arguments and named.keys() == self._names:
+            values = [named[name] for name in self._inputs]
+        elif named or len(arguments) != len(self._inputs):
+            values = self._order(arguments, named)
+        convert: Callable[[Array], Any] | None = None
+        shapes: tuple[Any, ...] = ()
         for value in values:
             if type(value) is not np.ndarray:
                 values, convert = _to_arrays(values)
+                shapes = tuple(fact for value in values for fact in (value.dtype, value.shape))
                 break
-        shapes = tuple([(value.dtype, value.shape) for value in values])
+            shapes += (value.dtype, value.shape)
         if shapes not in self._known:
             self._check(dict(zip(self._inputs, values, strict=True)))
             if len(self._known) < 1000:  # sets of shapes
@@ -165,8 +172,6 @@ class LoadedModel:
         return self._pack([convert(output) for output in outputs] if convert else outputs)
 
     def _order(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
-        if not arguments and named.keys() == set(self._inputs):
-            return [named[name] for name in self._inputs]
         named = {name: value for name, value in named.items() if value is not None or name in self._inputs}
         values = dict(zip(self._inputs, arguments, strict=False)) | named
         if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):

@@ -84,9 +84,11 @@ def products() -> tuple[nn.Module, torch.Tensor]:
 
 
 def family(log: str, progress: object, *, nested: bool = True) -> list[tuple[object, ...]]:
-    """Tell of this worker and one of its own: the server that it is a fork of, a variable that it sees, its cores."""
+    """Tell of this worker and one of its own: its server, a variable that it sees, its cores, its sessions' threads."""
     from enginesmith.pipeline.system import worker
+    from enginesmith.pipeline.system.device import Device
 
     os.environ.update({"SET_BY_WORKER": "1"} if nested else {})
-    own = (os.getppid(), os.environ.get("SET_BY_WORKER"), os.sched_getaffinity(0))
+    threads = [(device.thread_count, device.full_thread_count) for device in (Device(), Device(threads=8))]
+    own = (os.getppid(), os.environ.get("SET_BY_WORKER"), os.sched_getaffinity(0), threads)
     return [own, *(worker.run(functools.partial(family, nested=False), log, log=Path(log)) if nested else ())]

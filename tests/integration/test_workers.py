@@ -92,9 +92,12 @@ def test_a_kill_leaves_the_exit_code_to_who_waits(tmp_path: Path, monkeypatch: p
 def test_a_worker_of_a_worker_is_a_fork_of_the_same_server_with_what_its_parent_has(tmp_path: Path) -> None:
     from nets import family  # not above: a script imports this module, too
 
-    core = min(os.sched_getaffinity(0))
-    outer, inner = worker.run(family, str(tmp_path / "log"), log=tmp_path / "log", cores=[core])
-    assert outer == inner == (inner[0], "1", {core})
+    cores = os.sched_getaffinity(0)
+    outer, inner = worker.run(family, str(tmp_path / "log"), log=tmp_path / "log", cores=[min(cores)])
+    threads = [(1, len(cores)), (1, 8)]  # of sessions beside others, and of those that have the machine for themselves
+    assert outer == inner == (inner[0], "1", {min(cores)}, threads)
+    (alone, _) = worker.run(family, str(tmp_path / "log"), log=tmp_path / "log")
+    assert alone[2:] == (cores, [(len(cores), len(cores)), (8, 8)])
 
 
 def test_a_time_limit_ends_the_worker(tmp_path: Path) -> None:

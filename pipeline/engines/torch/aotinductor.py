@@ -209,7 +209,7 @@ class AOTInductor(Engine):
         return cls(dtype=options["dtype"])
 
     def environment_key(self, device: Device) -> dict[str, Any]:
-        return {**describe_machine(device), "threads": device.thread_count}
+        return {**describe_machine(device), "threads": device.full_thread_count}
 
     def build(self, request: BuildRequest) -> Effect:
         """Write the package and its record.
@@ -233,7 +233,7 @@ class AOTInductor(Engine):
         request.progress("compiling with AOTInductor")
         _compile(program, request.out / _PACKAGE, device)
         audit = audit_package(request.out / _PACKAGE)
-        sha256, threads = file_digest(request.out / _PACKAGE), device.thread_count
+        sha256, threads = file_digest(request.out / _PACKAGE), device.full_thread_count
         record = Record(sha256=sha256, threads=threads, audit=audit, **describe_machine(device))
         (request.out / _RECORD).write_text(record.model_dump_json(indent=1))
         calls = sum(audit.operators.values()) + len(audit.dispatched)
@@ -295,7 +295,7 @@ def _compile(program: Any, path: Path, device: Device) -> None:
     import torch
     from torch._inductor.utils import fresh_cache
 
-    options = {"cpp.threads": device.thread_count, "freezing": device.kind == "cpu"}
+    options = {"cpp.threads": device.full_thread_count, "freezing": device.kind == "cpu"}
     scratch = tempfile.TemporaryDirectory(dir=path.parent)
     with scratch as folder, warnings.catch_warnings(action="ignore"), fresh_cache(dir=folder):
         try:
