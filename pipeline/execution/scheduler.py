@@ -42,6 +42,7 @@ class Runner:
 
     With it, steps that no time was left for are skipped; without it, they fail.
     """
+    _waiting: "_WaitingSteps | None" = None
     _deadline: float = math.inf
     _search_deadline: float = math.inf
     _looked_up_at: dict[str, float] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class Runner:
         left = [step for step in steps if step.id not in outcomes]
         for step in left:
             self.listener(Event("planned", step))
-        waiting = _WaitingSteps(left, outcomes)
+        waiting = self._waiting = _WaitingSteps(left, outcomes)
         ended: queue.SimpleQueue[tuple[Step, Future[Outcome | None]]] = queue.SimpleQueue()
         asked: set[str] = set()
         running: dict[str, Step] = {}
@@ -117,6 +118,11 @@ class Runner:
                 self.executor.stop()
                 raise
         return outcomes
+
+    def prefer(self, order: Sequence[str]) -> None:
+        """Begin these steps in another order than that of the plan, as far as they have not begun; for ``on_new``."""
+        if self._waiting is not None:
+            self._waiting.prefer(order)
 
     def _announce(self, ended: Sequence[tuple[Step, Outcome]], waiting: "_WaitingSteps") -> dict[str, Outcome]:
         """Announce the steps that have ended, make those ready that waited for them, and list the outcomes."""
@@ -271,6 +277,15 @@ class _WaitingSteps:
             self._missing[taker].discard(name)
             if not self._missing[taker] and taker in self._steps:
                 heapq.heappush(self._ready, self._steps[taker])
+
+    def prefer(self, order: Sequence[str]) -> None:
+        """Exchange the positions of these steps among themselves, so that they are in this order."""
+        steps = [self._steps[name][1] for name in order if name in self._steps]
+        positions = sorted(self._steps[step.id][0] for step in steps)
+        self._steps |= {step.id: (position, step) for position, step in zip(positions, steps, strict=True)}
+        for heap in (self._ready, self._unknown):
+            heap[:] = [self._steps[step.id] for _, step in heap]
+            heapq.heapify(heap)
 
     def remove(self, reasons: Mapping[str, str]) -> list[tuple[Step, str]]:
         """Begin these steps no more; returns those that had not begun, with the reasons given for them."""

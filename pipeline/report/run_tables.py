@@ -39,11 +39,15 @@ _NOTHING_DB = 3.0
 
 
 def tabulate_variants(run: Run) -> Table:
-    """List each variant and batch size, the baseline first, and of each variant the batch size that decides first."""
+    """List each variant and batch size: the baseline, what was measured, and the others.
+
+    Of each variant the batch size that decides comes first.
+    """
+    records = sorted(run.records, key=lambda record: not record.latency)
     return make_table(
         "variants",
         f"All variants; latency at batch {run.deciding_batch} decides. ★ marks the winner.",
-        (row for record in run.records for row in _variant_rows(run, record)),
+        (row for record in records for row in _variant_rows(run, record)),
         sortable=True,
         grouped=True,
         foldable=True,

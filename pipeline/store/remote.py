@@ -270,9 +270,10 @@ class SharedStore:
                 removed += self._remove_small("objects", files)
         if max_age_seconds is not None:
             oldest = time.time() - max_age_seconds
-            known = {f"{self.root}/reads/{path}": info for path, info in self.files("reads").items()}
-            old = {path: info for path, info in known.items() if self.modified(info) < oldest}
-            removed += self._remove_small("reads", old)
+            for folder in ("reads", "races"):
+                known = {f"{self.root}/{folder}/{path}": info for path, info in self.files(folder).items()}
+                old = {path: info for path, info in known.items() if self.modified(info) < oldest}
+                removed += self._remove_small(folder, old)
         return removed
 
     def _remove_small(self, folder: str, files: Mapping[str, Info]) -> list[Entry]:

@@ -7,6 +7,7 @@ folder here, which works as a store by itself does: cached entries are not reque
     ROOT/begun/…                                       partial work of a long step; gone once it is done
     ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it
     ROOT/reads/NAME/CANDIDATE.json                     the user's files that steps read, by name
+    ROOT/races/MACHINE.json                            how long variants took in earlier searches
     ROOT/unshared/KEY                                  entries that are not, or not as a whole, in the shared store yet
 
 An entry appears whole or not at all: it is written under ``tmp`` and renamed. Files are checked against
@@ -42,11 +43,13 @@ from enginesmith.pipeline.store.manifest import (
     is_unchanged,
     prune_entries,
 )
+from enginesmith.pipeline.store.races import FOLDER as RACES
+from enginesmith.pipeline.store.races import PastRaces
 from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.retry import notify
 from enginesmith.pipeline.tensors import Signature
 
-_SMALL_FILES = ("reads", "timing", "kernels")
+_SMALL_FILES = ("reads", RACES, "timing", "kernels")
 """Folders of files that are made again when they are needed; TensorRT's timings and kernels are in the last two."""
 
 
@@ -223,6 +226,10 @@ class Store:
     def dependencies(self, name: str) -> InputDependencies:
         """Return the user's files that the step of that name may depend on."""
         return InputDependencies(self.root / "reads", name, self._shared if self.reuse else None)
+
+    def races(self, machine: str) -> PastRaces:
+        """Return the earlier races on machines of one kind."""
+        return PastRaces(self.root, machine, self._shared)
 
     def entries(self) -> list[Entry]:
         """List published entries, most recently used first; of a folder, partial work, too."""

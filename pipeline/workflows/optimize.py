@@ -16,6 +16,7 @@ from enginesmith.pipeline.errors import (
     MissingCapability,
     ModelError,
     SourceError,
+    StoreError,
     UsageError,
     storage_errors,
 )
@@ -41,6 +42,7 @@ from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.units import format_seconds
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
+from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
 from enginesmith.pipeline.workflows.run_directory import (
     RunDirectory,
     claim_run_directory,
@@ -97,6 +99,8 @@ class _ActiveRun:
     request: RunRequest
     plan: Plan
     directory: RunDirectory
+    races: EarlierRaces | None = None
+    """Of a search on this machine."""
     shared: frozenset[str] = frozenset()
     """Steps that another run shares, and that are done for that one."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -176,7 +180,10 @@ class OptimizeJob:
             made = assign_machines(made, place, executor.why_unavailable(place))
         directory = RunDirectory(request.out, request.recipe, made, self._environment, len(self._plans))
         directory.write()
-        return _ActiveRun(request, made, directory)
+        races = None
+        if request.recipe.races and place is None and executor.is_local:
+            races = EarlierRaces.open(made, request.recipe, self._settings.open_store(), self._environment)
+        return _ActiveRun(request, made, directory, races)
 
     def _run_plans(self, executor: Executor) -> None:
         settings, runs = self._settings, self._active.values()
@@ -207,6 +214,11 @@ class OptimizeJob:
                     active.add(outcomes)
                     if few := _explain_few_samples(active.request.recipe, outcomes):
                         settings.listener(Event("note", active.plan.steps[0], few))
+                    if active.races and active.races.audit in outcomes:
+                        order, why = active.races.order(outcomes)
+                        runner.prefer([together.shared_step(name, step).id for step in order])
+                        if why:
+                            settings.listener(Event("note", active.plan.steps[0], why))
                     if active.ended:
                         report(active)
                 over = {name: active.over for name, active in self._active.items() if active.over}
@@ -221,6 +233,9 @@ class OptimizeJob:
                     if not active.ended:
                         report(active)
         for active in runs:
+            if active.races:
+                with contextlib.suppress(StoreError):
+                    active.races.remember(active.directory.write(), active.outcomes)
             lacking = any(outcome.status == "unavailable" for outcome in active.outcomes.values())
             if lacking and not active.directory.losses:
                 with storage_errors(f"the run directory {active.request.out}"):

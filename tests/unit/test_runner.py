@@ -298,3 +298,20 @@ def test_what_no_step_waits_for_is_on_standard_error(caplog: pytest.LogCaptureFi
         pass
     retry.notify("the store cannot be reached")
     assert caplog.messages == ["the store cannot be reached"]
+
+
+def test_steps_that_have_not_begun_can_be_put_into_another_order(desk: Desk) -> None:
+    runner = Runner(desk, lambda step: Path(step.id))
+
+    def on_new(outcomes: Outcomes) -> dict[str, str]:
+        if "first" in outcomes:
+            runner.prefer(["late", "first", "middle", "unheard"])
+        return {}
+
+    after = {"model": StepRef("first")}
+    steps = [
+        Step(StepRef("first"), Idle()),
+        *(Step(StepRef(name), Idle(), after) for name in ("middle", "early", "late")),
+    ]
+    runner.run([*steps, Step(StepRef("last"), Idle(), {"model": StepRef("late")})], on_new=on_new)
+    assert [name for name in desk.asked if not name.startswith("?")] == ["first", "late", "early", "middle", "last"]
