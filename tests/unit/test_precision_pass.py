@@ -91,7 +91,7 @@ def test_every_precision_is_sound(artifact: Artifact, tmp_path: Path, precision:
     step = Precision(precision=precision, placement=placement)
     effect, model, groups = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
     assert [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)] == [1, 1]
-    low = {"fp16": 3, "bf16": 2, "int8": 3, "int8+fp16": 3, "fp8": 3, "int8-dynamic": 2, "int4-weights": 2}[precision]
+    low = {"fp16": 3, "bf16": 3, "int8": 3, "int8+fp16": 3, "fp8": 3, "int8-dynamic": 2, "int4-weights": 2}[precision]
     name = precision.partition("+")[0]
     assert sum(entry["precision"] == name for entry in groups.values()) == low
     assert list(groups) == ["Conv_0", "MatMul_6", "MatMul_9"]
@@ -215,3 +215,20 @@ def test_outputs_may_be_lowered_too(artifact: Artifact, tmp_path: Path) -> None:
     _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
     kinds = [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)]
     assert kinds == [onnx.TensorProto.FLOAT16] * 2
+
+
+def test_a_graph_too_old_for_bfloat16_is_converted_where_that_is_possible(
+    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = onnx.load(artifact.path).opset_import[0].version
+    _, model, groups = apply(Precision(precision="bf16"), artifact, tmp_path / "converted")
+    assert model.opset_import[0].version == 22 > given
+    assert groups["Conv_0"]["precision"] == "bf16"
+
+    def refuse(*arguments: Any, **how: Any) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr("onnxscript.version_converter.convert_version", refuse)
+    _, model, groups = apply(Precision(precision="bf16"), artifact, tmp_path / "as-it-is")
+    assert model.opset_import[0].version == given
+    assert [entry["precision"] for entry in groups.values()] == ["fp32", "bf16", "bf16"]
