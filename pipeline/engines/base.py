@@ -212,6 +212,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """Rule for the places of Q/DQ pairs in graphs for it."""
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own",)
     """Makers of static int8 graphs that it runs in int8."""
+    casts: ClassVar[tuple[str, ...]] = ()
+    """Precisions that it computes a float32 graph in by itself, so that the graph stays as it is."""
     needs_shapes: ClassVar[bool] = False
     """True if it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
     file_suffix: ClassVar[str] = ""

@@ -31,7 +31,7 @@ THRESHOLDS: dict[str, Thresholds] = {
     "fp32": Thresholds(min_sqnr_db=90, max_error_of_range=1e-4),
     "tf32": Thresholds(min_sqnr_db=45, max_error_of_range=5e-3, min_agreement=0.99),
     "fp16": Thresholds(min_sqnr_db=40, max_error_of_range=1e-2, min_agreement=0.99),
-    "bf16": Thresholds(min_sqnr_db=25, max_error_of_range=5e-2, min_agreement=0.95),
+    "bf16": Thresholds(min_sqnr_db=15, max_error_of_range=1e-1, min_agreement=0.9),
     "fp8": Thresholds(min_sqnr_db=10, max_error_of_range=1e-1, min_agreement=0.9),
     "int8": Thresholds(min_sqnr_db=10, max_error_of_range=1e-1, min_agreement=0.9),
     "int4": Thresholds(min_sqnr_db=6, max_error_of_range=2e-1, min_agreement=0.8),

@@ -246,7 +246,8 @@ def _engine_steps(
         own["artifact"] = tune.id
         steps.append(tune)
         built = replace(built, artifact=tune.id)
-    audits = [] if takes_module else audit_steps(built, graph)
+    cast = variant.lowering is None and variant.precision in engine.casts  # of which the graph tells nothing
+    audits = [] if takes_module or cast else audit_steps(built, graph)
     check = verify_step(recipe, variant.name, built.artifact, engine, device, threshold, stage="engine")
     needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)

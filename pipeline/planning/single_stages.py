@@ -59,7 +59,7 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
     """
     recipe = resolved.recipe
     anywhere = resolved.updated(targets=(PORTABLE,))  # a graph is the same for all of them
-    lowered = [variant for variant in list_variants(anywhere, recipe.engines) if variant.lowering]
+    lowered = [variant for variant in list_variants(anywhere, recipe.engines, cast=False) if variant.lowering]
     if len(lowered) != 1:
         raise UsageError(
             f"{len(lowered)} graphs are asked for, and one file is written", "give one --precision and one --engine"

@@ -45,12 +45,18 @@ def resolve_recipe(recipe: Recipe) -> ResolvedRecipe:
 
 
 def list_variants(
-    resolved: ResolvedRecipe, engines: Sequence[str], *, here: bool = True, graphs: Sequence[bool] = (False,)
+    resolved: ResolvedRecipe,
+    engines: Sequence[str],
+    *,
+    here: bool = True,
+    graphs: Sequence[bool] = (False,),
+    cast: bool = True,
 ) -> Iterator[Variant]:
     """List variants with their names, engines and devices, in the order of the recipe.
 
     Where they have to run ``here``, they say what this machine lacks for that. ``graphs``: whether engines that can
-    replay CUDA graphs do so, each choice a variant.
+    replay CUDA graphs do so, each choice a variant. Engines that can ``cast`` a float32 graph by themselves do so,
+    unless inputs and outputs are to be cast, too.
     """
     recipe = resolved.recipe
     taken = {str(VariantName(BASELINES["torch"], "fp32"))}  # the model as it is
@@ -76,7 +82,8 @@ def list_variants(
                     continue
                 runnable = config.engine.runnable(variant.device) if here and engine.kinds == ("cuda",) else None
                 unavailable = "" if runnable is None or runnable.ok else runnable.reason
-                yield replace(variant, unavailable=unavailable, lowering=None if asked == "fp32" else asked)
+                as_it_is = asked == "fp32" or (cast and asked in engine.casts and not recipe.quantisation.convert_io)
+                yield replace(variant, unavailable=unavailable, lowering=None if as_it_is else asked)
 
 
 def list_references(resolved: ResolvedRecipe, requested: Collection[str]) -> Iterator[Variant]:

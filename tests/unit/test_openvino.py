@@ -27,9 +27,14 @@ from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, Unsuppo
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.coverage import compute_coverage
 from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.single_stages import precision_steps
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Array
 from graphs import NOWHERE, parse_graph, run_model
 
@@ -332,3 +337,23 @@ def test_a_bundle_answers_fixed_and_other_batch_sizes(tmp_path: Path) -> None:
     for size in (2, 3, 2, 1):
         found = answer({"x": FEEDS["x"][:size]})["y"]
         np.testing.assert_allclose(found, wanted[:size], rtol=1e-4, atol=1e-5)
+
+
+def test_it_casts_to_bf16_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph stays in float32; only graphs that a user asks for are lowered."""
+    monkeypatch.setattr(sessions, "computes_in_bf16", lambda: True)
+    values: dict[str, Any] = {"model": "digits", "engines": ["openvino"], "precisions": ["bf16"]}
+    made = plan(resolve_recipe(make(values)))
+    (variant,) = made.variants
+    assert (variant.id, variant.engine.arithmetic, variant.lowering) == ("openvino-bf16", "bf16", None)
+    steps = {step.id: step for step in made.steps}
+    assert steps["build-openvino-bf16"].inputs["model"] == "simplify"
+    assert not {name for name in steps if name.startswith(("precision", "audit"))}
+    check = steps["verify-openvino-bf16"].task
+    assert isinstance(check, Verify)
+    assert check.precision == "bf16"
+
+    lowered = plan(resolve_recipe(make({**values, "quantisation": {"convert_io": True}})))
+    assert "precision-bf16" in {step.id for step in lowered.steps}
+    written, _ = precision_steps(resolve_recipe(make(values)))
+    assert "precision-bf16" in {step.id for step in written}

@@ -40,6 +40,7 @@ class OpenVINO(Engine):
     tools: ClassVar[tuple[str, ...]] = ("openvino",)
     placement: ClassVar[Placement] = "inputs+read outputs"
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf")
+    casts: ClassVar[tuple[str, ...]] = ("bf16",)  # it fuses what follows a product first, and then rounds less often
     kinds: ClassVar[tuple[str, ...]] = ("cpu",)
     modules: ClassVar[tuple[str, ...]] = (f"{session.__name__}:load_openvino", __name__)
     reads: ClassVar[tuple[str, ...]] = ("tune_seconds",)
@@ -64,6 +65,10 @@ class OpenVINO(Engine):
     @classmethod
     def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
         return ("fp32", "int8", "bf16") if any("bf16" in unit for unit in vector_units()) else ("fp32", "int8")
+
+    @property
+    def arithmetic(self) -> str:
+        return "bf16" if self.floats == "bf16" else "fp32"
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
