@@ -190,3 +190,17 @@ def test_the_script_of_bundles_refuses_one_dimension_with_two_sizes() -> None:
     assert model({"a": a, "b": a})["b"].shape == (2, 2)
     with pytest.raises(ValueError, match="b has 3 for batch"):
         model({"a": a, "b": b})
+
+
+def test_code_is_compiled_for_all_threads_also_beside_other_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *program, **how: compiled.append(how["inductor_configs"])
+    )
+    monkeypatch.setenv("ENGINESMITH_CORES", "7")
+    for device, threads in ((Device(), 7), (Device(threads=3), 3)):
+        assert AOTInductor().environment_key(device)["threads"] == threads
+        aotinductor._compile(None, tmp_path / "model.pt2", device)
+        assert compiled[-1]["cpp.threads"] == threads
