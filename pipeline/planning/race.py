@@ -54,7 +54,7 @@ def plan_race(
     race = _race_step(recipe, StepRef(RACE), racing, choices, kept)
     made = [*steps, *(step for name, step in choices.items() if name in {variant.id for variant in quick})]
     if slow and quick:
-        first = _race_step(recipe, StepRef(RACE, "first"), quick, choices, kept, slow, original)
+        first = _race_step(recipe, StepRef(RACE, "first"), quick, choices, kept, slow, _cast(recipe, original, slow))
         gate = next((step for variant in slow if (step := _pruned_choice(original, variant, judge))), None)
         made = _defer(made, [original, *quick], slow, first, gate, recipe.budgets.max_drop)
         wants = {**race.optional_inputs, PRUNED_CHOICE: gate.id} if gate else race.optional_inputs
@@ -93,19 +93,19 @@ def _race_step(
     choices: Mapping[str, Step],
     kept: Collection[str],
     unmade: Sequence[Variant] = (),
-    original: Variant | None = None,
+    originals: Sequence[Variant] = (),
 ) -> Step:
-    limit, first = recipe.time_seconds, [original] if original else []
+    limit = recipe.time_seconds
     task = Race(
-        engines={variant.id: variant.engine for variant in (*racing, *first)},
+        engines={variant.id: variant.engine for variant in (*racing, *originals)},
         device=racing[0].device,
         lossless=tuple(variant.id for variant in racing if _is_lossless(variant)),
         seconds=min(_SECONDS_EACH * len(racing), limit * _RACING if limit else float("inf")),
         most=_MOST,
         kept=tuple(variant.id for variant in (*racing, *unmade) if variant.id in kept),
-        unmade={variant.id: _same_precision(variant, (*first, *racing)) for variant in unmade if not variant.dense},
+        unmade={variant.id: _same_precision(variant, (*originals, *racing)) for variant in unmade if not variant.dense},
         dense={variant.id: variant.dense for variant in (*racing, *unmade) if variant.dense},
-        original=original.id if original else "",
+        originals=tuple(variant.id for variant in originals),
         max_drop=recipe.budgets.max_drop,
         largest=recipe.objective == "throughput",
     )
@@ -113,7 +113,17 @@ def _race_step(
     for variant in racing:
         wants |= {variant.id: variant.artifact, f"{variant.id} {VERIFIED}": variant.verified[-1]}
     wants |= {f"{name} {CHOICE}": step.id for name, step in choices.items() if name in wants}
-    return Step(ref, task, {REFERENCE: REFERENCE, **{variant.id: variant.artifact for variant in first}}, wants)
+    return Step(ref, task, {REFERENCE: REFERENCE, **{variant.id: variant.artifact for variant in originals}}, wants)
+
+
+def _cast(recipe: Recipe, original: Variant, slow: Sequence[Variant]) -> list[Variant]:
+    """List the original, and the module cast to each other precision of the compiled variants, to judge those by."""
+    made = [original]
+    precisions = {variant.engine.arithmetic for variant in slow if variant.engine.consumes == "torch"}
+    for precision in sorted(precisions - {original.engine.arithmetic}):
+        (config,) = type(original.engine).configurations(recipe, precision)
+        made.append(replace(original, name=replace(original.name, precision=precision), engine=config.engine))
+    return made
 
 
 def _same_precision(variant: Variant, others: Sequence[Variant]) -> tuple[str, ...]:

@@ -34,10 +34,13 @@ _BLOCK_MS = 25.0
 _WARMUP_SECONDS = 1.0
 _PRECISION = 0.05
 """A lap ends when every median is known so well: differences that drop somebody are larger."""
-_COMPILED_GAIN = 1.3
-"""Speed-up that compiling in PyTorch for a CPU may bring over the fastest other variant without loss."""
+_COMPILED_GAIN = 1.1
+"""Speed-up that compiling in PyTorch for a CPU may bring over the fastest other variant in the same precision.
+
+None was measured: at most 0.78 × its speed in 15 races (benchmarks/results/search_time.md).
+"""
 _COMPILED_OVER_EAGER = 4.0
-"""Likewise over eager: 3.7 is the most that was measured, in a network of 60 µs (benchmarks/results/search_time.md)."""
+"""Likewise over eager in the same precision: 3.7 is the most that was measured, in a network of 60 µs."""
 _HARDLY = 0.25
 """Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
@@ -68,8 +71,8 @@ class Race(Measurement):
     dense: dict[str, str] = Field(default_factory=dict)
     """By pruned variant, the one that differs from it only in being dense. If that is out of the race, the pruned one
     is not made; if the pruned one stays, so does that one, so that their speeds are compared."""
-    original: str = ""
-    """The model as it is, which is measured in the first lap to judge those; empty where there are none."""
+    originals: tuple[str, ...] = ()
+    """The model as it is, and cast to their precisions: measured in the first lap to judge those that are not made."""
     max_drop: float | None
     largest: bool
     """Measure at the largest batch size, and not at the first one."""
@@ -94,7 +97,7 @@ class Race(Measurement):
         rows += [RaceRow(variant=name, lap=0, kept=True) for name in fresh if name in self.kept]
         running = [name for name in verified if name not in {row.variant for row in rows if row.dropped or row.failure}]
         if self._needs_laps(running, rows):
-            running += [self.original] if self.original else []
+            running += self.originals
             candidates = [Candidate(name, self.engines[name], inputs[name], self.device) for name in running]
             feeds = measured_feeds(inputs["reference"])
             batch = max(feeds) if self.largest else next(iter(feeds))
@@ -104,7 +107,7 @@ class Race(Measurement):
                 safe = [name for name in verified if self._hardly_loses(name, inputs)]
                 laps = self._run_laps(benchmark, running, safe, batch, feeds[batch], progress)
                 rows += [row.model_copy(update={"lap": before + row.lap}) for row in laps]
-        reasons = {name: explain_unmade(rows, others, self.original) for name, others in self.unmade.items()}
+        reasons = {name: explain_unmade(rows, others, self.originals) for name, others in self.unmade.items()}
         left = set(verified) - {row.variant for row in rows if row.dropped or row.failure}
         for name, dense in self.dense.items():
             if name not in self.engines and dense not in left:
@@ -114,7 +117,8 @@ class Race(Measurement):
         ]
         write_records(out, rows)
         summary = f"{len(left)} of {len(verified)} variants are measured in full"
-        return Effect(file=RECORDS, summary=summary, incomplete=any(row.failure for row in rows))
+        incomplete = any(row.failure for row in rows if row.variant not in self.originals)
+        return Effect(file=RECORDS, summary=summary, incomplete=incomplete)
 
     @property
     def _settings(self) -> LatencySettings:
@@ -148,7 +152,7 @@ class Race(Measurement):
             progress(f"lap {lap}: {count_words(len(running), 'variant')}")
             benchmark.measure(batch, feeds, running)
             measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
-            contenders = {name: row for name, row in measured.items() if name != self.original}
+            contenders = {name: row for name, row in measured.items() if name not in self.originals}
             last = lap == _LAPS or benchmark.late
             reasons = drop_slow(contenders, (self.lossless, safe), self.most, self.dense, last=last)
             for name, row in measured.items():
@@ -211,16 +215,16 @@ def _write_times(ratio: Interval) -> str:
     return f"at least {ratio.low:.2f}×" if ratio.too_noisy else ratio.times()
 
 
-def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], original: str) -> str:
+def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], originals: Sequence[str]) -> str:
     """Explain why a compiled variant would be too slow; empty where it may be fast enough, or nobody knows.
 
-    It is judged by the ``others`` of its precision: by the fastest of them, and by the original, if that is one.
+    It is judged by the ``others`` of its precision: by the fastest of them, and by the original among them.
     """
     speeds = {row.variant: row.speedup for row in rows if row.speedup and not row.failure}  # in the last lap of each
     best = max(speeds, key=lambda name: speeds[name].median, default="")
-    beside = [name for name in speeds if name in others and name != original]
+    beside = [name for name in speeds if name in others and name not in originals]
     fastest = max(beside, key=lambda name: speeds[name].median, default="")
-    for name, gain in ((original, _COMPILED_OVER_EAGER), (fastest, _COMPILED_GAIN)):
+    for name, gain in (*((name, _COMPILED_OVER_EAGER) for name in originals), (fastest, _COMPILED_GAIN)):
         if name in speeds and name in others and (ratio := divide(speeds[best], speeds[name])).low > gain:
             seldom = f"compiling in PyTorch is seldom more than {gain:g}× faster than {name}"
             return f"it was not made: {best} is {_write_times(ratio)} faster than {name}, and {seldom}"

@@ -185,11 +185,13 @@ def test_what_takes_long_to_make_waits_for_a_first_race(processor: str) -> None:
     assert first.unmade == {
         "compiled-fp32": in_fp32,
         "aotinductor-fp32": in_fp32,
-        **dict.fromkeys(lossy, ("openvino-bf16",)),
+        **dict.fromkeys(lossy, ("eager-bf16", "openvino-bf16")),
     }
     assert lossy == {name for name in first.unmade if f"{name} choice" in race.optional_inputs}
     assert first.kept == ("compiled-fp32",)
-    assert (first.original, by_id["race-first"].inputs["eager"]) == ("eager", "load")
+    assert first.originals == ("eager", *(["eager-bf16"] if lossy else []))
+    assert {by_id["race-first"].inputs[name] for name in first.originals} == {"load"}
+    assert [first.engines[name].arithmetic for name in first.originals] == ["fp32", *(["bf16"] if lossy else [])]
     assert not any("compiled" in name or "aotinductor" in name for name in by_id["race-first"].optional_inputs)
     assert race.inputs[EARLIER] == "race-first"
     assert {"compiled-fp32", "onnxruntime-int8"} < set(race.optional_inputs)
@@ -329,7 +331,7 @@ def test_a_noisy_ratio_is_told_by_its_near_end() -> None:
 @pytest.mark.parametrize(
     ("eager", "safe", "best", "said"),
     [
-        ((0.9, 1, 1.1), (2, 2, 2), (2.5, 2.5, 2.5), ""),
+        ((0.9, 1, 1.1), (2, 2, 2), (2.1, 2.1, 2.1), ""),
         ((1, 1, 1), (2, 2, 2), (3, 3, 3), "best is 1.50× [1.50, 1.50] faster than safe"),
         ((1, 1, 1), (4.5, 4.5, 4.5), (5, 5, 5), "best is 5.00× [5.00, 5.00] faster than eager"),
         ((1, 1, 1), (5, 5, 5), (4, 4, 4), "safe is 5.00× [5.00, 5.00] faster than eager"),
@@ -347,10 +349,18 @@ def test_compiling_is_dropped_where_it_has_never_gained_so_much(
         RaceRow(variant=name, lap=1, speedup=row(*ends).speedup)
         for name, ends in {"eager": eager, "safe": safe, "best": best}.items()
     ]
-    explained = explain_unmade(rows, ("eager", "safe", "dropped before"), "eager")
-    assert explain_unmade(rows, ("dropped before",), "eager") == ""
+    explained = explain_unmade(rows, ("eager", "safe", "dropped before"), ("eager", "eager-bf16"))
+    assert explain_unmade(rows, ("dropped before",), ("eager",)) == ""
     assert said in explained
     assert bool(said) == bool(explained)
+
+
+def test_compiling_in_bf16_is_judged_by_eager_in_bf16() -> None:
+    speeds = {"eager": 1, "eager-bf16": 3, "best": 5}
+    rows = [RaceRow(variant=name, lap=1, speedup=row(*[speed] * 3).speedup) for name, speed in speeds.items()]
+    assert explain_unmade(rows, ("eager-bf16",), ("eager", "eager-bf16")) == ""
+    slow = [*rows[:1], rows[1].model_copy(update={"speedup": row(0.5, 0.5, 0.5).speedup}), rows[2]]
+    assert "faster than eager-bf16" in explain_unmade(slow, ("eager-bf16",), ("eager", "eager-bf16"))
 
 
 def test_a_race_begins_with_what_an_earlier_one_dropped(tmp_path: Path) -> None:
