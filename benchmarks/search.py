@@ -1,12 +1,12 @@
 """How good is what a search finds in a limited time, beside the best of everything that it could try?
 
-    python benchmarks/search.py [--models digits resnet56 …] [--time 3m] [--batch 1] [--threads 1] [--work build/arena]
+    python benchmarks/search.py [--models digits …] [--time 30s 3m] [--batch 1] [--threads 1] [--work build/arena]
 
-For each model of the arena: `optimize --data … --max-drop … --time …` finds a winner. A second run lists by hand all
-engines, precisions and quantizers that the first one could choose from, and measures every variant in full, in the same
-interleaved rounds. Its numbers tell how much faster the best of all variants is than the one that was found (1 where
-they are the same). The arena's data are split in the same way in both. Writes results/search.json; a model that is in
-it is not run again.
+For each model of the arena: `optimize --data … --max-drop … --time …` finds a winner in each of the times. One more run
+lists by hand all engines, precisions and quantizers that the searches could choose from, and measures every variant in
+full, in the same interleaved rounds. Its numbers tell how much faster the best of all variants is than the one that was
+found (1 where they are the same). The arena's data are split in the same way in all. Writes results/search.json; a
+model that is in it is not run again.
 """
 
 import argparse
@@ -40,33 +40,45 @@ def list_everything(run: Run) -> Iterator[str]:
         yield from ("--quantizer", name)
 
 
-def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Search and measure everything of one model; the row of the results."""
+def compare(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Search once in each time, and measure everything of one model; yield a row of the results for each time."""
     model, work = models.MODELS[name], options.work / "models"
     folder, place = models.prepare(name, work), options.work / "search" / name
     common = (models.source(name, work), "--data", str(folder / f"{KNOWN}.npz"), "--max-drop", str(model.max_drop))
     common += ("--metric", models.metric(name, work), "--batch", str(options.batch), "--threads", str(options.threads))
-    stores = ("--store", str(place / "store"))
-    searched = call("optimize", *common, *stores, "--time", options.time, "--out", str(place / "found"))
-    if searched.error:
-        return {"model": name, "failure": searched.message}
-    found = load_run(place / "found")
-    listed = tuple(list_everything(found))
+    searches: list[tuple[dict[str, Any], Run | None]] = []
+    listed: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
+    for time in options.time:
+        # A store of its own: nothing is known from the shorter search.
+        stores, out = ("--store", str(place / time / "store")), place / time / "found"
+        searched = call("optimize", *common, *stores, "--time", time, "--out", str(out))
+        row = {"model": name, "time": time, "search_seconds": round(searched.seconds, 1)}
+        if searched.error:
+            searches.append((row | {"failure": searched.message}, None))
+            continue
+        found = load_run(out)
+        tried = len([record for record in found.requested if not record.untried])
+        searches.append((row | {"found": found.winner, "tried": tried, "variants": len(found.requested)}, found))
+        listed = tuple(list_everything(found))
+    if not listed:
+        yield from (row for row, _ in searches)
+        return
     whole = call("optimize", *common, *stores, *listed, "--out", str(place / "everything"), "--no-memory")
-    if whole.error:
-        return {"model": name, "failure": whole.message}
-    everything = load_run(place / "everything")
+    everything = None if whole.error else load_run(place / "everything")
+    for row, run in searches:
+        if everything is None:
+            yield row | {"failure": whole.message}
+        elif run is None:
+            yield row
+        else:
+            yield row | _judge(run, everything) | {"everything_seconds": round(whole.seconds, 1)}
+
+
+def _judge(found: Run, everything: Run) -> dict[str, Any]:
     speeds = {record.id: record.latency[0].speedup for record in everything.requested if record.latency}
     ours, best = speeds.get(found.winner or ""), speeds.get(everything.winner or "")
-    row = {
-        "model": name,
-        "found": found.winner,
-        "best": everything.winner,
-        "search_seconds": round(searched.seconds, 1),
-        "everything_seconds": round(whole.seconds, 1),
-        "tried": len([record for record in found.requested if not record.untried]),
-        "variants": len(found.requested),
-    }
+    row: dict[str, Any] = {"best": everything.winner}
     if ours and best:
         ratio = divide(best, ours)
         same = found.winner == everything.winner
@@ -78,7 +90,7 @@ def main() -> None:
     """Add the models that are asked for to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS))
-    parser.add_argument("--time", default="3m")
+    parser.add_argument("--time", nargs="+", default=["30s", "3m"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=lambda text: Path(text).resolve(), default=Path("build/arena").resolve())
@@ -88,8 +100,9 @@ def main() -> None:
     for name in options.models:
         if name in {row["model"] for row in rows}:
             continue
-        rows.append(compare(name, options) | {"time": options.time, "batch": options.batch, "threads": options.threads})
-        print(json.dumps(rows[-1]), flush=True)
+        for row in compare(name, options):
+            rows.append(row | {"batch": options.batch, "threads": options.threads})
+            print(json.dumps(rows[-1]), flush=True)
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
