@@ -201,6 +201,25 @@ def test_inputs_are_not_copied(tmp_path: Path) -> None:
         np.testing.assert_allclose(session.fetch()["y"], 2 * first)
 
 
+def test_large_answers_are_arrays_of_their_own(tmp_path: Path) -> None:
+    """They are written by the engine itself, not copied; no later call, of either kind, writes into them again."""
+    artifact, _ = build(parse_graph(MATRIX, w=WEIGHT), tmp_path)
+    rows = sessions._LARGE_BYTES // (64 * 4)
+    given = np.ones((rows, 64), np.float32)
+    with OpenVINO(fixed_batches=(rows,)).load(artifact, CPU) as session:
+        first = session.answer([given])[0]
+        assert session.request.get_output_tensor(0).data.ctypes.data == first.ctypes.data
+        kept = first.copy()
+        np.testing.assert_allclose(session.answer([2 * given])[0], 2 * kept, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(last := session.answer([3 * given])[0], 3 * kept, rtol=1e-4, atol=1e-4)
+        bound = session.bind({"x": 4 * given})
+        for _ in range(2):
+            session.enqueue(bound)
+        np.testing.assert_allclose(session.fetch()["y"], 4 * kept, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(first, kept)
+        np.testing.assert_allclose(last, 3 * kept, rtol=1e-4, atol=1e-4)
+
+
 def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
     with pytest.raises(UnsupportedGraph, match="Unknown"):

@@ -150,6 +150,10 @@ class Compiled:
                 compiled.release_memory()
 
 
+_LARGE_BYTES = 1 << 18
+"""Size from which an output is not copied for a caller, but written into an array of its own."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """Keep tensors with the arrays that they point into."""
@@ -166,6 +170,10 @@ class OpenVINOSession(Session):
         self.signature = signature
         self._models: Compiled | None = models
         self._requests: dict[int | None, Any] = {}
+        self._large: dict[int | None, dict[int, Any]] = {}
+        """For each batch size, the tensors of its request that large outputs are written into, by position."""
+        self._lent = set[int | None]()
+        """Batch sizes whose requests write large outputs into arrays that a caller has."""
         self._batch: int | None = None
         """The batch size that the last call's model was compiled for."""
         self._batch_input = next((at for at, spec in enumerate(signature.inputs) if _has_word(spec.shape[:1])), 0)
@@ -186,7 +194,10 @@ class OpenVINOSession(Session):
         """The infer request of the last call."""
         models = self._opened()
         if self._batch not in self._requests:
-            self._requests[self._batch] = models.find(self._batch).create_infer_request()
+            self._requests[self._batch] = request = models.find(self._batch).create_infer_request()
+            static = (at for at in self._outputs if self.compiled.outputs[at].partial_shape.is_static)
+            tensors = {at: request.get_output_tensor(at) for at in static}
+            self._large[self._batch] = {at: each for at, each in tensors.items() if each.byte_size >= _LARGE_BYTES}
         return self._requests[self._batch]
 
     def _opened(self) -> Compiled:
@@ -210,27 +221,41 @@ class OpenVINOSession(Session):
             ModelError: OpenVINO raised; StepOutOfMemory where memory was what it lacked.
         """
         changed, self._set = () if self._set is bound else bound.tensors, None
-        self._infer(bound.arrays, changed)
+        request = self._choose(bound.arrays)
+        if self._batch in self._lent:
+            self._lent.remove(self._batch)
+            for at, tensor in self._large[self._batch].items():
+                request.set_output_tensor(at, tensor)
+        self._infer(request, changed)
         self._set = bound
 
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
         """Run one whole inference without keeping what is bound, which would cost some 20 µs a call."""
         kept = [value if (flags := value.flags).c_contiguous and flags.writeable else value.copy() for value in values]
         self._set = None
-        request = self._infer(kept, [self._tensor(value, shared_memory=True) for value in kept])
-        return [request.get_output_tensor(index).data.copy() for index in self._outputs]
+        request = self._choose(kept)
+        # A new array to write into is quicker than a copy: of 8.5 MB after a call of 32 ms, it saves 0.9 ms.
+        given = {at: np.empty_like(tensor.data) for at, tensor in self._large[self._batch].items()}
+        if given:
+            self._lent.add(self._batch)
+            for at, array in given.items():
+                request.set_output_tensor(at, self._tensor(array, shared_memory=True))
+        self._infer(request, [self._tensor(value, shared_memory=True) for value in kept])
+        return [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
 
-    def _infer(self, values: Sequence[Array], tensors: Iterable[Any]) -> Any:
-        """Run the request for the sizes of these values on tensors, or on those that it has; give the request."""
+    def _choose(self, values: Sequence[Array]) -> Any:
+        """Choose the request for the sizes of these values."""
         models = self._opened()
         batch = len(values[self._batch_input]) if models.batches and values[self._batch_input].ndim else None
         self._batch = batch if batch in models.batches else None
-        request = self.request
+        return self.request
+
+    def _infer(self, request: Any, tensors: Iterable[Any]) -> None:
+        """Run a request on input tensors, or on those that it has."""
         try:
             for index, tensor in enumerate(tensors):
                 request.set_input_tensor(index, tensor)
             request.infer(share_outputs=True)
-            return request
         except (RuntimeError, MemoryError) as error:
             text = _read_message(error)
             if isinstance(error, MemoryError) or says_out_of_memory(str(error)):
@@ -253,4 +278,5 @@ class OpenVINOSession(Session):
         """Free the request, and the weights if no sibling uses them."""
         self._models = self._set = None
         self._requests.clear()
+        self._large.clear()
         gc.collect()
