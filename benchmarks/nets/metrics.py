@@ -17,8 +17,8 @@ def overlap(outputs: dict[str, Array], labels: Array) -> Array:
 
 
 def cosine(outputs: dict[str, Array], labels: Array) -> Array:
-    """Cosine between each embedding and the one that it should be, both [samples, width]."""
-    found, wanted = _first(outputs).astype(np.float64), labels.astype(np.float64)
+    """Cosine between each embedding and the one that it should be; a sample's numbers are taken as one vector."""
+    found, wanted = (array.reshape(len(labels), -1).astype(np.float64) for array in (_first(outputs), labels))
     lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
     return np.asarray((found * wanted).sum(axis=1) / lengths)
 
