@@ -269,6 +269,16 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return ("fp32",)
 
     @classmethod
+    def candidate_quantizers(cls, device: Device) -> tuple[Quantizer, ...]:
+        """List the makers of int8 graphs that may make it faster on a device, for runs that list none by hand."""
+        return cls.quantizers
+
+    @classmethod
+    def prefers_signed(cls, device: Device) -> bool:
+        """Tell whether activations in int8 around 0 are faster on a device than those in uint8 with a zero point."""
+        return False
+
+    @classmethod
     def replays_graphs(cls) -> bool:
         """Tell whether it has the field ``cuda_graphs``; planning then makes variants with it, too."""
         return "cuda_graphs" in cls.model_fields

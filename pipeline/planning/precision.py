@@ -20,7 +20,7 @@ from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, Sensitivity
-from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
+from enginesmith.pipeline.tasks.nncf import Preset, QuantizeWithNncf
 
 _RANKING_SAMPLES = 16
 """Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""
@@ -89,13 +89,15 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
 def _lower_by_nncf(recipe: Recipe, variant: Variant, graph: StepRef) -> Lowered:
     """Plan NNCF's quantisation of the float graph, with the calibration data that enginesmith's own would have."""
     bits = recipe.quantisation.weight_bits or variant.engine.weight_bits(variant.device)
+    preset: Preset = "performance" if variant.engine.prefers_signed(variant.device) else "mixed"
     task = QuantizeWithNncf(
         feeder=feeder(recipe),
         weight_bits=bits,
+        preset=preset,
         keep=recipe.quantisation.keep,
         external_data_bytes=recipe.export.external_data_bytes,
     )
-    made = StepRef("precision", variant.precision, variant.name.quantizer, f"w{bits}")
+    made = StepRef("precision", variant.precision, variant.name.quantizer, preset, f"w{bits}")
     check = verify_step(recipe, made, made, simulation(), Device(), KINDS["int8"].threshold)
     steps = (Step(made, task, {"model": graph, REFERENCE: REFERENCE}), check)
     return Lowered(made, (check.id,), steps, calibration=made)

@@ -70,7 +70,8 @@ def list_variants(
             asked_for = [name for name in asked_for if name in engine.candidate_precisions(recipe.where)]
         for asked in asked_for:
             label = resolved.given_precision if asked == "fp32" and not takes_module else asked
-            makers = recipe.quantisation.quantizers if asked == "int8" and "nncf" in engine.quantizers else ("own",)
+            able = engine.candidate_quantizers(recipe.where) if recipe.variants == "found" else engine.quantizers
+            makers = recipe.quantisation.quantizers if asked == "int8" and "nncf" in able else ("own",)
             ways = itertools.product(engine.configurations(recipe, label), makers, graphs)
             for config, maker, replayed in ways:
                 variant = _make_variant(config, label, maker, device_for(recipe, config.engine), replayed=replayed)

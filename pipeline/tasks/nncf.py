@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import onnx
 
 _NAME = "nncf"
+Preset = Literal["performance", "mixed"]
+"""NNCF's words for symmetric weights with activations in int8 around 0, or in uint8 with a zero point."""
 
 
 def require_nncf() -> None:
@@ -54,8 +56,7 @@ class QuantizeWithNncf(Task):
     """Bits of weights; 7 where the processor would saturate."""
     keep: tuple[str, ...] = ()
     """Patterns of groups that stay in floating point."""
-    preset: Literal["mixed"] = "mixed"
-    """NNCF's word for asymmetric activations and symmetric weights."""
+    preset: Preset = "mixed"
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
@@ -79,7 +80,8 @@ class QuantizeWithNncf(Task):
         kept = find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
         made, settings = self._quantise(ir.to_proto(model), feeding, groups, sorted(kept))
-        _make_unsigned(made.graph)
+        if self.preset == "mixed":
+            _make_unsigned(made.graph)
         known = find_dequantized(made.graph.node)
         names = {group.name for group in usable}
         low = sum(node.name in names and known.issuperset(node.input[:2]) for node in made.graph.node)

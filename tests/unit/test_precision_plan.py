@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from enginesmith.calibration.options import DataOptions, PartOptions
+from enginesmith.pipeline.engines.openvino import engine as openvino
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
@@ -106,9 +107,15 @@ def test_engines_with_the_same_rules_for_inputs_share_a_ranking() -> None:
         assert search.task.step.rounding_inputs() == rankings[0].task.step  # type: ignore[attr-defined]
 
 
-def test_nncf_is_a_variant_beside_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for all engines with the same weights; nothing is searched for it; other precisions are ours."""
+@pytest.mark.parametrize(
+    ("units", "presets"), [(("avx2",), ("mixed", "mixed")), (("avx512_vnni", "amx_int8"), ("mixed", "performance"))]
+)
+def test_nncf_is_a_variant_beside_our_own(
+    units: tuple[str, ...], presets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all engines of the same kind; nothing is searched for it; other precisions are ours."""
     monkeypatch.setattr(software, "version", lambda name: "3.4.0")
+    monkeypatch.setattr(openvino, "vector_units", lambda: units)
     made = planned(
         precisions=["int8", "fp16", "int8-dynamic"],
         engines=["onnxruntime", "openvino", "tensorrt_rtx"],
@@ -119,12 +126,13 @@ def test_nncf_is_a_variant_beside_our_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(by_nncf) == ["onnxruntime-int8-nncf", "openvino-int8-nncf"]
     assert {"onnxruntime-int8", "openvino-int8", "tensorrt_rtx-int8-sm86"} <= {variant.id for variant in made.variants}
     steps = {step.id: step for step in made.steps}
-    (graph,) = {steps[variant.artifact].inputs["model"] for variant in by_nncf.values()}
-    assert (graph, set(steps[graph].inputs)) == ("precision-int8-nncf-w7", {"model", "reference"})
-    task = steps[graph].task
-    assert isinstance(task, QuantizeWithNncf)
-    assert (task.weight_bits, task.keep, task.feeder) == (7, ("fc",), steps["calibrate"].task.feeder)
-    for variant in by_nncf.values():
+    for variant, preset in zip(by_nncf.values(), presets, strict=True):
+        graph = steps[variant.artifact].inputs["model"]
+        assert (graph, set(steps[graph].inputs)) == (f"precision-int8-nncf-{preset}-w7", {"model", "reference"})
+        task = steps[graph].task
+        assert isinstance(task, QuantizeWithNncf)
+        assert (task.weight_bits, task.keep, task.feeder) == (7, ("fc",), steps["calibrate"].task.feeder)
+        assert task.preset == preset
         assert (variant.search, variant.assignment, variant.calibration) == ((), None, graph)
         assert f"verify-{graph}" in variant.verified
         assert variant.audits

@@ -20,7 +20,7 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.sentences import _describe_search
 from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.results.run import VariantRecord
-from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.race import (
@@ -91,8 +91,11 @@ def test_nncf_is_tried_where_it_is_installed(
     recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, **values})
     assert recipe.quantisation.quantizers == quantizers
     if version and "quantisation" not in values and recipe.budgets.max_drop:
-        names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
-        assert names.index("openvino-int8") < names.index("onnxruntime-int8-nncf") < names.index("compiled-fp32")
+        for unit, runtime in (("avx2", True), ("avx512_vnni", False)):
+            monkeypatch.setattr(cpu, "vector_units", lambda unit=unit: (unit,))
+            names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
+            assert names.index("openvino-int8") < names.index("openvino-int8-nncf") < names.index("compiled-fp32")
+            assert ("onnxruntime-int8-nncf" in names) == runtime
 
 
 def test_engines_for_targets_are_built_beside_those_that_race_here() -> None:

@@ -66,6 +66,11 @@ class OpenVINO(Engine):
     def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
         return ("fp32", "int8", "bf16") if any("bf16" in unit for unit in vector_units()) else ("fp32", "int8")
 
+    @classmethod
+    def prefers_signed(cls, device: Device) -> bool:
+        """Prefer them with AMX, which multiplies two signed numbers: a reader of text takes 0.73 of the time."""
+        return "amx_int8" in vector_units()
+
     @property
     def arithmetic(self) -> str:
         return "bf16" if self.floats == "bf16" else "fp32"
