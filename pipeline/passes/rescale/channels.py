@@ -5,8 +5,8 @@ about, and only where nothing but the way itself reads the values that lie on it
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -440,3 +440,94 @@ EXACT: Mapping[str, _Step] = {
     "Unsqueeze": _make_step(follow_unsqueeze),
 }
 """All that factors pass through, or end in, exactly."""
+
+
+@dataclass
+class Tie:
+    """Values whose channels can only be scaled together, and what writes and reads them.
+
+    Between two layers that is one value; along the shortcuts of a residual network it is all that is added up.
+    """
+
+    writers: list[Product] = field(default_factory=list)
+    readers: list[Product] = field(default_factory=list)
+    addends: list[Addend] = field(default_factory=list)
+    nodes: "list[ir.Node]" = field(default_factory=list)
+    """The operators between them."""
+    fixed: bool = False
+    """True where something else reads or writes one of the values."""
+
+    def take(self, other: "Tie") -> None:
+        """Take over what belongs to another tie, as the two have turned out to be one."""
+        self.writers += other.writers
+        self.readers += other.readers
+        self.addends += other.addends
+        self.nodes += other.nodes
+        self.fixed = self.fixed or other.fixed
+
+
+def find_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
+    """Find the values between products whose channels can be scaled for free, in the order of their first readers."""
+    search = _TieSearch({product.node.outputs[0]: product for product in products})
+    for product in products:
+        start = place(product.data, product.axis, product.inputs)
+        if start is not None:
+            search.add_reader(product, start)
+    found = {id(tie): tie for value, tie in search.ties.items() if not search.fix_unless_known(value, tie)}
+    return tuple(tie for tie in found.values() if not tie.fixed and tie.writers)
+
+
+class _TieSearch:
+    """Follows channels back from the products that read them, and joins what is added up."""
+
+    def __init__(self, products: "Mapping[ir.Value, Product]") -> None:
+        self.ties: dict[ir.Value, Tie] = {}
+        self._products = products
+        self._places: dict[ir.Value, Place] = {}
+        self._uses: set[tuple[ir.Node, ir.Value]] = set()
+        """Readings of values that scaling takes account of."""
+
+    def add_reader(self, product: Product, start: Place) -> None:
+        """Find the tie of what a product reads, with all that is tied to it."""
+        tie = Tie([], [product], fixed=not product.private)
+        self._uses.add((product.node, product.data))
+        waiting = [start]
+        while waiting:
+            here = waiting.pop()
+            known = self.ties.get(here.value)
+            if known is None:
+                self._places[here.value], self.ties[here.value] = here, tie
+                waiting += self._step_back(here, tie)
+                continue
+            known.fixed = known.fixed or self._places[here.value] != here
+            if known is not tie:
+                known.take(tie)
+                self.ties.update({value: known for value, its in self.ties.items() if its is tie})
+                tie = known
+
+    def _step_back(self, here: Place, tie: Tie) -> list[Place]:
+        """Find the places that these channels come from; none where a product makes them."""
+        product, node = self._products.get(here.value), here.value.producer()
+        if product is not None:
+            axis = product.axis % len(sizes(here.value))
+            tie.fixed = tie.fixed or not (here.axes == (axis,) and here.total == product.outputs and product.private)
+            tie.writers.append(product)
+            return []
+        if node is not None and node.domain in ("", "ai.onnx") and node.op_type in HOMOGENEOUS:
+            ways = list(HOMOGENEOUS[node.op_type](node, here))
+            if node.op_type == "Add" and not ways:
+                ways = [(same(here, value), ()) for value in node.inputs]
+            places = [before for before, _ in ways if before is not None]
+            if places and len(places) == len(ways):
+                tie.nodes.append(node)
+                tie.addends += (addend for _, addends in ways for addend in addends)
+                self._uses.update((node, before.value) for before in places)
+                return places
+        tie.fixed = True
+        return []
+
+    def fix_unless_known(self, value: "ir.Value", tie: Tie) -> bool:
+        """Fix a tie if anything else reads one of its values; return whether it is fixed."""
+        known = all((node, value) in self._uses for node, _ in value.uses())
+        tie.fixed = tie.fixed or not known or value.is_graph_output()
+        return tie.fixed

@@ -25,7 +25,7 @@ from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import channels
-from enginesmith.pipeline.passes.rescale.channels import Product, ScalePropagation
+from enginesmith.pipeline.passes.rescale.channels import Product, Tie
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -40,12 +40,10 @@ _HEADROOM = 0.8  # share of a Clip's bound that channels are scaled up to, as ot
 
 
 @dataclass
-class Pair:
-    """Two products with a value between them, and the factors by which its channels are divided."""
+class Equalized:
+    """A tie, and the factors by which its channels are divided."""
 
-    first: Product
-    second: Product
-    way: ScalePropagation
+    tie: Tie
     smallest: Array
     """Least factor of each channel."""
     largest: Array
@@ -53,77 +51,69 @@ class Pair:
     unbounded: "tuple[ir.Node, ...]" = ()
     """Clips on the way whose bound is out of reach: they become Relu."""
 
+    @property
+    def products(self) -> list[Product]:
+        """The products on both sides; one that reads and writes it is there twice."""
+        return [*self.tie.writers, *self.tie.readers]
+
 
 @dataclass(frozen=True)
 class EqualizationResult:
-    """Numbers of pairs, products and Clips, and the largest ratio of channels before and after."""
+    """Numbers of ties, products and Clips, and the largest ratio of channels before and after."""
 
-    pairs: int
+    ties: int
     products: int
     ratio_before: float
     """Largest range of a channel over the smallest one, in the most uneven weight."""
     ratio_after: float
     clips_replaced: int
     clips_left: int
-    """Pairs that were left alone for the Clip between them."""
+    """Ties that were left alone for a Clip in them."""
 
 
 def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> EqualizationResult:
-    """Equalise every pair of products of a graph, in place."""
-    pairs, clipped = _pairs(model, ranges)
+    """Equalise the channels between the products of a graph, in place."""
+    ties, clipped = _find_ties(model, ranges)
     magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
-    for product in (product for pair in pairs for product in (pair.first, pair.second)):
+    for product in (product for tie in ties for product in tie.products):
         weights = product.weights()
         largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
         magnitudes[product.node] = np.ascontiguousarray(largest, np.float64)
-    before = _ratio(pairs, magnitudes)
+    before = _ratio(ties, magnitudes)
     for _ in range(_ROUNDS):
-        if max((_settle(pair, magnitudes) for pair in pairs), default=0.0) < _CONVERGED:
+        if max((_settle(tie, magnitudes) for tie in ties), default=0.0) < _CONVERGED:
             break
-    changed = [pair for pair in pairs if np.abs(pair.factors - 1).max() > _CONVERGED]
-    after = _ratio(pairs, magnitudes)
+    changed = [tie for tie in ties if np.abs(tie.factors - 1).max() > _CONVERGED]
+    after = _ratio(ties, magnitudes)
     _apply(changed)
     return EqualizationResult(
-        pairs=len(changed),
-        products=len({product.node for pair in changed for product in (pair.first, pair.second)}),
+        ties=len(changed),
+        products=len({product.node for tie in changed for product in tie.products}),
         ratio_before=before,
         ratio_after=after,
-        clips_replaced=len({clip for pair in changed for clip in pair.unbounded}),
+        clips_replaced=len({clip for tie in changed for clip in tie.unbounded}),
         clips_left=clipped,
     )
 
 
-def _pairs(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Pair], int]:
-    """List all pairs, and count those that a Clip prevents."""
-    every = channels.find(model)
-    known = {product.node.outputs[0]: product for product in every}
-    pairs: list[Pair] = []
-    clipped = 0
-    for second in every:
-        place = channels.place(second.data, second.axis, second.inputs)
-        if place is None or not second.private or not channels.is_private(second.data):
-            continue
-        way = channels.trace(place, known, channels.HOMOGENEOUS)
-        if way is None or way.product is None:
-            continue
-        if (limits := _limits(second, way, ranges)) is None:
-            clipped += 1
-            continue
-        pairs.append(Pair(way.product, second, way, *limits[:2], np.ones(second.inputs), limits[2]))
-    return pairs, clipped
+def _find_ties(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Equalized], int]:
+    """List all ties, and count those that a Clip prevents."""
+    found = channels.find_ties(channels.find(model))
+    limited = [(tie, _limits(tie, ranges)) for tie in found]
+    free = [Equalized(tie, *limits[:2], np.ones(len(limits[0])), limits[2]) for tie, limits in limited if limits]
+    return free, len(found) - len(free)
 
 
-def _limits(
-    second: Product, way: ScalePropagation, ranges: Ranges | None
-) -> "tuple[Array, Array, tuple[ir.Node, ...]] | None":
+def _limits(tie: Tie, ranges: Ranges | None) -> "tuple[Array, Array, tuple[ir.Node, ...]] | None":
     """Find least and largest factors, and the Clips that can go; None if it is unknown where a Clip cuts."""
-    count = second.inputs
+    count = tie.readers[0].inputs
     smallest, largest = np.full(count, 1 / _LARGEST_FACTOR), np.full(count, _LARGEST_FACTOR)
-    seen = _by_channel(second.data, count, ranges)
-    if seen is not None and seen.max() > 0:  # no channel grows beyond the largest; one that was never alive stays
-        smallest = np.maximum(np.where(seen > 0, seen / seen.max(), 1), smallest)
+    for value in dict.fromkeys(reader.data for reader in tie.readers):
+        seen = _by_channel(value, count, ranges)
+        if seen is not None and seen.max() > 0:  # no channel grows beyond the largest; one that was never alive stays
+            smallest = np.maximum(np.where(seen > 0, seen / seen.max(), 1), smallest)
     gone = []
-    for clip in (node for node in way.nodes if node.op_type == "Clip"):
+    for clip in (node for node in tie.nodes if node.op_type == "Clip"):
         bound = _bound(clip)
         if bound == np.inf:
             continue
@@ -167,29 +157,37 @@ def _by_input(product: Product, magnitudes: Array) -> Array:
     return largest.reshape(-1)
 
 
-def _settle(pair: Pair, magnitudes: "dict[ir.Node, Array]") -> float:
-    """Make the ranges of one pair equal, as far as its limits allow; return the largest relative change."""
-    ours, theirs = magnitudes[pair.first.node], magnitudes[pair.second.node]
-    outputs, inputs = ours.max(axis=1), _by_input(pair.second, theirs)
+def _settle(tie: Equalized, magnitudes: "dict[ir.Node, Array]") -> float:
+    """Make the ranges on both sides equal, as far as the limits allow; return the largest relative change."""
+    outputs, inputs = _sides(tie.tie, magnitudes)
     alive = _alive(outputs) & _alive(inputs)
-    wanted = pair.factors * np.sqrt(np.where(alive, outputs, 1) / np.where(alive, inputs, 1))
-    settled = np.where(alive, np.clip(wanted, pair.smallest, pair.largest), pair.factors)
-    change = settled / pair.factors
-    pair.factors = settled
-    ours /= change[:, None]
-    split = theirs.reshape(pair.second.groups, -1, theirs.shape[1])  # a view: groups × outputs × inputs of a group
-    split *= change.reshape(pair.second.groups, 1, -1)
+    wanted = tie.factors * np.sqrt(np.where(alive, outputs, 1) / np.where(alive, inputs, 1))
+    settled = np.where(alive, np.clip(wanted, tie.smallest, tie.largest), tie.factors)
+    change = settled / tie.factors
+    tie.factors = settled
+    for writer in tie.tie.writers:
+        magnitudes[writer.node] /= change[:, None]
+    for reader in tie.tie.readers:
+        theirs = magnitudes[reader.node]
+        split = theirs.reshape(reader.groups, -1, theirs.shape[1])  # a view: groups × outputs × inputs of a group
+        split *= change.reshape(reader.groups, 1, -1)
     return float(np.abs(change - 1).max())
 
 
-def _ratio(pairs: Sequence[Pair], magnitudes: "dict[ir.Node, Array]") -> float:
+def _sides(tie: Tie, magnitudes: "dict[ir.Node, Array]") -> tuple[Array, Array]:
+    """Compute the largest magnitude of each channel in the weights that write it, and in those that read it."""
+    written = [magnitudes[writer.node].max(axis=1) for writer in tie.writers]
+    read = [_by_input(reader, magnitudes[reader.node]) for reader in tie.readers]
+    return np.max(written, axis=0), np.max(read, axis=0)
+
+
+def _ratio(ties: Sequence[Equalized], magnitudes: "dict[ir.Node, Array]") -> float:
     """Compute the largest ratio of a channel's range to another's."""
     worst = 1.0
-    for pair in pairs:
-        for each in (magnitudes[pair.first.node].max(axis=1), _by_input(pair.second, magnitudes[pair.second.node])):
-            alive = each[_alive(each)]
-            if alive.size:
-                worst = max(worst, float(alive.max() / alive.min()))
+    for each in (side for tie in ties for side in _sides(tie.tie, magnitudes)):
+        alive = each[_alive(each)]
+        if alive.size:
+            worst = max(worst, float(alive.max() / alive.min()))
     return worst
 
 
@@ -197,16 +195,17 @@ def _alive(magnitudes: Array) -> Array:
     return np.asarray(magnitudes > _DEAD * magnitudes.max())
 
 
-def _apply(pairs: Sequence[Pair]) -> None:
+def _apply(ties: Sequence[Equalized]) -> None:
     """Write the factors into the weights, each weight once, and into what lies between."""
-    outputs = {pair.first.node: 1 / pair.factors for pair in pairs}
-    inputs = {pair.second.node: pair.factors for pair in pairs}
-    every = {product.node: product for pair in pairs for product in (pair.first, pair.second)}
+    outputs = {writer.node: 1 / each.factors for each in ties for writer in each.tie.writers}
+    inputs = {reader.node: each.factors for each in ties for reader in each.tie.readers}
+    every = {product.node: product for each in ties for product in each.products}
     for node, product in every.items():
         product.scale(outputs.get(node), inputs.get(node))
-    for pair in pairs:
-        pair.way.scale_addends(1 / pair.factors)
-        for clip in pair.unbounded:
+    for each in ties:
+        for addend in each.tie.addends:
+            edit.multiply(addend.node, addend.index, addend.place.broadcast(1 / each.factors))
+        for clip in each.unbounded:
             clip.op_type = "Relu"
             clip.resize_inputs(1)
             clip.attributes.clear()
@@ -249,8 +248,8 @@ class CrossLayerEqualization(Pass):
             notes.append(f"{done.clips_replaced} Clip nodes became Relu: {why}")
         if done.clips_left:
             why = "cuts every channel" if known is not None else "may cut, and there are no ranges that show where"
-            notes.append(f"{done.clips_left} pairs were left alone, as the Clip between them {why}")
-        if not done.pairs:
+            notes.append(f"{done.clips_left} sets of channels were left alone, as a Clip {why}")
+        if not done.ties:
             effect = edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize")
             return effect.model_copy(update={"notes": (*effect.notes, *notes)})
         progress("writing")
@@ -258,7 +257,7 @@ class CrossLayerEqualization(Pass):
             model,
             out,
             self.external_data_bytes,
-            f"equalized {done.pairs} pairs of {done.products} products; "
+            f"equalized {done.ties} sets of channels between {done.products} products; "
             f"largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}",
             notes=tuple(notes),
         )
