@@ -1,4 +1,5 @@
-"""Networks whose trained weights a package of the index has: FILE:efficientnet_lite0 and FILE:silero_vad are MODELs.
+"""Networks with weights that are here: FILE:efficientnet_lite0 and FILE:silero_vad from packages of the index;
+FILE:resnet50 and FILE:bert_base with the random weights that their ONNX graph has.
 
 ``models.py`` puts a copy of this file where the packages are unpacked, in the folder ``packages`` beside it.
 """
@@ -8,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from enginesmith.models import bert, resnet
 
 PACKAGES = Path(__file__).with_name("packages")
 FRAME, CONTEXT, UNITS = 512, 64, 128
@@ -67,6 +71,21 @@ def _renamed(key: str) -> str:
     for old, new in _NAMES.items():
         key = key.replace(f"_model.{old}", new)
     return key
+
+
+def resnet50() -> tuple[nn.Module, Example]:
+    """The zoo's, as it was exported."""
+    return _as_exported("resnet50", *resnet.resnet50())
+
+
+def bert_base() -> tuple[nn.Module, Example]:
+    """The zoo's, as it was exported."""
+    return _as_exported("bert_base", *bert.bert_base())
+
+
+def _as_exported(name: str, network: nn.Module, example: Example) -> tuple[nn.Module, Example]:
+    network.load_state_dict(load_file(PACKAGES.with_name(name) / "weights.safetensors"))
+    return network.eval(), example
 
 
 def efficientnet_lite0() -> tuple[nn.Module, Example]:
