@@ -91,6 +91,10 @@ class PrecisionPass(Pass):
         """Type of operators that are not quantised."""
 
     @abstractmethod
+    def explain_operator(self, operator: str) -> str:
+        """Explain why operators of a type stay in floating point; empty if they do not."""
+
+    @abstractmethod
     def rounding_inputs(self) -> Self:
         """Return the pass that rounds inputs of products alone, so that the error of each can be told."""
 

@@ -19,7 +19,17 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.measure import BASELINE
-from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, Sensitivity
+from enginesmith.pipeline.tasks.mixed_precision import (
+    BEFORE,
+    FLOAT,
+    RESCALED,
+    Assign,
+    Goal,
+    LowerForm,
+    Rescale,
+    Search,
+    Sensitivity,
+)
 from enginesmith.pipeline.tasks.nncf import Preset, QuantizeWithNncf
 
 _RANKING_SAMPLES = 16
@@ -62,6 +72,7 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
     steps: list[Step] = list(given.steps)
     searched: tuple[StepRef, ...] = ()
     assign: StepRef | None = None
+    rescaled: dict[str, StepRef] = {}
     if kind.searched:
         goal = Goal(
             threshold=kind.threshold,
@@ -70,11 +81,13 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
             quality=quality.task if quality and recipe.budgets.max_drop is not None else None,
             simulation=simulation(),
         )
-        more = list(_search(recipe, variant, step, goal, given, graph, subject, quality))
+        more = list(_search(recipe, variant, request, step, goal, given, graph, subject, quality))
         steps += more
+        rescaled = more[-1].optional_inputs
         searched, assign = tuple(step.id for step in more if isinstance(step.task, Search)), more[-1].id
         needs["assignment"] = assign
-    steps.append(Step(graph_there, Transform(step=step), needs))
+    lower = LowerForm(step=step) if rescaled else Transform(step=step)
+    steps.append(Step(graph_there, lower, needs, rescaled))
     steps.append(verify_step(recipe, graph_there, graph_there, simulation(), Device(), kind.threshold))
     return Lowered(
         graph=graph_there,
@@ -125,13 +138,17 @@ def _prepare_graph(recipe: Recipe, request: PrecisionRequest, graph: StepRef) ->
 
 
 def _calibrate(recipe: Recipe, graph: StepRef, name: StepRef) -> Step:
-    task = Calibrate(feeder=feeder(recipe), percentile=recipe.quantisation.percentile)
-    return Step(name, task, {"model": graph, REFERENCE: REFERENCE})
+    return Step(name, _calibrate_task(recipe), {"model": graph, REFERENCE: REFERENCE})
+
+
+def _calibrate_task(recipe: Recipe) -> Calibrate:
+    return Calibrate(feeder=feeder(recipe), percentile=recipe.quantisation.percentile)
 
 
 def _search(
     recipe: Recipe,
     variant: Variant,
+    request: PrecisionRequest,
     step: PrecisionPass,
     goal: Goal,
     given: Lowered,
@@ -150,6 +167,11 @@ def _search(
     sensitivity = Step(StepRef("sensitivity", step.precision, *alike), ranking, dict(needs))  # engines share it
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
+    rescaled: dict[str, StepRef] = {}
+    if again := _rescale(recipe, request, ranking):
+        rescale = Step(sensitivity.id.with_kind("rescale"), again, dict(needs))
+        yield rescale
+        rescaled[RESCALED] = rescale.id
     if goal.quality is not None and quality is not None:
         needs[BASELINE] = quality.inputs[BASELINE]
     if not variant.unavailable and step.placement == engine.placement:  # else its speed there says nothing
@@ -161,13 +183,27 @@ def _search(
         yield float_build
         needs[FLOAT] = float_build.id
     methods = _FIRST_METHODS if options.ranges == "auto" and KINDS[step.precision].calibrated else (step.method,)
+    choosable = step.placement == engine.placement and KINDS[step.precision].calibrated
+    signs = (True, False) if choosable and engine.prefers_signed(device) else (False,)
     trial = partial(
-        Search, step=step, engine=engine, device=device, goal=goal, methods=methods, keep=options.keep,
+        Search, step=step, engine=engine, device=device, goal=goal, methods=methods, signs=signs, keep=options.keep,
         timed=FLOAT in needs,
     )  # fmt: skip
     for index in range(1, options.search_steps + 1):
-        last = Step(StepRef("search", *subject, index), trial(), dict(needs))
+        last = Step(StepRef("search", *subject, index), trial(), dict(needs), rescaled)
         yield last
         needs[BEFORE] = last.id
     assign = Assign(step=step, keep=options.keep)
-    yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id})
+    yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id}, rescaled)
+
+
+def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) -> Rescale | None:
+    """Plan to rescale the channels of the graph; None where the recipe itself says how, or the data are made up."""
+    given = recipe.quantisation
+    if not KINDS[request.precision].calibrated or given.equalise or given.smooth is not None:
+        return None
+    if recipe.calibration_data is None:
+        return None
+    asked = recipe.model_copy(update={"quantisation": given.model_copy(update={"equalise": True, "smooth": "auto"})})
+    steps = tuple(passes_for("rescale", asked, request=request))
+    return Rescale(steps=steps, calibration=_calibrate_task(recipe), sensitivity=ranking) if steps else None

@@ -4,6 +4,7 @@ import difflib
 import json
 import logging
 import math
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -15,7 +16,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.calibration.options import PartOptions
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.calibration.ranges import FILE as RANGES_FILE
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
@@ -23,16 +25,26 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.quality import Quality as Judged
-from enginesmith.pipeline.passes.base import PrecisionPass, Progress
+from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import layers, precision, search
 from enginesmith.pipeline.passes.quantize.layers import require_opset
-from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Judgement, Trial, best, propose
+from enginesmith.pipeline.passes.quantize.search import Candidate, Form, GroupFact, Judgement, Trial, best, propose
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
-from enginesmith.pipeline.tasks.calibrate import Feeder
+from enginesmith.pipeline.tasks.base import (
+    RECORDS,
+    Inputs,
+    Task,
+    read_models,
+    read_records,
+    scratch_artifact,
+    write_records,
+)
+from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
+from enginesmith.pipeline.tasks.verify import Verify
 
 
 class Sensitivity(Task):
@@ -126,10 +138,72 @@ class Sensitivity(Task):
 
 MODEL, REFERENCE, RANGES = "model", "reference", "ranges"
 SENSITIVITY, FLOAT, BEFORE = "sensitivity", "float", "before"
+RESCALED, ASSIGNMENT = "rescaled", "assignment"
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
 """Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
+_WEAK_DB = 25.0
+"""SQNR of a group below which it loses much. In four networks that int8 suits, all groups have more than 33 dB; in four
+whose channels are uneven, one in ten has less than 13."""
+_FIDELITY = "fp16"
+"""Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
+
+
+class Rescale(Task):
+    """Make a graph of the same function that loses less, with its ranges and the errors of its groups beside it."""
+
+    title: ClassVar[str] = "rescale"
+    produces: ClassVar[Kind] = "onnx"
+
+    steps: tuple[SerializeAsAny[Pass], ...]
+    """Passes that scale channels, each by the ranges of the graph that it gets."""
+    calibration: Calibrate
+    sensitivity: Sensitivity
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        every = (*(tool for step in self.steps for tool in step.tools), *self.calibration.tools)
+        return tuple(dict.fromkeys((*every, *self.sensitivity.tools)))
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        given, reference = inputs[MODEL], inputs[REFERENCE]
+        groups = read_models(inputs[SENSITIVITY], GroupFact)
+        weak = [(group.sqnr_db, group.name) for group in groups if group.sqnr_db is not None]
+        weak = sorted(pair for pair in weak if pair[0] < _WEAK_DB)
+        if not weak:
+            return _pass_on(given, out, f"not needed: every group has an SQNR of {_WEAK_DB:g} dB or more")
+        model, ranges, told, reads = given, inputs[RANGES], list[str](), set[Path]()
+        with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
+            for index, step in enumerate(self.steps):
+                folder = Path(scratch, str(index))
+                folder.mkdir()
+                effect = run_pass(step, model, folder, progress, {RANGES: ranges})
+                if file_digest(model.path) == file_digest(folder / effect.file):
+                    continue  # passed on as it was
+                told.append(effect.summary)
+                model = scratch_artifact("onnx", folder / effect.file, model_file.signature(folder / effect.file))
+                reads.update(self.calibration.run({MODEL: model, REFERENCE: reference}, folder, progress).reads)
+                ranges = scratch_artifact("record", folder / RANGES_FILE, None)
+            if model is given:
+                return _pass_on(given, out, "no channels can be scaled against each other")
+            made = {MODEL: model, RANGES: ranges, REFERENCE: reference}
+            reads.update(self.sensitivity.run(made, model.folder, progress).reads)
+            check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
+            rejected = check.run(made, Path(scratch), progress).rejected
+            shutil.copytree(model.folder, out, dirs_exist_ok=True)
+        errors = [group.sqnr_db for group in _read_groups(out) if group.sqnr_db is not None]
+        summary = (
+            f"{len(weak)} of {len(groups)} groups had less than {_WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
+            f"{'; '.join(told)}; now at least {min(errors):.1f} dB"
+        )
+        return Effect(
+            file=edit.FILE, summary=summary, signature=model.signature, rejected=rejected, reads=tuple(sorted(reads))
+        )
+
+
+def _pass_on(model: Artifact, out: Path, reason: str) -> Effect:
+    return edit.pass_on(model.path, out, reason).model_copy(update={"rejected": reason})
 
 
 class Goal(BaseModel, frozen=True, extra="forbid"):
@@ -204,6 +278,8 @@ class Search(Task):
     device: Device
     goal: Goal
     methods: tuple[str, ...]
+    signs: tuple[bool, ...] = (False,)
+    """Whether activations with both signs are in int8 around 0, the faster first."""
     keep: tuple[str, ...]
     """Patterns of groups that stay in floating point anyway."""
     timed: bool = False
@@ -218,15 +294,15 @@ class Search(Task):
         return tuple(dict.fromkeys((*self.step.tools, *self.engine.tools)))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        groups = read_models(inputs[SENSITIVITY], GroupFact)
+        forms = read_forms(inputs, self.step)
         trials = read_models(inputs.get(BEFORE), Trial)
-        candidate = propose(trials, groups, self.methods, find_kept(self.keep, groups))
+        candidate = propose(trials, forms, self.methods, find_kept(self.keep, forms["given"]), self.signs)
         limit = min(_SEARCH_SECONDS, self.left_seconds)
         late = bool(trials) and sum(trial.seconds for trial in trials) >= limit
         reads: tuple[Path, ...] = ()
         if candidate and not late:
             progress(candidate.why)
-            trial, reads = self._try(candidate, groups, inputs, progress)
+            trial, reads = self._try(candidate, forms[candidate.form], inputs, progress)
             trials.append(trial)
             parts = [f"drop {trial.drop:.4f}"] if trial.drop is not None else []
             parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
@@ -234,7 +310,7 @@ class Search(Task):
             verdict = "reaches the goal" if trial.passed else trial.reason
             summary = f"{trial.why}: {', '.join(parts)}; {verdict}"
         else:
-            winner = best(trials, groups)
+            winner = best(trials, forms["given"])
             summary = "the time for the search is up" if candidate else "the search is over"
             summary += f": {winner.why}" if winner else ": nothing reaches the goal"
         write_records(out, trials)
@@ -263,6 +339,8 @@ class Search(Task):
                 judged, reads = self.goal.judge(self.goal.simulation, graph, Device(), inputs, progress)
         trial = Trial(
             phase=candidate.phase,
+            form=candidate.form,
+            signed=candidate.signed,
             method=candidate.method,
             kept=tuple(sorted(candidate.kept)),
             why=candidate.why,
@@ -277,10 +355,10 @@ class Search(Task):
     ) -> Artifact:
         out, file = scratch / "graph", scratch / RECORDS
         out.mkdir()
-        file.write_text(json.dumps(assignment(groups, candidate.kept, candidate.method, self.step, {})))
-        records = {name: artifact for name, artifact in inputs.items() if name == RANGES}
-        records["assignment"] = scratch_artifact("record", file, None)
-        effect = run_pass(self.step, inputs[MODEL], out, progress, records)
+        file.write_text(json.dumps(assignment(groups, candidate, self.step, {})))
+        model, records = find_form(candidate.form, inputs)
+        records[ASSIGNMENT] = scratch_artifact("record", file, None)
+        effect = run_pass(self.step, model, out, progress, records)
         signature = inputs[MODEL].signature or model_file.signature(inputs[MODEL].path)
         return scratch_artifact("onnx", out / effect.file, signature)
 
@@ -296,15 +374,16 @@ class Assign(Task):
     keep: tuple[str, ...]
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        groups = read_models(inputs[SENSITIVITY], GroupFact)
-        trials = read_models(inputs[BEFORE], Trial)
-        winner = best(trials, groups)
+        forms, trials = read_forms(inputs, self.step), read_models(inputs[BEFORE], Trial)
+        winner = best(trials, forms["given"])
         chosen = winner or min(trials, key=lambda trial: trial.error)
+        groups = forms[chosen.form]
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        write_records(out, assignment(groups, chosen.kept, chosen.method, self.step, reasons))
+        write_records(out, assignment(groups, chosen, self.step, reasons))
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
-        summary = f"{len(groups) - left} of {len(groups)} groups quantized, ranges by {chosen.method}"
+        rescaled = ", channels rescaled" if chosen.form == "rescaled" else ""
+        summary = f"{len(groups) - left} of {len(groups)} groups quantized{rescaled}, ranges by {chosen.method}"
         rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         if left == len(groups):
             rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
@@ -320,11 +399,7 @@ def _explain_kept(name: str, trials: Sequence[Trial]) -> str:
 
 
 def assignment(
-    groups: Sequence[GroupFact],
-    kept: Sequence[str] | frozenset[str],
-    method: str,
-    step: PrecisionPass,
-    reasons: Mapping[str, str],
+    groups: Sequence[GroupFact], chosen: Candidate | Trial, step: PrecisionPass, reasons: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """List each group's precision, as the precision pass reads it and reports show it."""
     low, rest = step.precision.partition("+")[0], step.remainder
@@ -333,14 +408,61 @@ def assignment(
             "group": group.name,
             "module": group.module,
             "operator": group.kind,
-            "precision": rest if group.name in kept or group.reason else low,
+            "precision": rest if group.name in chosen.kept or group.reason else low,
             "why": group.reason or reasons.get(group.name, ""),
-            "method": method,
+            "form": chosen.form,
+            "signed": chosen.signed,
+            "method": chosen.method,
             "sqnr_db": group.sqnr_db,
             "macs": group.macs,
         }
         for group in groups
     ]
+
+
+def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact]]:
+    """Read the groups of the graph, and those of the rescaled one where there is one.
+
+    Engines share what was measured; groups that a pass has no kernels for are left out of what can be chosen.
+    """
+    forms: dict[Form, list[GroupFact]] = {"given": _read_groups(inputs[SENSITIVITY].folder)}
+    if RESCALED in inputs:
+        forms["rescaled"] = _read_groups(inputs[RESCALED].folder)
+    for form, groups in forms.items():
+        reasons = [group.reason or step.explain_operator(group.kind.split()[-1]) for group in groups]
+        forms[form] = [
+            group.model_copy(update={"reason": why, "sqnr_db": None}) if why else group
+            for group, why in zip(groups, reasons, strict=True)
+        ]
+    return forms
+
+
+def _read_groups(folder: Path) -> list[GroupFact]:
+    return read_models(scratch_artifact("record", folder / RECORDS, None), GroupFact)
+
+
+def find_form(form: str, inputs: Inputs) -> tuple[Artifact, dict[str, Artifact]]:
+    """Find a form of the float graph, and the record of its ranges."""
+    if form == "given":
+        return inputs[MODEL], {role: artifact for role, artifact in inputs.items() if role == RANGES}
+    folder = inputs[RESCALED].folder
+    model = scratch_artifact("onnx", inputs[RESCALED].path, inputs[RESCALED].signature)
+    return model, {RANGES: scratch_artifact("record", folder / RANGES_FILE, None)}
+
+
+class LowerForm(Transform):
+    """Bring that form of the graph into another precision which the assignment names."""
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        chosen = inputs[ASSIGNMENT]
+        form = next((str(entry["form"]) for entry in read_records(chosen)), "given")
+        model, records = find_form(form, inputs)
+        effect = run_pass(self.step, model, out, progress, {**records, ASSIGNMENT: chosen})
+        if form == "given":
+            return effect
+        return effect.model_copy(
+            update={"notes": (f"channels rescaled: {inputs[RESCALED].history[-1].effect}", *effect.notes)}
+        )
 
 
 def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact | layers.QuantizableOp]) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Other precisions through the command line, on the trained digits net: made, held against eager, measured."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,54 @@ def test_nncf_makes_the_same_graph_twice(cli: Cli, tmp_path: Path) -> None:
     weights = {each.name: numpy_helper.to_array(each) for each in onnx.load(out).graph.initializer}
     largest = max(np.abs(array.astype(int)).max() for array in weights.values() if array.dtype == np.int8)
     assert 60 <= largest <= 64
+
+
+UNEVEN = """
+import torch
+from enginesmith.models.digits import digits
+from enginesmith.models.resnet import BasicBlock
+
+
+def build():
+    module, example = digits()
+    generator = torch.Generator().manual_seed(0)
+    for block in (each for each in module.modules() if isinstance(each, BasicBlock)):
+        factors = 10 ** (3 * torch.rand(block.conv1.out_channels, generator=generator) - 1.5)
+        block.bn1.weight.data *= factors
+        block.bn1.bias.data *= factors
+        block.conv2.weight.data /= factors[:, None, None]
+    return module, example
+"""
+"""Digits with channels within blocks that are up to 1 000 times larger than others; the answers are the same."""
+
+
+@pytest.mark.thorough
+def test_uneven_channels_are_rescaled_and_stay_in_int8(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(UNEVEN)
+    done = cli(
+        *(
+            "optimize",
+            f"{tmp_path / 'net.py'}:build",
+            "--data",
+            "digits",
+            "--max-drop",
+            "0.02",
+            "--engine",
+            "onnxruntime",
+        ),
+        *("--precision", "int8", "--batch", "1", "--measure-time", "1s", "--no-memory", "--out", tmp_path / "run"),
+        "--no-cache",
+    )
+    assert done.code == 0, done.text
+    (record,) = json.loads((tmp_path / "run" / "run.json").read_text())["variants"]
+    assert record["coverage"]["macs"] == {"int8": 1.0}
+    first, second = record["search"][:2]
+    assert not first["passed"]
+    assert (second["passed"], second["why"]) == (True, "everything quantized, channels rescaled, ranges by mse")
+    (note,) = next(entry["notes"] for entry in record["history"] if entry["step"] == "precision-int8-onnxruntime")
+    assert re.match(
+        r"channels rescaled: \d+ of 16 groups had less than 25 dB, .*; equalized \d+ sets of channels", note
+    )
 
 
 @pytest.fixture(scope="module")

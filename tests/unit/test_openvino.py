@@ -78,7 +78,9 @@ def residual() -> ir.Model:
     return parse_graph(RESIDUAL, zero=np.float32(0), six=np.float32(6), **WEIGHTS)
 
 
-def quantised(make: Callable[[], ir.Model] = residual, feeds: dict[str, Array] = FEEDS) -> ir.Model:
+def quantised(
+    make: Callable[[], ir.Model] = residual, feeds: dict[str, Array] = FEEDS, *, signed: bool = False
+) -> ir.Model:
     """Round it by our rules for OpenVINO, on grids for these feeds."""
     values: dict[str, Array] = {**feeds, **run_model(make(), feeds, optimized=False, every_value=True)}
     limits = {name: (float(value.min()), float(value.max())) for name, value in values.items()}
@@ -87,7 +89,7 @@ def quantised(make: Callable[[], ir.Model] = residual, feeds: dict[str, Array] =
         for name, (low, high) in limits.items()
     }
     model = make()
-    settings = Settings(placement=OpenVINO.placement, weight_bits=int8_weight_bits())
+    settings = Settings(placement=OpenVINO.placement, weight_bits=int8_weight_bits(), signed=signed)
     quantise(model, Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors), settings)
     return model
 
@@ -105,6 +107,30 @@ def test_all_products_of_our_placement_run_in_int8(tmp_path: Path) -> None:
         assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 1e3
         kinds = [layer.kind for layer in module.profiler.read_layers(session.compiled, ())]
     assert not {"Eltwise", "Add"} & set(kinds)  # the sum is part of a convolution
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_upsampling_runs_in_int8_beside_convolutions_of_the_same_width(tmp_path: Path, signed: bool) -> None:
+    """Their weights have scales along other axes: with one constant for both zero points, all of it ran in floats."""
+    text = """net (float[n, 3, 16, 16] x) => (float[n, 8, 16, 16] y) {
+        c = Conv <strides = [2, 2], pads = [0, 0, 1, 1]> (x, w0)
+        r = Relu(c)
+        d = Conv <pads = [1, 1, 1, 1]> (r, w1)
+        s = Relu(d)
+        u = ConvTranspose <strides = [2, 2]> (s, up)
+        y = Conv <pads = [1, 1, 1, 1]> (u, v)
+    }"""
+    more = {"up": RNG.standard_normal((8, 8, 2, 2), np.float32), "v": RNG.standard_normal((8, 8, 3, 3), np.float32)}
+    model = quantised(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **more), signed=signed)
+    zeros = {node.inputs[2].const_value.dtype for node in model.graph if node.op_type == "QuantizeLinear"}  # type: ignore[union-attr]
+    assert (ir.DataType.INT8 in zeros) == signed
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO(fixed_batches=(4,)).load(artifact, CPU) as session:
+        answers, wanted = session.run(FEEDS)["y"], run_model(model, FEEDS, optimized=False)["y"]
+        layers = list(module.profiler.read_layers(session.compiled, ()))
+    products = [layer.precision for layer in layers if layer.kind in ("Convolution", "Deconvolution")]
+    assert products == ["int8"] * 4
+    assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 1e3
 
 
 ACTIVATIONS = ("Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Relu", "Sigmoid", "Tanh")

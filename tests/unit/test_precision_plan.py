@@ -17,7 +17,7 @@ from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import Placement
-from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
+from enginesmith.pipeline.passes.quantize.search import Candidate, Form, GroupFact, Trial, best, propose
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.single_stages import precision_steps
@@ -28,7 +28,7 @@ from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.load import Shapes
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality
-from enginesmith.pipeline.tasks.mixed_precision import Goal, Search, assignment
+from enginesmith.pipeline.tasks.mixed_precision import RESCALED, Goal, LowerForm, Rescale, Search, assignment
 from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
 
 
@@ -87,6 +87,40 @@ def test_variants_share_calibration_and_the_float_engine() -> None:
     found = ids(planned(precisions=["fp32", "int8", "int8+fp16"]))
     assert found.count("calibrate") == 1
     assert found.count("build-onnxruntime-fp32") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"calibration": "digits"}, True),
+        ({"model": "unet", "synthetic_calibration": True}, False),
+        ({"calibration": "digits", "quantisation": {"equalise": True}}, False),
+        ({"calibration": "digits", "quantisation": {"smooth": 0.5}}, False),
+        ({"calibration": "digits", "precisions": ["int8-dynamic"]}, False),
+    ],
+)
+def test_a_search_may_rescale_unless_the_recipe_says_how(values: dict[str, Any], expected: bool) -> None:
+    """Data that are made up say nothing of channels. One step makes the graph for all engines that share a ranking."""
+    made = planned(**{"precisions": ["int8"], "engines": ["onnxruntime", "openvino"], **values})
+    steps = {step.id: step for step in made.steps}
+    rescaling = [step for step in made.steps if isinstance(step.task, Rescale)]
+    readers = [step.id for step in made.steps if RESCALED in step.optional_inputs]
+    assert bool(rescaling) == bool(readers) == expected
+    for name in ("onnxruntime", "openvino") if expected else ():
+        ends = [steps[f"{kind}-int8-{name}"] for kind in ("assign", "precision")]
+        for step in (steps[f"search-int8-{name}-1"], *ends):
+            assert steps[step.optional_inputs[RESCALED]] in rescaling
+        assert isinstance(ends[-1].task, LowerForm)
+
+
+@pytest.mark.parametrize(("units", "signs"), [(("avx2",), (False,)), (("avx512_vnni", "amx_int8"), (True, False))])
+def test_signed_activations_are_tried_first_where_they_are_faster(
+    units: tuple[str, ...], signs: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openvino, "vector_units", lambda: units)
+    steps = {step.id: step.task for step in planned(precisions=["int8"], engines=["onnxruntime", "openvino"]).steps}
+    searches = [steps[f"search-int8-{name}-1"] for name in ("onnxruntime", "openvino")]
+    assert [task.signs for task in searches if isinstance(task, Search)] == [(False,), signs]
 
 
 def test_each_engine_has_its_own_placement_and_search() -> None:
@@ -237,15 +271,23 @@ def groups(*sensitivities: float, macs: tuple[int, ...] = (), kinds: tuple[str, 
 
 
 def run(
-    facts: list[GroupFact], judge: Judge, methods: tuple[str, ...] = METHODS, keep: tuple[str, ...] = ()
+    facts: list[GroupFact],
+    judge: Judge,
+    methods: tuple[str, ...] = METHODS,
+    keep: tuple[str, ...] = (),
+    rescaled: list[GroupFact] | None = None,
+    signs: tuple[bool, ...] = (False,),
 ) -> list[Trial]:
     """The whole search: each candidate judged by (passed, error, speed-up)."""
     trials: list[Trial] = []
-    while candidate := propose(trials, facts, methods, frozenset(keep)):
+    forms: dict[Form, list[GroupFact]] = {"given": facts, **({"rescaled": rescaled} if rescaled else {})}
+    while candidate := propose(trials, forms, methods, frozenset(keep), signs):
         passed, error, speedup = judge(candidate)
         trials.append(
             Trial(
                 phase=candidate.phase,
+                form=candidate.form,
+                signed=candidate.signed,
                 method=candidate.method,
                 kept=tuple(sorted(candidate.kept)),
                 why=candidate.why,
@@ -272,6 +314,31 @@ def test_other_methods_are_tried_before_anything_is_kept() -> None:
     trials = run(facts, lambda candidate: (candidate.method == "minmax", 1.0, None))
     found = best(trials, facts)
     assert (found.method, found.kept) == ("minmax", ())
+
+
+def test_the_graph_is_rescaled_before_other_settings_are_tried() -> None:
+    """One change at a time, from what lost least so far; what is kept is kept in the best of them."""
+    facts, rescaled = groups(10, 2, 30), groups(9, 31, 30)
+    losses = {"rescaled": 1.0, "given": 3.0}
+
+    def judge(one: Candidate) -> tuple[bool, float, None]:
+        return "g0" in one.kept, losses[one.form] + one.signed - 0.1 * (one.method == "minmax"), None
+
+    trials = run(facts, judge, ("mse", "minmax"), rescaled=rescaled, signs=(True, False))
+    assert [(trial.form, trial.signed, trial.method, trial.kept) for trial in trials] == [
+        ("given", True, "mse", ()),
+        ("rescaled", True, "mse", ()),
+        ("rescaled", False, "mse", ()),
+        ("rescaled", False, "minmax", ()),
+        ("rescaled", False, "minmax", ("g0",)),  # in this form it is the most sensitive
+    ]
+    words = "everything quantized, channels rescaled, activations in uint8, ranges by mse"
+    assert trials[2].why == words
+
+
+def test_what_passes_as_it_is_is_not_rescaled() -> None:
+    trials = run(groups(10, 2), lambda one: (True, 0.0, None), rescaled=groups(30, 31), signs=(True, False))
+    assert [(trial.form, trial.signed) for trial in trials] == [("given", True)]
 
 
 def test_the_best_method_is_gone_on_with() -> None:
@@ -340,7 +407,7 @@ def test_nothing_passes() -> None:
 def test_what_has_no_form_goes_with_the_rest(placement: Placement, rest: str) -> None:
     facts = [GroupFact(name="attention", module="", kind="Attention", macs=1, sqnr_db=None, reason="stays whole")]
     step = Precision(precision="int4-weights", placement=placement)
-    (entry,) = assignment(facts, (), "mse", step, {})
+    (entry,) = assignment(facts, Candidate("everything", "given", False, "mse", frozenset(), ""), step, {})
     assert (entry["precision"], entry["why"]) == (rest, "stays whole")
 
 

@@ -168,6 +168,22 @@ def test_onnx_runtime_rounds_positive_values_with_all_their_bits() -> None:
     )
 
 
+def test_signed_grids_are_around_zero_where_both_signs_occur() -> None:
+    """Other values keep all their bits."""
+    model, _ = done(residual, replace(CPU, signed=True))
+    found = {str(each.inputs[0].name): grid(model, str(each.inputs[0].name)) for each in model.graph
+             if each.op_type == "QuantizeLinear"}  # fmt: skip
+    limits = ranges(residual()).tensors
+    assert {int(known.minimum < 0) for known in limits.values()} == {0, 1}
+    for name, (scale, zero, dtype) in found.items():
+        known = limits[name]
+        if known.minimum < 0:
+            assert (zero, dtype) == (0, np.int8)
+            assert scale == pytest.approx(max(-known.minimum, known.maximum) / 127)
+        else:
+            assert (zero, dtype) == (0, np.uint8)
+
+
 def test_what_hands_numbers_on_has_one_grid() -> None:
     model = residual()
     quantise(model, ranges(residual(), p0=(0.0, 0.1), f=(0.0, 0.1)), CPU)

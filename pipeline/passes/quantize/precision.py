@@ -51,6 +51,8 @@ class Assignment:
 
     method: Method
     """Method whose ranges are taken."""
+    signed: bool = False
+    """True where activations with both signs are in int8 around 0, rather than in uint8 with a zero point."""
     keep: frozenset[str] = frozenset()
     """Groups that are not to be quantised."""
     floating: frozenset[str] = frozenset()
@@ -59,7 +61,7 @@ class Assignment:
 
     @classmethod
     def read(cls, record: Artifact | None, precision: str, method: Method) -> "Assignment":
-        """Read a record: a JSON list of ``{"group": …, "precision": …, "why": …, "method": …}``, the last two optional.
+        """Read a record: a JSON list of ``{"group": …, "precision": …}``; ``why``, ``method``, ``signed`` are optional.
 
         Raises:
             UsageError: it is something else.
@@ -70,6 +72,7 @@ class Assignment:
             entries: list[dict[str, Any]] = json.loads(record.path.read_bytes())
             given = {str(entry["group"]): str(entry["precision"]) for entry in entries}
             why = {str(entry["group"]): str(entry.get("why", "")) for entry in entries}
+            signed = any(entry.get("signed") for entry in entries)
             named = sorted({str(entry["method"]) for entry in entries if entry.get("method")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
@@ -84,7 +87,7 @@ class Assignment:
         low = precision.partition("+")[0]
         kept = frozenset(name for name, width in given.items() if width != low)
         floating = frozenset(name for name in kept if given[name] == "fp32")
-        return cls(methods[0] if methods else method, kept, floating, why)
+        return cls(methods[0] if methods else method, signed, kept, floating, why)
 
 
 class Precision(PrecisionPass):
@@ -122,8 +125,13 @@ class Precision(PrecisionPass):
         return (cls.model_validate(values),)
 
     def rounding_inputs(self) -> Self:
-        placement = "inputs" if self.placement == "inputs" else "inputs+outputs"  # the others differ in outputs alone
+        placement = "inputs" if self.placement == "inputs" else "inputs+read outputs"  # of the two, it has more kernels
         return self.model_copy(update={"inputs_only": True, "placement": placement})
+
+    def explain_operator(self, operator: str) -> str:
+        if self.precision == "int8-dynamic" or not self._low:
+            return ""
+        return qdq.explain_operator(operator, qdq.RULES[self.placement])
 
     @property
     def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
@@ -185,6 +193,7 @@ class Precision(PrecisionPass):
             number="fp8" if self.precision == "fp8" else "int8",
             placement=self.placement,
             method=chosen.method,
+            signed=chosen.signed,
             weight_bits=self.weight_bits,
             rest="fp16" if self.remainder == "fp16" else "fp32",
             keep=chosen.keep,

@@ -5,7 +5,7 @@ activations      symmetric int8, zero point 0               uint8 with a zero po
 Conv             its input                                  its input, and its output: for ONNX Runtime always, behind
                                                             the Relu or Clip, since no kernel writes floats; for
                                                             OpenVINO where it is read in int8, behind any activation
-ConvTranspose    its input                                  left: there is no int8 kernel
+ConvTranspose    its input                                  as Conv for OpenVINO; ONNX Runtime has no int8 kernel
 MatMul, Gemm     their input                                their input; what they write stays floating, which is the
                                                             faster kernel, and the better one
 bias             floating                                   floating for Conv, whose bias becomes int32 at load; int32
@@ -40,7 +40,7 @@ from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.quantize import layers, quantizers
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Placement
-from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow, Number, Rest, Scales
+from enginesmith.pipeline.passes.quantize.quantizers import Grid, Layout, Narrow, Number, Rest, Scales
 from enginesmith.pipeline.passes.quantize.writer import Stored, Writer
 from enginesmith.pipeline.tensors import Array
 
@@ -90,7 +90,7 @@ RULES: Mapping[Placement, Rules] = {
         frozenset(("Conv", "MatMul", "Gemm")), symmetric=False, outputs="all", integer_bias=frozenset(("Gemm",))
     ),
     "inputs+read outputs": Rules(
-        frozenset(("Conv", "MatMul", "Gemm")),
+        frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm")),
         symmetric=False,
         outputs="read",
         activations=_ACTIVATIONS,
@@ -107,6 +107,8 @@ class Settings:
     placement: Placement = "inputs"
     method: Method = "minmax"
     """Method whose ranges are taken; fp8 has the range to spare, and takes the largest number seen."""
+    signed: bool = False
+    """True where activations with both signs are in int8 around 0 by rules that have them in uint8."""
     weight_bits: int = 8
     """7 keeps int8 weights within ±63: processors without VNNI add two products in 16 bits, and saturate."""
     rest: Rest = "fp32"
@@ -142,7 +144,8 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
             f"read ({', '.join(sorted(names)[:3])})",
             "calibrate this graph",
         )
-    scales = Scales(ranges, settings.number, settings.method, settings.rest, symmetric=settings.rules.symmetric)
+    layout: Layout = "symmetric" if settings.rules.symmetric else "signed" if settings.signed else "unsigned"
+    scales = Scales(ranges, settings.number, settings.method, settings.rest, layout)
     nodes = {str(node.name): node for node in model.graph}
     left = {group.name: why for group in groups if (why := _explain_group(group, nodes[group.name], scales, settings))}
     chosen = [nodes[group.name] for group in groups if group.name not in left]
@@ -158,6 +161,11 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     return Quantised(len(grids) - len(plan.moved), groups, left)
 
 
+def explain_operator(operator: str, rules: Rules) -> str:
+    """Explain why an operator stays in floating point; empty where it has a kernel."""
+    return "" if operator in rules.products else f"there is no int8 kernel for {operator}"
+
+
 def _explain_group(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Settings) -> str:
     """Explain why a group stays in floating point; empty if it does not."""
     rules = settings.rules
@@ -165,8 +173,8 @@ def _explain_group(group: QuantizableOp, node: "ir.Node", scales: Scales, settin
         return group.reason
     if group.name in settings.keep:
         return layers.ON_REQUEST
-    if node.op_type not in rules.products:
-        return f"there is no int8 kernel for {node.op_type}"
+    if why := explain_operator(node.op_type, rules):
+        return why
     if node.op_type in rules.integer_bias and (why := _explain_bias(node)):
         return why
     if why := scales.problem(layers.get_input(node, 0)):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Number = Literal["int8", "fp8"]
 Rest = Literal["fp32", "fp16"]
+Layout = Literal["symmetric", "signed", "unsigned"]
+"""Grids of activations: all around 0; those with both signs around 0 and others from 0 on; all from the least on."""
 """Type that scales are stored in: that of operators which are not quantised."""
 LARGEST: Mapping[Number, float] = {"int8": 127.0, "fp8": 448.0}
 """Largest magnitude of a symmetric int8, and of E4M3 (Micikevicius et al.: FP8 Formats for Deep Learning, 2022)."""
@@ -40,12 +42,12 @@ class Grid:
 class Scales:
     """Grids of the values of one graph, from one method of calibration."""
 
-    def __init__(self, ranges: Ranges, number: Number, method: Method, rest: Rest, *, symmetric: bool) -> None:
+    def __init__(self, ranges: Ranges, number: Number, method: Method, rest: Rest, layout: Layout) -> None:
         self._ranges = ranges.tensors
         self._number: Number = number
         self._method: Method = "minmax" if number == "fp8" else method
         self._rest: Rest = rest
-        self._symmetric = symmetric
+        self._layout: Layout = layout
 
     def problem(self, value: "ir.Value") -> str:
         """Explain why a value has no grid, after a word for what it is; empty where it has one."""
@@ -66,9 +68,10 @@ class Scales:
             assert known is not None, value
             assert known.amax is not None, value
             amax = known.amax[self._method]
-            low = min(low, -amax if self._symmetric else max(known.minimum, -amax))
-            high = max(high, amax if self._symmetric else min(known.maximum, amax))
-        if self._symmetric:
+            symmetric = self._layout == "symmetric"
+            low = min(low, -amax if symmetric else max(known.minimum, -amax))
+            high = max(high, amax if symmetric else min(known.maximum, amax))
+        if self._layout == "symmetric" or (self._layout == "signed" and low < 0):
             scale = float(round_scale(max(-low, high) / LARGEST[self._number], self._rest))
             return Grid(scale, 0, self._number)
         scale = float(round_scale((high - low) / _UNSIGNED_STEPS, self._rest))

@@ -1,14 +1,16 @@
 """Search for groups that stay in floating point: few measured trials, each step a function of those before.
 
-1. Everything quantised, with the ranges of one method after the other, until one passes.
-2. Where none does: with the best method, the most sensitive groups stay in floating point; their number is doubled
+1. Everything quantised, until a trial passes: the graph as it is; the graph with channels rescaled, where some group
+   lost much; the better of both with activations in uint8, where int8 is faster; then with the ranges of one more
+   method after the other.
+2. Where none does: with the best of these, the most sensitive groups stay in floating point; their number is doubled
    until it passes, then bisected.
 3. Of those, the groups with the most work are quantised after all, if that passes too.
 4. Where speed was measured: whole kinds of operators that may lose by being quantised stay in floating point.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 
 Phase = Literal["everything", "sensitive", "give back", "speed"]
+Form = Literal["given", "rescaled"]
+"""The float graph that is quantised: as it is, or with channels scaled against each other."""
 
 _GAIN = 1.02
 """Least speed-up of the whole model for which an assignment with fewer quantised groups is preferred."""
@@ -62,6 +66,9 @@ class Trial(Judgement):
     """One assignment that was tried, and what came of it."""
 
     phase: Phase
+    form: Form = "given"
+    signed: bool = False
+    """True where activations with both signs are in int8 around 0."""
     method: str
     kept: tuple[str, ...]
     """Groups in floating point, sorted."""
@@ -76,23 +83,52 @@ class Candidate:
     """The assignment to try next."""
 
     phase: Phase
+    form: Form
+    signed: bool
     method: str
     kept: frozenset[str]
     why: str
 
 
+Groups = Mapping[Form, Sequence[GroupFact]]
+"""The groups of each form of the graph that there is; their names are the same in all."""
+
+
 def propose(
-    trials: Sequence[Trial], groups: Sequence[GroupFact], methods: Sequence[str], fixed: frozenset[str]
+    trials: Sequence[Trial],
+    forms: Groups,
+    methods: Sequence[str],
+    fixed: frozenset[str],
+    signs: Sequence[bool] = (False,),
 ) -> Candidate | None:
-    """Propose the next candidate, None where the search is over; ``fixed`` groups stay in floating point anyway."""
-    groups = [group for group in groups if not group.reason]
+    """Propose the next candidate, None where the search is over; ``fixed`` groups stay in floating point anyway.
+
+    ``signs`` says whether activations with both signs are in int8 around 0; what is faster comes first.
+    """
+    forms = {form: [group for group in groups if not group.reason] for form, groups in forms.items()}
     everything = [trial for trial in trials if trial.phase == "everything"]
-    if len(everything) < len(methods) and not any(trial.passed for trial in everything):
-        method = methods[len(everything)]
-        return Candidate("everything", method, fixed, f"everything quantized, ranges by {method}")
-    tried = {(trial.method, frozenset(trial.kept)) for trial in trials}
-    later = (_grow(trials, groups, fixed), _give_back(trials, groups, fixed), _speed_up(trials, groups))
-    return next((trial for trial in later if trial and (trial.method, trial.kept) not in tried), None)
+    if not any(trial.passed for trial in everything) and (setting := _next_setting(everything, forms, methods, signs)):
+        form, signed, method = setting
+        words = ["everything quantized"]
+        words += ["channels rescaled"] if form == "rescaled" else []
+        words += ["activations in uint8"] if signed < signs[0] else []
+        return Candidate("everything", form, signed, method, fixed, ", ".join([*words, f"ranges by {method}"]))
+    tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}
+    later = (_grow(trials, forms, fixed), _give_back(trials, forms, fixed), _speed_up(trials, forms))
+    return next((new for new in later if new and (new.form, new.signed, new.method, new.kept) not in tried), None)
+
+
+def _next_setting(
+    everything: Sequence[Trial], forms: Groups, methods: Sequence[str], signs: Sequence[bool]
+) -> tuple[Form, bool, str] | None:
+    """Choose the form, sign and method for one more trial with everything quantised: one of them differs."""
+    count = len(everything)
+    if count < len(forms):
+        return tuple(forms)[count], signs[0], methods[0]
+    nearest = min(everything, key=lambda trial: trial.error)
+    changes = [(signed, methods[0]) for signed in signs[1:]] + [(nearest.signed, method) for method in methods[1:]]
+    count -= len(forms)
+    return (nearest.form, *changes[count]) if count < len(changes) else None
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
@@ -107,12 +143,13 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     return fastest
 
 
-def _grow(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
+def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Candidate | None:
     """Propose some of the most sensitive groups: twice as many as did not pass, or half way to those that passed."""
     everything = [trial for trial in trials if trial.phase == "everything"]
     if any(trial.passed for trial in everything):
         return None
-    ranked = [group for group in groups if group.name not in fixed]
+    nearest = min(everything, key=lambda trial: trial.error)
+    ranked = [group for group in forms[nearest.form] if group.name not in fixed]
     ranked.sort(key=lambda group: (group.sqnr_db if group.sqnr_db is not None else -1e9, group.macs))
     counts = [(len(set(trial.kept) - fixed), trial.passed) for trial in trials if trial.phase == "sensitive"]
     failed = max((count for count, passed in counts if not passed), default=0)
@@ -121,18 +158,18 @@ def _grow(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset
     if count <= failed:
         return None
     why = f"the {count} most sensitive groups" if count > 1 else "the most sensitive group"
-    method = min(everything, key=lambda trial: trial.error).method
     kept = fixed | {group.name for group in ranked[:count]}
-    return Candidate("sensitive", method, kept, f"{why} in floating point")
+    return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, kept, f"{why} in floating point")
 
 
-def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
+def _give_back(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Candidate | None:
     """Propose to quantise more: first the half of the kept groups with the most work, then the one with the most."""
     before = [trial for trial in trials if trial.phase == "give back"]
     sensitive = [trial for trial in trials if trial.phase == "sensitive" and trial.passed]
     if not sensitive or len(before) > 1 or any(trial.passed for trial in before):
         return None
     smallest = min(sensitive, key=lambda trial: len(trial.kept))
+    groups = forms[smallest.form]
     total = sum(group.macs for group in groups)
     kept = [group for group in groups if group.name in smallest.kept and group.name not in fixed]
     kept.sort(key=lambda group: (-group.macs, group.name))
@@ -140,14 +177,16 @@ def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: froz
     if len(kept) < 2 or sum(group.macs for group in back) < _WORTHWHILE_SHARE * total:
         return None
     left = frozenset(smallest.kept) - {group.name for group in back}
-    return Candidate("give back", smallest.method, left, f"{len(back)} of them quantized after all, for their work")
+    why = f"{len(back)} of them quantized after all, for their work"
+    return Candidate("give back", smallest.form, smallest.signed, smallest.method, left, why)
 
 
-def _speed_up(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate | None:
+def _speed_up(trials: Sequence[Trial], forms: Groups) -> Candidate | None:
     """Propose a kind of operators to stay in floating point, that with the least work first."""
-    fastest = best(trials, groups)
+    fastest = best(trials, forms["given"])
     if fastest is None or fastest.speedup is None:
         return None
+    groups = forms[fastest.form]
     work: Counter[str] = Counter()
     for group in groups:
         if group.name not in fastest.kept:
@@ -159,7 +198,7 @@ def _speed_up(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate
         worthwhile = _LEAST_SHARE * total <= work[kind] <= _MAIN_SHARE * total
         if len(work) > 1 and worthwhile and why not in tried and len(tried) < _MOST_KINDS:
             kept = frozenset(fastest.kept) | {group.name for group in groups if group.kind == kind}
-            return Candidate("speed", fastest.method, kept, why)
+            return Candidate("speed", fastest.form, fastest.signed, fastest.method, kept, why)
     return None
 
 

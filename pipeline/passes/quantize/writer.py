@@ -93,7 +93,8 @@ class Writer:
         inputs = [stored.levels, stored.scale]
         if stored.levels.dtype == ir.DataType.INT8 and (numbers := stored.scale.const_value) is not None:
             shape = tuple(numbers.shape.numpy())
-            inputs.append(self.share_constant(f"zero_points_{'_'.join(map(str, shape))}", np.zeros(shape, np.int8)))
+            # Not shared: where two axes share one, OpenVINO 2026.4 leaves all products in floats, without a word.
+            inputs.append(self.add_constant(f"{stored.name}_zero_points", np.zeros(shape, np.int8)))
         attributes = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block

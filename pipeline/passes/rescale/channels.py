@@ -300,6 +300,10 @@ class Addend:
     index: int
     place: Place
 
+    def scale(self, factors: Array) -> None:
+        """Multiply it, channel by channel."""
+        edit.multiply(self.node, self.index, self.place.broadcast(factors))
+
 
 @dataclass(frozen=True)
 class ScalePropagation:
@@ -309,19 +313,13 @@ class ScalePropagation:
     product: Product | None = None
     end: Place | None = None
     """Channels of the product's output, where there is a product."""
-    nodes: "tuple[ir.Node, ...]" = ()
-    """The operators on the way, from the value on."""
 
     def scale(self, factors: Array) -> None:
         """Scale the channels of the value that the way starts from."""
-        self.scale_addends(factors)
+        for addend in self.addends:
+            addend.scale(factors)
         if self.product is not None and self.end is not None:
             self.product.scale(outputs=self.end.spread(factors))
-
-    def scale_addends(self, factors: Array) -> None:
-        """Scale all but the product."""
-        for addend in self.addends:
-            edit.multiply(addend.node, addend.index, addend.place.broadcast(factors))
 
 
 _Moves = Iterator[tuple[Place | None, tuple[Addend, ...]]]
@@ -341,12 +339,12 @@ def trace(place: Place, products: Mapping["ir.Value", Product], steps: Mapping[s
         return None
     for before, addends in steps[node.op_type](node, place):
         if before is None:
-            return ScalePropagation(addends, nodes=(node,))
+            return ScalePropagation(addends)
         if node.op_type != "Slice" and not is_private(before.value):
             continue
         rest = trace(before, products, steps)
         if rest is not None:
-            return ScalePropagation((*addends, *rest.addends), rest.product, rest.end, (node, *rest.nodes))
+            return ScalePropagation((*addends, *rest.addends), rest.product, rest.end)
     return None
 
 

@@ -204,7 +204,7 @@ def _apply(ties: Sequence[Equalized]) -> None:
         product.scale(outputs.get(node), inputs.get(node))
     for each in ties:
         for addend in each.tie.addends:
-            edit.multiply(addend.node, addend.index, addend.place.broadcast(1 / each.factors))
+            addend.scale(1 / each.factors)
         for clip in each.unbounded:
             clip.op_type = "Relu"
             clip.resize_inputs(1)
