@@ -113,6 +113,23 @@ def test_a_search_may_rescale_unless_the_recipe_says_how(values: dict[str, Any],
         assert isinstance(ends[-1].task, LowerForm)
 
 
+@pytest.mark.parametrize(
+    ("precision", "placement", "left"),
+    [
+        ("int8", "inputs+outputs", True),
+        ("int8", "inputs+read outputs", False),
+        ("int8", "inputs", False),
+        ("fp8", "inputs+outputs", False),
+        ("int8-dynamic", "inputs+outputs", False),
+    ],
+)
+def test_what_an_engine_has_no_kernel_for_is_not_searched(precision: str, placement: str, left: bool) -> None:
+    """Engines share the errors of groups, and not their kernels."""
+    step = Precision.model_validate({"precision": precision, "placement": placement})
+    assert bool(step.explain_operator("ConvTranspose")) == left
+    assert not step.explain_operator("Conv")
+
+
 @pytest.mark.parametrize(("units", "signs"), [(("avx2",), (False,)), (("avx512_vnni", "amx_int8"), (True, False))])
 def test_signed_activations_are_tried_first_where_they_are_faster(
     units: tuple[str, ...], signs: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch

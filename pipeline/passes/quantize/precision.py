@@ -129,9 +129,13 @@ class Precision(PrecisionPass):
         return self.model_copy(update={"inputs_only": True, "placement": placement})
 
     def explain_operator(self, operator: str) -> str:
-        if self.precision == "int8-dynamic" or not self._low:
+        if not KINDS[self.precision].calibrated:
             return ""
-        return qdq.explain_operator(operator, qdq.RULES[self.placement])
+        return qdq.explain_operator(operator, qdq.Settings(self._number, self.placement).rules)
+
+    @property
+    def _number(self) -> Literal["int8", "fp8"]:
+        return "fp8" if self.precision == "fp8" else "int8"
 
     @property
     def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
@@ -190,7 +194,7 @@ class Precision(PrecisionPass):
 
     def _quantise(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Quantised:
         settings = qdq.Settings(
-            number="fp8" if self.precision == "fp8" else "int8",
+            number=self._number,
             placement=self.placement,
             method=chosen.method,
             signed=chosen.signed,
