@@ -200,9 +200,8 @@ def _search(
 def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) -> Rescale | None:
     """Plan to rescale the channels of the graph; None where the recipe itself says how, or the data are made up."""
     given = recipe.quantisation
-    if not KINDS[request.precision].calibrated or given.equalise or given.smooth is not None:
-        return None
-    if recipe.calibration_data is None:
+    by_hand = given.equalise or given.smooth is not None
+    if by_hand or recipe.calibration_data is None or not KINDS[request.precision].calibrated:
         return None
     asked = recipe.model_copy(update={"quantisation": given.model_copy(update={"equalise": True, "smooth": "auto"})})
     steps = tuple(passes_for("rescale", asked, request=request))

@@ -179,18 +179,19 @@ class Rescale(Task):
                 folder = Path(scratch, str(index))
                 folder.mkdir()
                 effect = run_pass(step, model, folder, progress, {RANGES: ranges})
-                if file_digest(model.path) == file_digest(folder / effect.file):
+                made = _with_digest(scratch_artifact("onnx", folder / effect.file, given.signature))
+                if made.sha256 == file_digest(model.path):
                     continue  # passed on as it was
                 told.append(effect.summary)
-                model = scratch_artifact("onnx", folder / effect.file, model_file.signature(folder / effect.file))
+                model = made
                 reads.update(self.calibration.run({MODEL: model, REFERENCE: reference}, folder, progress).reads)
                 ranges = scratch_artifact("record", folder / RANGES_FILE, None)
             if model is given:
                 return _pass_on(given, out, "no channels can be scaled against each other")
-            made = {MODEL: model, RANGES: ranges, REFERENCE: reference}
-            reads.update(self.sensitivity.run(made, model.folder, progress).reads)
+            rescaled = {MODEL: model, RANGES: ranges, REFERENCE: reference}
+            reads.update(self.sensitivity.run(rescaled, model.folder, progress).reads)
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
-            rejected = check.run(made, Path(scratch), progress).rejected
+            rejected = check.run(rescaled, Path(scratch), progress).rejected
             shutil.copytree(model.folder, out, dirs_exist_ok=True)
         errors = [group.sqnr_db for group in _read_groups(out) if group.sqnr_db is not None]
         summary = (
@@ -445,9 +446,13 @@ def find_form(form: str, inputs: Inputs) -> tuple[Artifact, dict[str, Artifact]]
     """Find a form of the float graph, and the record of its ranges."""
     if form == "given":
         return inputs[MODEL], {role: artifact for role, artifact in inputs.items() if role == RANGES}
-    folder = inputs[RESCALED].folder
-    model = scratch_artifact("onnx", inputs[RESCALED].path, inputs[RESCALED].signature)
-    return model, {RANGES: scratch_artifact("record", folder / RANGES_FILE, None)}
+    ranges = scratch_artifact("record", inputs[RESCALED].folder / RANGES_FILE, None)
+    return _with_digest(inputs[RESCALED]), {RANGES: ranges}
+
+
+def _with_digest(model: Artifact) -> Artifact:
+    """Identify a graph by its own file, as ranges do that lie beside it."""
+    return model.model_copy(update={"sha256": file_digest(model.path)})
 
 
 class LowerForm(Transform):

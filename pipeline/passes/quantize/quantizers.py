@@ -63,15 +63,15 @@ class Scales:
     def grid(self, values: "Iterable[ir.Value]") -> Grid:
         """Return the grid that these values share, none of which has a problem; 0 is one of its numbers."""
         low = high = 0.0
+        symmetric = self._layout == "symmetric"
         for value in values:
             known = self._find_range(value)
             assert known is not None, value
             assert known.amax is not None, value
             amax = known.amax[self._method]
-            symmetric = self._layout == "symmetric"
             low = min(low, -amax if symmetric else max(known.minimum, -amax))
             high = max(high, amax if symmetric else min(known.maximum, amax))
-        if self._layout == "symmetric" or (self._layout == "signed" and low < 0):
+        if symmetric or (self._layout == "signed" and low < 0):
             scale = float(round_scale(max(-low, high) / LARGEST[self._number], self._rest))
             return Grid(scale, 0, self._number)
         scale = float(round_scale((high - low) / _UNSIGNED_STEPS, self._rest))

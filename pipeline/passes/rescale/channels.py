@@ -471,8 +471,11 @@ def find_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
         start = place(product.data, product.axis, product.inputs)
         if start is not None:
             search.add_reader(product, start)
-    found = {id(tie): tie for value, tie in search.ties.items() if not search.fix_unless_known(value, tie)}
-    return tuple(tie for tie in found.values() if not tie.fixed and tie.writers)
+    for value, tie in search.ties.items():
+        known = all((node, value) in search.uses for node, _ in value.uses())
+        tie.fixed = tie.fixed or not known or value.is_graph_output()
+    found = {id(tie): tie for tie in search.ties.values() if not tie.fixed and tie.writers}
+    return tuple(found.values())
 
 
 class _TieSearch:
@@ -482,13 +485,13 @@ class _TieSearch:
         self.ties: dict[ir.Value, Tie] = {}
         self._products = products
         self._places: dict[ir.Value, Place] = {}
-        self._uses: set[tuple[ir.Node, ir.Value]] = set()
+        self.uses: set[tuple[ir.Node, ir.Value]] = set()
         """Readings of values that scaling takes account of."""
 
     def add_reader(self, product: Product, start: Place) -> None:
         """Find the tie of what a product reads, with all that is tied to it."""
         tie = Tie([], [product], fixed=not product.private)
-        self._uses.add((product.node, product.data))
+        self.uses.add((product.node, product.data))
         waiting = [start]
         while waiting:
             here = waiting.pop()
@@ -519,13 +522,7 @@ class _TieSearch:
             if places and len(places) == len(ways):
                 tie.nodes.append(node)
                 tie.addends += (addend for _, addends in ways for addend in addends)
-                self._uses.update((node, before.value) for before in places)
+                self.uses.update((node, before.value) for before in places)
                 return places
         tie.fixed = True
         return []
-
-    def fix_unless_known(self, value: "ir.Value", tie: Tie) -> bool:
-        """Fix a tie if anything else reads one of its values; return whether it is fixed."""
-        known = all((node, value) in self._uses for node, _ in value.uses())
-        tie.fixed = tie.fixed or not known or value.is_graph_output()
-        return tie.fixed
