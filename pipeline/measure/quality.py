@@ -6,15 +6,15 @@ A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``to
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
-from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.errors import DataError, EnginesmithError
+from enginesmith.pipeline.measure.metrics import METRICS, OwnMetric
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
 from enginesmith.pipeline.system import plugins
@@ -23,8 +23,6 @@ from enginesmith.pipeline.tensors import Array, Feeds
 Metric = Callable[[dict[str, Array], Any], Any]
 """``(outputs by name, labels)`` → one number for all samples, or an array with one for each; more is better."""
 DEFAULT_METRIC = "top1"
-_COUNTS = ("top1", "top5")
-"""Metrics for which a sample is right or wrong."""
 """Where labels fit it, and no other metric was named."""
 _OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function"
 _FINITE = "remove those samples, or give a function with --metric file.py:function that leaves them out"
@@ -50,6 +48,8 @@ class Quality(BaseModel, frozen=True):
     samples: int
     counted: bool = False
     """True where each sample is right or wrong, and scores are not graded."""
+    whole: bool = False
+    """True where the metric is one number for all samples; the interval is of samples drawn anew."""
     reasons: dict[str, str] = {}
 
     @property
@@ -64,16 +64,27 @@ class Quality(BaseModel, frozen=True):
 
         Of graded scores, the whole interval has to be allowed. Where samples are right or wrong, it is wide even if
         nothing is lost, and it takes a whole sample above what is allowed: of 96 samples a single one is a drop of
-        0.0104, and no sign that 0.01 is exceeded.
+        0.0104, and no sign that 0.01 is exceeded. That of a metric of all samples is wide likewise.
         """
         if self.counted:
             above = round((self.drop - max_drop) * self.samples, 6) >= 1
             return f"the drop of {self.drop:.4f} is more than {max_drop:g}" if above else ""
         if self.drop > max_drop:
             return f"the drop of {self.drop:.4f} is more than {max_drop:g}"
-        if (self.drop_high or 0.0) > max_drop:
+        if not self.whole and (self.drop_high or 0.0) > max_drop:
             return f"the drop of {self.drop:.4f} may be up to {self.drop_high:.4f}, which is more than {max_drop:g}"
         return ""
+
+    def explain_width(self, max_drop: float) -> str:
+        """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough."""
+        half = ((self.drop_high or 0.0) - (self.drop_low or 0.0)) / 2
+        if half <= max_drop or max_drop <= 0:
+            return ""
+        needed = math.ceil(self.samples * (half / max_drop) ** 2)  # an interval shrinks with the root of the number
+        return (
+            f"{self.samples} samples tell the drop to ±{half:.4f}: to see one of {max_drop:g}, about "
+            f"{needed - self.samples} more are needed"
+        )
 
 
 def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: float | None) -> str:
@@ -82,8 +93,8 @@ def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: 
     Metrics that are no share of right answers have no such limit.
     """
     counts = {name: count for name, count in parts.items() if name != "calibration"}
-    counted = (metric or "").partition(":")[0] in _COUNTS
-    least = math.ceil(round(1 / max_drop, 6)) if max_drop and counted else 0
+    own = METRICS.get((metric or "").partition(":")[0])
+    least = math.ceil(round(1 / max_drop, 6)) if max_drop and own and own.counts else 0
     if all(count >= least for count in counts.values()):
         return ""
     told = " and ".join(f"{count} for {name}" for name, count in counts.items())
@@ -93,8 +104,7 @@ def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: 
 def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None, seed: int = 0) -> Quality:
     """Judge outputs and the baseline's outputs on the same labels; the first axis of each is the sample.
 
-    ``metric`` is ``top1``, ``top5``, ``mse`` (less is better), a plug-in's name, or ``module:function``, each perhaps
-    with ``:OUTPUT`` after it.
+    ``metric`` is a name of ``METRICS``, a plug-in's, or ``module:function``, each perhaps with ``:OUTPUT`` after it.
 
     Raises:
         DataError: the metric is not found, does not fit the outputs and labels, raises, or returns no finite numbers;
@@ -125,10 +135,19 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         samples=rows,
         counted=bool(np.isin([ours, theirs], (0, 1)).all()),
     )
-    if ours.ndim == 0 or theirs.ndim == 0:
+    own = METRICS.get(parse_metric(metric)[0])
+    whole = ours.ndim == 0 or theirs.ndim == 0
+    interval: tuple[float, float] | None
+    if not whole:
+        interval = mean_interval(drops, seed)
+    elif own is None or chosen is None:
         return explain_missing(judged, f"{metric} returns one number for all samples")
-    low, high = mean_interval(drops, seed)
-    return judged.model_copy(update={"drop_low": low, "drop_high": high})
+    else:
+        its = _labels_for(chosen, labels)
+        interval = None if its is None else own.estimate_drop(outputs[chosen], baseline[chosen], its, seed)
+    if interval is None:
+        return explain_missing(judged, f"{metric} cannot be computed for most sets drawn from so few samples")
+    return judged.model_copy(update={"drop_low": interval[0], "drop_high": interval[1], "whole": whole})
 
 
 def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
@@ -188,8 +207,8 @@ def find_metric(text: str) -> Metric:
     """
     name = parse_metric(text)[0]
     if name in METRICS:
-        compute = METRICS[name].compute
-        return lambda outputs, labels: next(compute(array, _labels_for(key, labels)) for key, array in outputs.items())
+        own = METRICS[name]
+        return lambda outputs, labels: next(_compute(own, key, array, labels) for key, array in outputs.items())
     if ":" not in name:
         check_metric(name)
     metric: Metric = user_code.find(name, "metric") if ":" in name else plugins.load(plugins.METRICS, name)
@@ -232,7 +251,7 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
     given = f"it was given the outputs {describe_arrays(outputs)} and the labels {describe_labels(labels)}"
     try:
         returned = function(dict(outputs), labels)
-    except DataError:
+    except EnginesmithError:
         raise
     except Exception as error:
         raise _explain_error(name, function, error, labels, given) from error
@@ -265,52 +284,12 @@ def _explain_error(name: str, function: Metric, error: Exception, labels: Labels
     )
 
 
-# Metrics of enginesmith's own.
-
-
-class OwnMetric(NamedTuple):
-    """A metric of one output and one array of labels, a number for each sample."""
-
-    compute: Callable[..., Samples]
-    accepts: Callable[[Array, Array], bool]
-    """Tells whether an output and labels are of the shapes and dtypes that it takes."""
-    needs: str
-    """Describes those for people."""
-    sign: float = 1.0
-    """-1 where less is better."""
+def _compute(metric: OwnMetric, name: str, output: Array, labels: Labels) -> Samples:
+    its = _labels_for(name, labels)
+    assert its is not None  # the output was chosen by its labels
+    return metric.compute(output, its)
 
 
 def _labels_for(output: str, labels: Labels) -> Array | None:
     """Return an output's labels: of several arrays the one of its name."""
     return labels.get(output) if isinstance(labels, Mapping) else labels
-
-
-def _squared_errors(output: Array, labels: Array) -> Samples:
-    apart = (output.astype(np.float64) - labels.reshape(output.shape)).reshape(len(labels), -1)
-    return np.asarray((apart**2).mean(axis=1))
-
-
-def _are_alike(output: Array, labels: Array) -> bool:
-    mine, theirs = ([size for size in array.shape[1:] if size != 1] for array in (output, labels))
-    return mine == theirs and labels.dtype.kind in "biuf"
-
-
-def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
-    """Give 1 where the label's logit is among so many greatest."""
-    best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
-    return np.asarray((best == labels.reshape(-1, 1)).any(axis=1), np.float64)
-
-
-def _are_classes(logits: Array, labels: Array) -> bool:
-    if logits.ndim != 2 or labels.size != len(labels) or labels.dtype.kind not in "biuf":
-        return False
-    return bool((labels == np.round(labels)).all()) and bool(labels.min() >= 0 and labels.max() < logits.shape[1])
-
-
-_CLASSES = "an output of shape [samples, classes], and for each sample one class as a whole number, counted from 0"
-METRICS: Mapping[str, OwnMetric] = {
-    "top1": OwnMetric(partial(_find_among_greatest, count=1), _are_classes, _CLASSES),
-    "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES),
-    "mse": OwnMetric(_squared_errors, _are_alike, "an output and labels of the same shape", sign=-1.0),
-}
-"""Name → metric. A metric is one function and one line here; or it is a plug-in's, or the user's."""

@@ -97,7 +97,7 @@ class Recipe(EngineOptions, ModelOptions):
     )
     metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
         None,
-        description="metric: top1, top5, mse, or file.py:f for f(outputs, labels), more is better; :OUTPUT selects one",
+        description="metric: top1, miou, map …, or file.py:f for f(outputs, labels), more is better; :OUTPUT picks one",
     )
     eval_samples: Annotated[int | None, Option(_DATA)] = Field(
         None, gt=0, description="number of samples of the labeled data to use; all by default"

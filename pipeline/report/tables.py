@@ -189,15 +189,23 @@ def shorten_reason(reason: str, longest: int = _LONGEST_REASON) -> str:
 
 
 def describe_data(run: Run) -> str:
-    """Describe how data was split, or that a search used the samples that the drop is reported on; empty if neither."""
+    """Describe how data was split, or that the search saw the samples of the drop, and whether they are enough."""
+    told = [few] if (few := _explain_samples(run)) else []
     if run.model.parts:
         counts = ", ".join(f"{count} for {part}" for part, count in run.model.parts.items())
-        few = explain_few_samples(run.model.parts, run.recipe.required_metric, run.recipe.budgets.max_drop)
-        told = f"samples of {run.recipe.data}: {counts}; no sample is in two of these parts"
-        return f"{told}; {few}" if few else told
-    if any(trial.drop is not None for record in run.variants for trial in record.search):
-        return "the search was judged on the same samples: the drop is optimistic; --data keeps them apart"
-    return ""
+        told.insert(0, f"samples of {run.recipe.data}: {counts}; no sample is in two of these parts")
+    elif any(trial.drop is not None for record in run.variants for trial in record.search):
+        told.insert(0, "the search was judged on the same samples: the drop is optimistic; --data keeps them apart")
+    return "; ".join(told)
+
+
+def _explain_samples(run: Run) -> str:
+    """Tell that there are too few samples for the budget for accuracy, and how many more are needed."""
+    max_drop = run.recipe.budgets.max_drop
+    if few := explain_few_samples(run.model.parts, run.recipe.required_metric, max_drop):
+        return few
+    won = next((record.quality for record in run.variants if record.id == run.winner), None)
+    return won.explain_width(max_drop) if won and max_drop else ""
 
 
 def name_some(names: Sequence[str], most: int) -> str:

@@ -28,6 +28,7 @@ from enginesmith.pipeline.measure.device_rates import measure_limits
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import FeedsAt, LatencyBenchmark, measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
+from enginesmith.pipeline.measure.metrics import METRICS
 from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
 from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, LatencyRow, Work
@@ -330,7 +331,7 @@ class Quality(Task):
 
 def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
     """List the files that a metric of the user's read."""
-    return sorted(files) if metric and quality.parse_metric(metric)[0] not in quality.METRICS else []
+    return sorted(files) if metric and quality.parse_metric(metric)[0] not in METRICS else []
 
 
 def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[Path]]:

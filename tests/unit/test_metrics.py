@@ -1,0 +1,208 @@
+"""Task metrics: by hand, against the libraries that people trust, and what they refuse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginesmith.pipeline.errors import DataError, MissingCapability
+from enginesmith.pipeline.measure import metrics
+from enginesmith.pipeline.measure.metrics import METRICS
+from enginesmith.pipeline.measure.quality import Quality, evaluate
+
+Arrays = NDArray[Any]
+CASES = range(20)
+
+
+def compute(name: str, output: Arrays, labels: Arrays) -> float:
+    assert METRICS[name].accepts(output, labels)
+    return float(np.mean(METRICS[name].compute(output, labels)))
+
+
+def make_maps(seed: int) -> tuple[Arrays, Arrays]:
+    """Scores of five classes, of which the last is never asked for; a row of places does not count."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, 4, (3, 6, 6))
+    labels[:, 0] = 255
+    return generator.standard_normal((3, 5, 6, 6)).astype(np.float32), labels
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_overlap_and_f1_are_those_of_torchmetrics(seed: int) -> None:
+    import torch
+    from torchmetrics.functional.classification import multiclass_f1_score, multiclass_jaccard_index
+
+    output, labels = make_maps(seed)
+    pair = torch.from_numpy(output).argmax(1), torch.from_numpy(labels)
+    for name, theirs in (("miou", multiclass_jaccard_index), ("f1", multiclass_f1_score)):
+        expected = float(theirs(*pair, num_classes=5, ignore_index=255, average="macro"))
+        assert compute(name, output, labels) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_ranks_are_those_of_scikit_learn_and_scipy(seed: int) -> None:
+    sklearn, scipy = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
+    generator = np.random.default_rng(seed)
+    scores, truth = generator.standard_normal(40).round(1), np.arange(40) % 2
+    assert compute("auroc", scores, truth) == pytest.approx(sklearn.roc_auc_score(truth, scores), abs=1e-6)
+    numbers = scores + generator.standard_normal(40).round(1)
+    expected = scipy.spearmanr(scores, numbers).statistic
+    assert compute("spearman", scores.astype(np.float64), numbers) == pytest.approx(expected, abs=1e-6)
+    queries, gains = generator.random((5, 8)), generator.integers(0, 4, (5, 8)) + np.eye(5, 8, dtype=int)
+    assert compute("ndcg", queries, gains) == pytest.approx(sklearn.ndcg_score(gains, queries), abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_pictures_are_judged_as_by_torchmetrics(seed: int) -> None:
+    import torch
+    from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+
+    generator = np.random.default_rng(seed)
+    output, labels = generator.random((2, 3, 16, 16)), generator.random((2, 3, 16, 16))
+    for scale in (1.0, 255.0):
+        pair = torch.from_numpy(output * scale), torch.from_numpy(labels * scale)
+        psnr = peak_signal_noise_ratio(*pair, data_range=scale, reduction="elementwise_mean", dim=(1, 2, 3))
+        assert compute("psnr", output * scale, labels * scale) == pytest.approx(float(psnr), abs=1e-6)
+        ssim = structural_similarity_index_measure(*pair, data_range=scale)
+        assert compute("ssim", output * scale, labels * scale) == pytest.approx(float(ssim), abs=1e-6)
+
+
+def test_by_hand() -> None:
+    """Two pixels of class 0 and two of class 1, one of them taken for 0: overlaps of 2/3 and 1/2, F1 of 4/5 and 2/3."""
+    output = np.zeros((1, 2, 4))
+    output[0, [0, 0, 0, 1], range(4)] = 1
+    labels = np.array([[0, 0, 1, 1]])
+    assert compute("miou", output, labels) == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert compute("f1", output, labels) == pytest.approx((4 / 5 + 2 / 3) / 2)
+    # One output of logits: above 0 it is class 1.
+    assert compute("miou", output[:, 1:] - 0.5, labels) == pytest.approx((2 / 3 + 1 / 2) / 2)
+    # Of three pairs of a right and a wrong sample, two are in order.
+    assert compute("auroc", np.array([0.9, 0.2, 0.1, 0.5]), np.array([1, 0, 0, 0])) == 1.0
+    assert compute("auroc", np.array([0.3, 0.2, 0.1, 0.5]), np.array([1, 0, 0, 0])) == pytest.approx(2 / 3)
+    # An error of 0.1 everywhere: 20 dB.
+    assert compute("psnr", np.full((1, 1, 11, 11), 0.6), np.full((1, 1, 11, 11), 0.5)) == pytest.approx(20.0)
+    assert compute("spearman", np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0])) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_letters_are_counted_over_all_texts() -> None:
+    """Of five letters, one is wrong and one is missing; CTC's repeated letters and blanks are none."""
+    labels = np.array([[1, 2, 3], [4, 5, -1]])
+    assert compute("cer", np.array([[1, 2, 4], [4, -1, -1]]), labels) == pytest.approx(2 / 5)
+    steps = np.array([[1, 1, 0, 2, 3, 3], [4, 0, 5, 5, 0, 0]])
+    assert compute("cer", np.eye(6)[steps], labels) == 0.0
+    with pytest.raises(DataError, match="the text of sample 1 is empty"):
+        METRICS["cer"].compute(np.array([[1], [1]]), np.array([[1], [-1]]))
+
+
+def make_boxes(seed: int) -> tuple[Arrays, Arrays]:
+    """Two boxes of three classes in each of six images, found at a little distance, and as many that are not there."""
+    generator = np.random.default_rng(seed)
+    corner = generator.uniform(0, 400, (6, 2, 2))
+    kind = generator.integers(0, 3, (6, 2, 1))
+    labels = np.concatenate([kind, corner, corner + 100], 2)
+    labels[0, 1, 0] = -1
+    found = labels[..., 1:] + generator.normal(0, 8, (6, 2, 4))
+    false = np.tile(generator.uniform(0, 400, (6, 2, 2)), 2) + np.array([0, 0, 100, 100])
+    boxes = np.concatenate([found, false], 1)
+    scores, kinds = generator.uniform(0.1, 1, (6, 4, 1)), np.concatenate([kind, generator.integers(0, 3, (6, 2, 1))], 1)
+    return np.concatenate([boxes, scores, kinds], 2), labels
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_precision_of_boxes_is_that_of_pycocotools(seed: int) -> None:
+    """As its documentation has it: a COCO file of the truth, and ``loadRes`` of what was found."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    output, labels = make_boxes(seed)
+    truth, found = COCO(), []
+    truth.dataset = {"images": [{"id": image} for image in range(6)], "categories": [{"id": kind} for kind in range(3)]}
+    truth.dataset |= {"annotations": [], "info": {}}
+    for image, (boxes, wanted) in enumerate(zip(output, labels, strict=True)):
+        for kind, left, top, right, bottom in wanted[wanted[:, 0] >= 0]:
+            sides = [left, top, right - left, bottom - top]
+            one = {"id": len(truth.dataset["annotations"]) + 1, "image_id": image, "category_id": int(kind)}
+            truth.dataset["annotations"].append(one | {"bbox": sides, "area": sides[2] * sides[3], "iscrowd": 0})
+        for left, top, right, bottom, score, kind in boxes:
+            one = {"image_id": image, "category_id": int(kind), "score": score}
+            found.append(one | {"bbox": [left, top, right - left, bottom - top]})
+    truth.createIndex()
+    judge = COCOeval(truth, truth.loadRes(found), "bbox")
+    judge.evaluate()
+    judge.accumulate()
+    judge.summarize()
+    assert compute("map", output, labels) == pytest.approx(judge.stats[0], abs=1e-6)
+
+
+def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
+    """Centres and extents with a score for each class, every box twice: the second is suppressed."""
+    output, labels = make_boxes(0)
+    output = output[:, :2]
+    output[:, 1, :4] += 500  # far from the other one
+    labels[:, 1, 1:] += 500
+    grid = np.zeros((6, 4 + 3, 8))
+    for image, boxes in enumerate(output):
+        for place, (left, top, right, bottom, score, kind) in enumerate(boxes):
+            for column, less in ((place, 0.0), (place + 4, 0.01)):
+                grid[image, :4, column] = (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
+                grid[image, 4 + int(kind), column] = score - less
+    assert compute("map", grid, labels) == pytest.approx(compute("map", output, labels))
+
+
+@pytest.mark.parametrize("name", ["miou", "f1", "auroc", "spearman", "cer"])
+def test_a_number_for_all_samples_has_an_interval(name: str) -> None:
+    """The drop of noise that spoils little is within an interval, that of the same answers is 0."""
+    generator = np.random.default_rng(0)
+    letters = generator.integers(1, 4, (60, 9))
+    labels, exact = {
+        "auroc": (np.arange(60) % 2, np.arange(60) % 2 + 0.0),
+        "spearman": (np.arange(60) / 60, np.arange(60) / 60),
+        "cer": (letters, letters),
+    }.get(name, (letters, np.eye(5)[letters].transpose(0, 2, 1)))
+    worse = exact.copy()
+    worse[:20] = worse[:20][:, ::-1] if worse.ndim > 1 else 1 - worse[:20]
+    same, judged = (evaluate(name, {"y": output}, {"y": exact}, labels) for output in (exact, worse))
+    assert (same.drop, same.drop_low, same.drop_high) == (0, 0, 0)
+    assert judged.whole
+    assert judged.drop_low is not None
+    assert judged.drop_high is not None
+    assert 0 < judged.drop_low < judged.drop < judged.drop_high
+    assert judged.explain_excess(judged.drop) == "", "the interval of such a number is no reason to refuse it"
+    assert "is more than" in judged.explain_excess(judged.drop / 2)
+
+
+def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
+    told = Quality(metric="map", value=0.5, baseline=0.51, drop=0.01, drop_low=-0.02, drop_high=0.04, samples=100)
+    assert told.explain_width(0.01) == (
+        "100 samples tell the drop to ±0.0300: to see one of 0.01, about 800 more are needed"
+    )
+    assert told.explain_width(0.03) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "labels"),
+    [
+        ("miou", np.zeros((2, 3, 4, 4)), np.zeros((2, 4, 5))),
+        ("miou", np.zeros((2, 3, 4, 4)), np.full((2, 4, 4), 3)),
+        ("auroc", np.zeros((2, 3)), np.array([0, 5])),
+        ("psnr", np.zeros((2, 3, 16, 16)), np.full((2, 3, 16, 16), -1.0)),
+        ("ndcg", np.zeros((2, 3)), np.full((2, 3), 0.5)),
+        ("map", np.zeros((2, 9, 6)), np.zeros((2, 9, 4))),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, output: Arrays, labels: Arrays) -> None:
+    with pytest.raises(DataError, match=f"^{name} needs "):
+        evaluate(name, {"y": output}, {"y": output}, labels)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> Callable[..., Any]:
+        raise ImportError(name)
+
+    monkeypatch.setattr(metrics.importlib, "import_module", fail)
+    with pytest.raises(MissingCapability, match="needs jiwer, which is not installed") as error:
+        evaluate("cer", {"y": np.array([[1, 2]])}, {"y": np.array([[1, 2]])}, np.array([[1, 2]]))
+    assert "pip install" in error.value.remedy
+    assert "jiwer" in error.value.remedy
