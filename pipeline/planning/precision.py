@@ -22,6 +22,7 @@ from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import (
     BEFORE,
     FLOAT,
+    MULTIPLIED,
     RESCALED,
     Assign,
     Goal,
@@ -167,11 +168,11 @@ def _search(
     sensitivity = Step(StepRef("sensitivity", step.precision, *alike), ranking, dict(needs))  # engines share it
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
-    rescaled: dict[str, StepRef] = {}
-    if again := _rescale(recipe, request, ranking):
-        rescale = Step(sensitivity.id.with_kind("rescale"), again, dict(needs))
+    forms: dict[str, StepRef] = {}
+    for form, kind, task in _rescale(recipe, request, ranking):
+        rescale = Step(sensitivity.id.with_kind(kind), task, dict(needs), dict(forms))
         yield rescale
-        rescaled[RESCALED] = rescale.id
+        forms[form] = rescale.id
     if goal.quality is not None and quality is not None:
         needs[BASELINE] = quality.inputs[BASELINE]
     if not variant.unavailable and step.placement == engine.placement:  # else its speed there says nothing
@@ -190,19 +191,32 @@ def _search(
         timed=FLOAT in needs,
     )  # fmt: skip
     for index in range(1, options.search_steps + 1):
-        last = Step(StepRef("search", *subject, index), trial(), dict(needs), rescaled)
+        last = Step(StepRef("search", *subject, index), trial(), dict(needs), forms)
         yield last
         needs[BEFORE] = last.id
     assign = Assign(step=step, keep=options.keep)
-    yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id}, rescaled)
+    yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id}, forms)
 
 
-def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) -> Rescale | None:
-    """Plan to rescale the channels of the graph; None where the recipe itself says how, or the data are made up."""
+def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) -> Iterator[tuple[str, str, Rescale]]:
+    """Plan the forms of the graph with rescaled channels, each with the kind of its step.
+
+    There are none where the recipe itself says how to rescale, or the data are made up.
+    """
     given = recipe.quantisation
     by_hand = given.equalise or given.smooth is not None
     if by_hand or recipe.calibration_data is None or not KINDS[request.precision].calibrated:
-        return None
-    asked = recipe.model_copy(update={"quantisation": given.model_copy(update={"equalise": True, "smooth": "auto"})})
-    steps = tuple(passes_for("rescale", asked, request=request))
-    return Rescale(steps=steps, calibration=_calibrate_task(recipe), sensitivity=ranking) if steps else None
+        return
+    for form, kind, options in (
+        (RESCALED, "rescale", {"equalise": True, "smooth": "auto"}),
+        (MULTIPLIED, "multiply", {"smooth": "auto", "smooth_insert": True}),
+    ):
+        asked = recipe.model_copy(update={"quantisation": given.model_copy(update=options)})
+        if steps := tuple(passes_for("rescale", asked, request=request)):
+            task = Rescale(
+                steps=steps,
+                calibration=_calibrate_task(recipe),
+                sensitivity=ranking,
+                only_weak=form == MULTIPLIED,
+            )
+            yield form, kind, task

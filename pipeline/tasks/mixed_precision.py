@@ -28,7 +28,16 @@ from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import layers, precision, search
 from enginesmith.pipeline.passes.quantize.layers import require_opset
-from enginesmith.pipeline.passes.quantize.search import Candidate, Form, GroupFact, Judgement, Trial, best, propose
+from enginesmith.pipeline.passes.quantize.search import (
+    FORM_WORDS,
+    Candidate,
+    Form,
+    GroupFact,
+    Judgement,
+    Trial,
+    best,
+    propose,
+)
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import (
@@ -138,7 +147,11 @@ class Sensitivity(Task):
 
 MODEL, REFERENCE, RANGES = "model", "reference", "ranges"
 SENSITIVITY, FLOAT, BEFORE = "sensitivity", "float", "before"
-RESCALED, ASSIGNMENT = "rescaled", "assignment"
+RESCALED: Form = "rescaled"
+MULTIPLIED: Form = "multiplied"
+_CHANGED = (RESCALED, MULTIPLIED)
+"""Inputs that are forms of the float graph beside the one given."""
+ASSIGNMENT = "assignment"
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
@@ -151,13 +164,18 @@ _FIDELITY = "fp16"
 
 
 class Rescale(Task):
-    """Make a graph of the same function that loses less, with its ranges and the errors of its groups beside it."""
+    """Make a graph of the same function that loses less, with its ranges and the errors of its groups beside it.
+
+    It begins with the graph that was rescaled before, where there is one.
+    """
 
     title: ClassVar[str] = "rescale"
     produces: ClassVar[Kind] = "onnx"
 
     steps: tuple[SerializeAsAny[Pass], ...]
     """Passes that scale channels, each by the ranges of the graph that it gets."""
+    only_weak: bool = False
+    """True where the passes may only change what is read by groups that lose much."""
     calibration: Calibrate
     sensitivity: Sensitivity
 
@@ -167,33 +185,38 @@ class Rescale(Task):
         return tuple(dict.fromkeys((*every, *self.sensitivity.tools)))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        given, reference = inputs[MODEL], inputs[REFERENCE]
-        groups = read_models(inputs[SENSITIVITY], GroupFact)
+        form: Form = RESCALED if RESCALED in inputs else "given"
+        (given, records), reference = find_form(form, inputs), inputs[REFERENCE]
+        groups = _read_form(form, inputs)
         weak = [(group.sqnr_db, group.name) for group in groups if group.sqnr_db is not None]
         weak = sorted(pair for pair in weak if pair[0] < _WEAK_DB)
         if not weak:
             return _pass_on(given, out, f"not needed: every group has an SQNR of {_WEAK_DB:g} dB or more")
-        model, ranges, told, reads = given, inputs[RANGES], list[str](), set[Path]()
+        model, told, reads = given, list[str](), set[Path]()
         with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
+            if self.only_weak:
+                file = Path(scratch, "products.json")
+                file.write_text(json.dumps([name for _, name in weak]))
+                records["products"] = scratch_artifact("record", file, None)
             for index, step in enumerate(self.steps):
                 folder = Path(scratch, str(index))
                 folder.mkdir()
-                effect = run_pass(step, model, folder, progress, {RANGES: ranges})
+                effect = run_pass(step, model, folder, progress, records)
                 made = _with_digest(scratch_artifact("onnx", folder / effect.file, given.signature))
                 if made.sha256 == file_digest(model.path):
                     continue  # passed on as it was
                 told.append(effect.summary)
                 model = made
                 reads.update(self.calibration.run({MODEL: model, REFERENCE: reference}, folder, progress).reads)
-                ranges = scratch_artifact("record", folder / RANGES_FILE, None)
+                records[RANGES] = scratch_artifact("record", folder / RANGES_FILE, None)
             if model is given:
                 return _pass_on(given, out, "no channels can be scaled against each other")
-            rescaled = {MODEL: model, RANGES: ranges, REFERENCE: reference}
+            rescaled = {MODEL: model, RANGES: records[RANGES], REFERENCE: reference}
             reads.update(self.sensitivity.run(rescaled, model.folder, progress).reads)
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
             rejected = check.run(rescaled, Path(scratch), progress).rejected
             shutil.copytree(model.folder, out, dirs_exist_ok=True)
-        errors = [group.sqnr_db for group in _read_groups(out) if group.sqnr_db is not None]
+        errors = [group.sqnr_db for group in _read_facts(out / RECORDS) if group.sqnr_db is not None]
         summary = (
             f"{len(weak)} of {len(groups)} groups had less than {_WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
             f"{'; '.join(told)}; now at least {min(errors):.1f} dB"
@@ -383,7 +406,7 @@ class Assign(Task):
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         write_records(out, assignment(groups, chosen, self.step, reasons))
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
-        rescaled = ", channels rescaled" if chosen.form == "rescaled" else ""
+        rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
         summary = f"{len(groups) - left} of {len(groups)} groups quantized{rescaled}, ranges by {chosen.method}"
         rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         if left == len(groups):
@@ -422,13 +445,12 @@ def assignment(
 
 
 def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact]]:
-    """Read the groups of the graph, and those of the rescaled one where there is one.
+    """Read the groups of each form of the graph that there is, in the order in which they are tried.
 
     Engines share what was measured; groups that a pass has no kernels for are left out of what can be chosen.
     """
-    forms: dict[Form, list[GroupFact]] = {"given": _read_groups(inputs[SENSITIVITY].folder)}
-    if RESCALED in inputs:
-        forms["rescaled"] = _read_groups(inputs[RESCALED].folder)
+    forms: dict[Form, list[GroupFact]] = {form: _read_form(form, inputs) for form in _CHANGED if form in inputs}
+    forms["given"] = _read_form("given", inputs)
     for form, groups in forms.items():
         reasons = [group.reason or step.explain_operator(group.kind.split()[-1]) for group in groups]
         forms[form] = [
@@ -438,16 +460,20 @@ def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact
     return forms
 
 
-def _read_groups(folder: Path) -> list[GroupFact]:
-    return read_models(scratch_artifact("record", folder / RECORDS, None), GroupFact)
+def _read_form(form: Form, inputs: Inputs) -> list[GroupFact]:
+    """Read the groups of a form of the graph."""
+    return _read_facts(inputs[SENSITIVITY if form == "given" else form].folder / RECORDS)
+
+
+def _read_facts(path: Path) -> list[GroupFact]:
+    return read_models(scratch_artifact("record", path, None), GroupFact)
 
 
 def find_form(form: str, inputs: Inputs) -> tuple[Artifact, dict[str, Artifact]]:
     """Find a form of the float graph, and the record of its ranges."""
     if form == "given":
         return inputs[MODEL], {role: artifact for role, artifact in inputs.items() if role == RANGES}
-    ranges = scratch_artifact("record", inputs[RESCALED].folder / RANGES_FILE, None)
-    return _with_digest(inputs[RESCALED]), {RANGES: ranges}
+    return _with_digest(inputs[form]), {RANGES: scratch_artifact("record", inputs[form].folder / RANGES_FILE, None)}
 
 
 def _with_digest(model: Artifact) -> Artifact:
@@ -466,7 +492,7 @@ class LowerForm(Transform):
         if form == "given":
             return effect
         return effect.model_copy(
-            update={"notes": (f"channels rescaled: {inputs[RESCALED].history[-1].effect}", *effect.notes)}
+            update={"notes": (f"channels rescaled: {inputs[form].history[-1].effect}", *effect.notes)}
         )
 
 

@@ -115,9 +115,8 @@ def test_uneven_channels_are_rescaled_and_stay_in_int8(cli: Cli, tmp_path: Path)
     assert done.code == 0, done.text
     (record,) = json.loads((tmp_path / "run" / "run.json").read_text())["variants"]
     assert record["coverage"]["macs"] == {"int8": 1.0}
-    first, second = record["search"][:2]
-    assert not first["passed"]
-    assert (second["passed"], second["why"]) == (True, "everything quantized, channels rescaled, ranges by mse")
+    first = record["search"][0]
+    assert (first["passed"], first["why"]) == (True, "everything quantized, channels rescaled, ranges by mse")
     (note,) = next(entry["notes"] for entry in record["history"] if entry["step"] == "precision-int8-onnxruntime")
     assert re.match(
         r"channels rescaled: \d+ of 16 groups had less than 25 dB, .*; equalized \d+ sets of channels", note

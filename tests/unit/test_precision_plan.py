@@ -17,7 +17,7 @@ from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import Placement
-from enginesmith.pipeline.passes.quantize.search import Candidate, Form, GroupFact, Trial, best, propose
+from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.single_stages import precision_steps
@@ -28,7 +28,15 @@ from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.load import Shapes
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality
-from enginesmith.pipeline.tasks.mixed_precision import RESCALED, Goal, LowerForm, Rescale, Search, assignment
+from enginesmith.pipeline.tasks.mixed_precision import (
+    MULTIPLIED,
+    RESCALED,
+    Goal,
+    LowerForm,
+    Rescale,
+    Search,
+    assignment,
+)
 from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
 
 
@@ -106,10 +114,11 @@ def test_a_search_may_rescale_unless_the_recipe_says_how(values: dict[str, Any],
     rescaling = [step for step in made.steps if isinstance(step.task, Rescale)]
     readers = [step.id for step in made.steps if RESCALED in step.optional_inputs]
     assert bool(rescaling) == bool(readers) == expected
+    assert [step.task.only_weak for step in rescaling] == [False, True] * expected  # type: ignore[attr-defined]
     for name in ("onnxruntime", "openvino") if expected else ():
         ends = [steps[f"{kind}-int8-{name}"] for kind in ("assign", "precision")]
         for step in (steps[f"search-int8-{name}-1"], *ends):
-            assert steps[step.optional_inputs[RESCALED]] in rescaling
+            assert [steps[step.optional_inputs[form]] for form in (RESCALED, MULTIPLIED)] == rescaling
         assert isinstance(ends[-1].task, LowerForm)
 
 
@@ -292,12 +301,12 @@ def run(
     judge: Judge,
     methods: tuple[str, ...] = METHODS,
     keep: tuple[str, ...] = (),
-    rescaled: list[GroupFact] | None = None,
     signs: tuple[bool, ...] = (False,),
+    **changed: list[GroupFact],
 ) -> list[Trial]:
-    """The whole search: each candidate judged by (passed, error, speed-up)."""
+    """The whole search: each candidate judged by (passed, error, speed-up); ``changed`` has other forms' groups."""
     trials: list[Trial] = []
-    forms: dict[Form, list[GroupFact]] = {"given": facts, **({"rescaled": rescaled} if rescaled else {})}
+    forms: dict[Any, list[GroupFact]] = {**changed, "given": facts}
     while candidate := propose(trials, forms, methods, frozenset(keep), signs):
         passed, error, speedup = judge(candidate)
         trials.append(
@@ -343,8 +352,8 @@ def test_the_graph_is_rescaled_before_other_settings_are_tried() -> None:
 
     trials = run(facts, judge, ("mse", "minmax"), rescaled=rescaled, signs=(True, False))
     assert [(trial.form, trial.signed, trial.method, trial.kept) for trial in trials] == [
-        ("given", True, "mse", ()),
         ("rescaled", True, "mse", ()),
+        ("given", True, "mse", ()),
         ("rescaled", False, "mse", ()),
         ("rescaled", False, "minmax", ()),
         ("rescaled", False, "minmax", ("g0",)),  # in this form it is the most sensitive
@@ -353,9 +362,20 @@ def test_the_graph_is_rescaled_before_other_settings_are_tried() -> None:
     assert trials[2].why == words
 
 
-def test_what_passes_as_it_is_is_not_rescaled() -> None:
-    trials = run(groups(10, 2), lambda one: (True, 0.0, None), rescaled=groups(30, 31), signs=(True, False))
-    assert [(trial.form, trial.signed) for trial in trials] == [("given", True)]
+def test_multiplications_are_added_where_rescaling_is_not_enough() -> None:
+    facts = groups(10, 2, 30)
+    trials = run(
+        facts, lambda one: (one.form == "multiplied", 1.0, None), rescaled=groups(10, 31), multiplied=groups(30, 31)
+    )
+    assert [trial.form for trial in trials] == ["rescaled", "multiplied"]
+    assert trials[-1].why == "everything quantized, channels rescaled by multiplications, ranges by mse"
+
+
+def test_the_graph_as_it_is_may_be_better() -> None:
+    trials = run(
+        groups(10, 2), lambda one: (one.form == "given", 0.0, None), rescaled=groups(9, 1), signs=(True, False)
+    )
+    assert [(trial.form, trial.signed) for trial in trials] == [("rescaled", True), ("given", True)]
 
 
 def test_the_best_method_is_gone_on_with() -> None:

@@ -1,5 +1,6 @@
 """Factors moved between activations and weights: where they go, what they are good for, when they are left out."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,38 @@ def test_a_multiplication_has_to_be_worth_it(tmp_path: Path) -> None:
     costing = saved(tmp_path / "costs", [*nodes, node("Neg", "v", "z")], weights, "y z")
     done = written(costing, measured(costing, value), insert=True)[1]
     assert (done.values, done.even) == (0, 1)
+
+
+def test_a_factor_for_each_channel_takes_the_multiplication(tmp_path: Path) -> None:
+    """Squeeze-and-excitation: there are fewer factors than values, so they are multiplied, if nothing else is."""
+    nodes = [node("ReduceMean", "x one", "m", keepdims=1), node("Mul", "m s", "g"), node("Exp", "g", "h")]
+    nodes += [node("Exp", "x", "a"), node("Mul", "a h", "v"), node("MatMul", "v w", "y")]
+    weights = {"one": np.array([1]), "s": uneven(6.0), "w": normal(WIDTH, 4)}
+    before = saved(tmp_path, nodes, weights)
+    ranges = measured(before, "v")
+    after, done = written(before, ranges, insert=True)
+    assert done.inserted == 1
+    assert difference(before, after, X) < 1e-6
+    (added,) = [each for each in onnx.load(after).graph.node if each.output[0].endswith("_smooth")]
+    assert added.input[0] == "h"
+    read = saved(tmp_path / "read", [*nodes, node("Neg", "v", "z")], weights, "y z")
+    after, done = written(read, measured(read, "v"), insert=True)
+    assert difference(read, after, X) < 1e-6, "something else reads the product"
+
+
+def test_only_what_named_products_read_is_scaled(tmp_path: Path) -> None:
+    nodes, weights, value = homeless("an input")
+    for number, each in enumerate(nodes):
+        each.name = f"n{number}"
+    last = next(each.name for each in nodes if each.op_type == "MatMul" and value in each.input)
+    used = {name for one in nodes for name in one.input}
+    before = saved(tmp_path, nodes, {name: number for name, number in weights.items() if name in used})
+    for names, count in (([], 0), ([last], 1)):
+        file = tmp_path / "products.json"
+        file.write_text(json.dumps(names))
+        records = recorded(tmp_path, measured(before, value)) | {"products": artifact(file, "record")}
+        effect = applied(before, tmp_path / f"{count}", records, insert=True)
+        assert ("1 multiplications were added" in effect.notes) == bool(count)
 
 
 def test_a_weight_that_something_else_reads_is_left_alone(tmp_path: Path) -> None:

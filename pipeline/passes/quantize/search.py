@@ -1,8 +1,8 @@
 """Search for groups that stay in floating point: few measured trials, each step a function of those before.
 
-1. Everything quantised, until a trial passes: the graph as it is; the graph with channels rescaled, where some group
-   lost much; the better of both with activations in uint8, where int8 is faster; then with the ranges of one more
-   method after the other.
+1. Everything quantised, until a trial passes: where some group loses much, the graph with channels rescaled, and with
+   multiplications that rescale more; the graph as it is; the best of these with activations in uint8, where int8 is
+   faster; then with the ranges of one more method after the other.
 2. Where none does: with the best of these, the most sensitive groups stay in floating point; their number is doubled
    until it passes, then bisected.
 3. Of those, the groups with the most work are quantised after all, if that passes too.
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 
 Phase = Literal["everything", "sensitive", "give back", "speed"]
-Form = Literal["given", "rescaled"]
-"""The float graph that is quantised: as it is, or with channels scaled against each other."""
+Form = Literal["given", "rescaled", "multiplied"]
+"""The float graph that is quantised: as it is; with channels scaled against each other; and with multiplications added,
+where nothing else can scale them."""
+FORM_WORDS: Mapping[Form, str] = {"rescaled": "channels rescaled", "multiplied": "channels rescaled by multiplications"}
 
 _GAIN = 1.02
 """Least speed-up of the whole model for which an assignment with fewer quantised groups is preferred."""
@@ -91,7 +93,7 @@ class Candidate:
 
 
 Groups = Mapping[Form, Sequence[GroupFact]]
-"""The groups of each form of the graph that there is; their names are the same in all."""
+"""The groups of each form of the graph that there is, the best first; their names are the same in all."""
 
 
 def propose(
@@ -110,7 +112,7 @@ def propose(
     if not any(trial.passed for trial in everything) and (setting := _next_setting(everything, forms, methods, signs)):
         form, signed, method = setting
         words = ["everything quantized"]
-        words += ["channels rescaled"] if form == "rescaled" else []
+        words += [FORM_WORDS[form]] if form in FORM_WORDS else []
         words += ["activations in uint8"] if signed < signs[0] else []
         return Candidate("everything", form, signed, method, fixed, ", ".join([*words, f"ranges by {method}"]))
     tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}

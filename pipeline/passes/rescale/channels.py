@@ -5,7 +5,7 @@ about, and only where nothing but the way itself reads the values that lie on it
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -410,6 +410,34 @@ def _normalise(node: "ir.Node", place: Place) -> _Moves:
     fits = place.axes == (last,) and node.attributes.get_int("axis", -1) in (-1, last)
     if fits and place.value is node.outputs[0] and all(edit.is_factor(node.inputs[index]) for index in given):
         yield (None, tuple(Addend(node, index, place) for index in given))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input of a node, and the channels in it."""
+
+    node: "ir.Node"
+    index: int
+    place: Place
+
+
+def find_narrow_operand(place: Place, readers: "Collection[ir.Node]") -> Operand | None:
+    """Find the operand of the Mul that makes a value for these readers alone, if it has one number for each channel.
+
+    Such are the factors of squeeze-and-excitation, [batch, channels, 1, 1].
+    """
+    node = place.value.producer()
+    mine = not place.value.is_graph_output() and all(use.node in readers for use in place.value.uses())
+    if node is None or node.op_type != "Mul" or not mine or len(place.axes) != 1:
+        return None
+    (axis,) = place.axes
+    for index, value in enumerate(node.inputs):
+        dims = sizes(value)
+        alike = len(dims) == len(sizes(place.value)) and dims[axis] == place.total
+        others = [dim for at, dim in enumerate(dims) if at not in (0, axis)]
+        if value is not None and alike and others and all(dim == 1 for dim in others):
+            return Operand(node, index, replace(place, value=value))
+    return None
 
 
 _SIMPLE = ("Relu", "LeakyRelu", "PRelu", "Identity")

@@ -11,7 +11,8 @@ from the statistics of channels alone; how channels vary together is left out. T
 bad ones, and none are used that should do harm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
@@ -181,11 +182,15 @@ class Smoothed:
     error_after: float = 0.0
 
 
-def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth") -> Smoothed:
-    """Scale every value of a graph that can be scaled, in place, by the method, exponent and leave of ``settings``."""
+def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth", products: Collection[str] | None = None) -> Smoothed:
+    """Scale every value of a graph that can be scaled, in place, by the method, exponent and leave of ``settings``.
+
+    With ``products``, only what nodes of these names read.
+    """
     smoother = _Smoother(model, ranges, settings)
     for (value, axis), readers in smoother.read_by.items():
-        smoother.scale(value, axis, readers)
+        if products is None or any(reader.node.name in products for reader in readers):
+            smoother.scale(value, axis, readers)
     return smoother.done
 
 
@@ -245,18 +250,22 @@ class _Smoother:
         return choose_smooth(arrays, statistics, (alpha,) if alpha is not None else smooth_exponents(few=few))
 
     def _insert(self, place: channels.Place, readers: Sequence[Product], reciprocals: Array) -> None:
+        """Add a multiplication before the readers; or, for less, to an operand that has one number for each channel."""
         import onnx_ir as ir
 
-        value, first = place.value, readers[0].node
+        operand = channels.find_narrow_operand(place, {product.node for product in readers})
+        value, first = (place.value, readers[0].node) if operand is None else (operand.place.value, operand.node)
         graph = first.graph
         assert isinstance(graph, ir.Graph)
         name = edit.Names(graph).new(f"{value.name}_smooth")
-        constant = edit.new(graph, f"{name}_factors", place.broadcast(reciprocals).astype(np.float32))
-        node = ir.node("Mul", [value, constant], name=name)
+        factors = (operand.place if operand else place).broadcast(reciprocals).astype(np.float32)
+        node = ir.node("Mul", [value, edit.new(graph, f"{name}_factors", factors)], name=name)
         node.metadata_props.update(first.metadata_props)
         node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
         graph.insert_before(first, node)
-        for product in readers:
+        if operand is not None:
+            operand.node.replace_input_with(operand.index, node.outputs[0])
+        for product in readers if operand is None else ():
             product.node.replace_input_with(0, node.outputs[0])
         self.done.inserted += 1
 
@@ -286,6 +295,7 @@ class Smooth(Pass):
     stage: ClassVar[Stage] = "rescale"
     reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
     requires: ClassVar[tuple[str, ...]] = ("ranges",)
+    """With ``products``, a JSON list of nodes, only what these read is scaled."""
 
     mode: Mode = "smooth"
     """``smooth`` for activations in few bits, ``awq`` for weights in int4 beside exact activations."""
@@ -320,7 +330,8 @@ class Smooth(Pass):
         known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")
-        done = smooth(model, known, self)
+        products = json.loads(records["products"].path.read_text()) if "products" in records else None
+        done = smooth(model, known, self, products)
         if not done.values:
             effect = edit.pass_on(artifact.path, out, "no value could be scaled")
             return effect.model_copy(update={"notes": (*effect.notes, *_notes(done))})
