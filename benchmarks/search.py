@@ -43,9 +43,16 @@ def list_everything(run: Run) -> Iterator[str]:
 def compare(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Search once in each time, and measure everything of one model; yield a row of the results for each time."""
     model, work = models.MODELS[name], options.work / "models"
-    folder, place = models.prepare(name, work), options.work / "search" / name
-    common = (models.source(name, work), "--data", str(folder / f"{KNOWN}.npz"), "--max-drop", str(model.max_drop))
-    common += ("--metric", models.metric(name, work), "--batch", str(options.batch), "--threads", str(options.threads))
+    folder, place = model.prepare(work), options.work / "search" / name
+    common = (model.source(work), "--data", str(folder / f"{KNOWN}.npz"), "--max-drop", str(model.max_drop))
+    common += (
+        "--metric",
+        model.metric_argument(work),
+        "--batch",
+        str(options.batch),
+        "--threads",
+        str(options.threads),
+    )
     searches: list[tuple[dict[str, Any], Run | None]] = []
     listed: tuple[str, ...] = ()
     stores: tuple[str, ...] = ()

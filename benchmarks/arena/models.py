@@ -40,7 +40,7 @@ PACKAGES = (
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _PICTURE, _PAGE, _LINE, _TOKENS = 224, 320, (48, 320), 128
 """Pixels of a picture's and a page's edge, of a line's height and width; tokens of a text."""
-_MANY = (256, 800, 800)
+MANY = (256, 800, 800)
 """Rows of small classifiers: one wrong answer has to be much less than the allowed loss."""
 _LETTER_HEIGHTS = (18, 34)
 _OCR = "packages/rapidocr_onnxruntime/models/ch_PP-OCRv4_{}_infer.onnx"
@@ -48,8 +48,9 @@ _OCR = "packages/rapidocr_onnxruntime/models/ch_PP-OCRv4_{}_infer.onnx"
 
 @dataclass(frozen=True)
 class Model:
-    """Describe one model of the arena."""
+    """Describe one model."""
 
+    name: str
     factory: str
     """``module:function``; or the path of an ONNX file below the folder of models, with its input's shape."""
     data: Callable[[str, int, Path], Arrays]
@@ -60,57 +61,56 @@ class Model:
     transformer: bool = False
     input_shape: tuple[int, ...] = ()
     max_drop: float = 0.01
+    options: tuple[str, ...] = ()
+    """Words of enginesmith's command beside those that all models have."""
 
     @property
     def module(self) -> bool:
         """Tell whether there is a PyTorch module."""
         return ":" in self.factory
 
+    def prepare(self, work: Path) -> Path:
+        """Write the model's folder, unless it is there, and return it.
 
-def prepare(name: str, work: Path) -> Path:
-    """Write a model's folder, unless it is there, and return it.
+        Raises:
+            subprocess.CalledProcessError: a package cannot be downloaded.
+        """
+        folder = work / self.name
+        if not (folder / "reference.npy").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            _unpack(work)
+            parts: list[Arrays] = []
+            known = self.data_parts(work)
+            answer = _export(self, work, folder) if self.module else _fix_shape(self, work, folder)
+            for part, arrays in known.items():
+                labels = arrays.pop("labels", None)
+                found = answer(arrays)
+                parts.append({**arrays, "labels": _LABELS[self.metric](found) if labels is None else labels})
+                np.savez(folder / f"{part}.npz", **parts[-1])
+            merged = {key: np.concatenate([part[key] for part in parts[:-1]]) for key in parts[0]}
+            np.savez(folder / f"{KNOWN}.npz", **merged)
+            np.save(folder / "reference.npy", found)
+        return folder
 
-    Raises:
-        subprocess.CalledProcessError: a package cannot be downloaded.
-    """
-    folder = work / name
-    if not (folder / "reference.npy").is_file():
-        model = MODELS[name]
-        folder.mkdir(parents=True, exist_ok=True)
-        _unpack(work)
-        module, _, network = model.factory.partition(":")
-        if module == "networks":
-            workbench.prepare(network, work / "nets")
-        answer = _export(name, work, folder) if model.module else _fix_shape(model, work, folder)
-        parts: list[Arrays] = []
-        for part, rows in zip((CALIBRATION, EVALUATION, JUDGEMENT), model.rows, strict=True):
-            arrays = model.data(part, rows, work)
-            labels = arrays.pop("labels", None)
-            found = answer(arrays)
-            parts.append({**arrays, "labels": _LABELS[model.metric](found) if labels is None else labels})
-            np.savez(folder / f"{part}.npz", **parts[-1])
-        known = parts[:-1]
-        np.savez(folder / f"{KNOWN}.npz", **{key: np.concatenate([part[key] for part in known]) for key in known[0]})
-        np.save(folder / "reference.npy", found)
-    return folder
+    def data_parts(self, work: Path) -> dict[str, Arrays]:
+        """Make the data of each part."""
+        parts = zip((CALIBRATION, EVALUATION, JUDGEMENT), self.rows, strict=True)
+        return {part: self.data(part, rows, work) for part, rows in parts}
 
+    def source(self, work: Path) -> str:
+        """Name the model as enginesmith's command line does."""
+        module, _, function = self.factory.partition(":")
+        if not self.module:
+            return str(work / self.name / "model.onnx")
+        if self.name in ("resnet50", "bert_base"):  # each call of the zoo's function makes other random weights
+            return f"{work / 'packaged'}.py:{self.name}"
+        if module.startswith("enginesmith."):
+            return function
+        return f"{(work if module == 'packaged' else work / 'nets') / module}.py:{function}"
 
-def source(name: str, work: Path) -> str:
-    """Name the model as enginesmith's command line does."""
-    model = MODELS[name]
-    module, _, function = model.factory.partition(":")
-    if not model.module:
-        return str(work / name / "model.onnx")
-    folders = {"networks": work / "nets", "packaged": work}
-    if name in ("resnet50", "bert_base"):  # each call of the zoo's function makes other random weights
-        return f"{work / 'packaged'}.py:{name}"
-    return f"{folders[module] / module}.py:{function}" if module in folders else function
-
-
-def metric(name: str, work: Path) -> str:
-    """Name the metric as enginesmith's command line does."""
-    found = MODELS[name].metric
-    return found if found == "top1" else f"{work / 'metrics.py'}:{found}"
+    def metric_argument(self, work: Path) -> str:
+        """Name the metric as enginesmith's command line does."""
+        return self.metric if self.metric == "top1" else f"{work / 'metrics.py'}:{self.metric}"
 
 
 def import_paths(work: Path) -> list[Path]:
@@ -131,14 +131,14 @@ def _unpack(work: Path) -> None:
         shutil.copyfile(file, work / file.name)
 
 
-def _export(name: str, work: Path, folder: Path) -> Callable[[Arrays], NDArray[Any]]:
+def _export(model: Model, work: Path, folder: Path) -> Callable[[Arrays], NDArray[Any]]:
     """Write the graph and the weights of a module; return a function that answers as eager does."""
     import judging
     import torch
     from safetensors.torch import save_file
 
-    built = judging.built(source(name, work))
-    judging.exported(source(name, work), folder / "model.onnx")
+    built = judging.built(model.source(work))
+    judging.exported(model.source(work), folder / "model.onnx")
     weights = {key: value.contiguous() for key, value in built.module.state_dict().items()}
     save_file(weights, folder / "weights.safetensors")
 
@@ -192,10 +192,11 @@ def _fix_shape(model: Model, work: Path, folder: Path) -> Callable[[Arrays], NDA
     return answer
 
 
-def _trained(name: str) -> Callable[[str, int, Path], Arrays]:
-    """Take rows of the data that a network of ``nets/`` comes with."""
+def trained(name: str) -> Callable[[str, int, Path], Arrays]:
+    """Take rows of the data that a network of ``nets/`` comes with; it is trained the first time."""
 
     def data(part: str, rows: int, work: Path) -> Arrays:
+        workbench.prepare(name, work / "nets")
         with np.load(work / "nets" / name / f"{part}.npz") as arrays:
             found = {key: arrays[key][:rows] for key in arrays.files}
         if part == CALIBRATION and workbench.TASKS[name].metric != "cosine":  # the file has no labels
@@ -293,6 +294,7 @@ def _speech(part: str, rows: int, work: Path) -> Arrays:
 _LABELS: Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "top1": lambda outputs: outputs.argmax(-1),
     "cosine": lambda outputs: outputs,
+    "ranking": lambda outputs: outputs,
     "close": lambda outputs: outputs,
     "text_overlap": lambda outputs: outputs,
     "same_text": lambda outputs: outputs.argmax(-1),
@@ -300,18 +302,28 @@ _LABELS: Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
 """Metric → labels made of the original's answers."""
 
 MODELS: Mapping[str, Model] = {
-    "digits": Model("enginesmith.models.digits:digits", _digits, rows=(128, 160, 192)),
-    "resnet56": Model("networks:resnet56", _trained("resnet56"), rows=_MANY),
-    "mobilenet": Model("networks:mobilenet", _trained("mobilenet"), rows=_MANY),
-    "unet": Model("networks:unet", _trained("unet"), "overlap"),
-    "lstm": Model("networks:lstm", _trained("lstm"), rows=_MANY),
-    "minilm": Model("networks:minilm_embedding", _trained("minilm_embedding"), "cosine", transformer=True),
-    "resnet50": Model("enginesmith.models.resnet:resnet50", _photographs("image"), "cosine", (64, 32, 32)),
-    "bert_base": Model("enginesmith.models.bert:bert_base", _tokens, "cosine", (32, 16, 16), transformer=True),
-    "efficientnet": Model("packaged:efficientnet_lite0", _photographs("inputs")),
-    "text_detector": Model(_OCR.format("det"), _pages, "text_overlap", (64, 32, 64), input_shape=(3, _PAGE, _PAGE)),
-    "text_reader": Model(_OCR.format("rec"), _lines, "same_text", (64, 64, 128), input_shape=(3, *_LINE)),
-    "silero_vad": Model("packaged:silero_vad", _speech, "close", (128, 160, 304)),
+    model.name: model
+    for model in (
+        Model("digits", "enginesmith.models.digits:digits", _digits, rows=(128, 160, 192)),
+        Model("resnet56", "networks:resnet56", trained("resnet56"), rows=MANY),
+        Model("mobilenet", "networks:mobilenet", trained("mobilenet"), rows=MANY),
+        Model("unet", "networks:unet", trained("unet"), "overlap"),
+        Model("lstm", "networks:lstm", trained("lstm"), rows=MANY),
+        Model("minilm", "networks:minilm_embedding", trained("minilm_embedding"), "cosine", transformer=True),
+        Model("resnet50", "enginesmith.models.resnet:resnet50", _photographs("image"), "cosine", (64, 32, 32)),
+        Model("bert_base", "enginesmith.models.bert:bert_base", _tokens, "cosine", (32, 16, 16), transformer=True),
+        Model("efficientnet", "packaged:efficientnet_lite0", _photographs("inputs")),
+        Model(
+            "text_detector",
+            _OCR.format("det"),
+            _pages,
+            "text_overlap",
+            (64, 32, 64),
+            input_shape=(3, _PAGE, _PAGE),
+        ),
+        Model("text_reader", _OCR.format("rec"), _lines, "same_text", (64, 64, 128), input_shape=(3, *_LINE)),
+        Model("silero_vad", "packaged:silero_vad", _speech, "close", (128, 160, 304)),
+    )
 }
 """Name → model. Random weights: resnet50, bert_base. In four, "accuracy" is how often or how far the answer is the
 original's: there are no labels for minilm, efficientnet, the two readers of text and the detector of speech."""

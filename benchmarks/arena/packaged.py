@@ -84,7 +84,10 @@ def bert_base() -> tuple[nn.Module, Example]:
 
 
 def _as_exported(name: str, network: nn.Module, example: Example) -> tuple[nn.Module, Example]:
-    network.load_state_dict(load_file(PACKAGES.with_name(name) / "weights.safetensors"))
+    """Load the weights of the exported graph; before the export, those that it was made with are taken."""
+    weights = PACKAGES.with_name(name) / "weights.safetensors"
+    if weights.is_file():
+        network.load_state_dict(load_file(weights))
     return network.eval(), example
 
 

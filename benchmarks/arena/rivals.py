@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cells import OURS
 from models import Model
+from summary import OURS
 
 _ORT = ("onnxruntime==1.31.1", "onnx==1.23.2", "sympy==1.14.0", "numpy==2.4.6")
 _TORCH = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3", "safetensors==0.8.0", "transformers==5.23.0")
@@ -35,6 +35,8 @@ class Rival:
     """Made for each batch size and number of threads, not once for a model."""
     needs_module: bool = False
     only_transformers: bool = False
+    by_default: bool = True
+    """False where the arena times it only if it is named."""
 
     @property
     def takes_graph(self) -> bool:
@@ -56,6 +58,7 @@ RIVALS: Mapping[str, Rival] = {
     OURS: Rival("", "ours:optimize", per_cell=True),
     "eager": Rival("torch", "pytorch:eager", needs_module=True),
     "ort-fp32": Rival("onnxruntime", "ort:fp32"),
+    "ort-fp16": Rival("onnxruntime", "ort:fp16", by_default=False),
     "ort-static": Rival("onnxruntime", "ort:static"),
     "ort-static-u8": Rival("onnxruntime", "ort:static_u8"),
     "ort-dynamic": Rival("onnxruntime", "ort:dynamic"),

@@ -19,6 +19,10 @@ from enginesmith.models.resnet import BasicBlock, initialise, stage
 
 CLASSES = 10
 SIZE, SEGMENTED_SIZE = 32, 64
+PAGE_SIZE, PAGE_PIXELS = 64, 640
+"""Edge of a page as the detector gets it, and of the page itself, in which its boxes are."""
+VALUES = torch.logspace(0, 4, CLASSES)
+"""What each digit stands for in the gauge's pictures."""
 TOKENS = 64
 _UNET_WIDTHS = (16, 32, 64, 128)
 _MOBILE_STAGES = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 2, 2), (6, 64, 3, 2), (6, 96, 2, 1), (6, 160, 1, 1))
@@ -109,6 +113,20 @@ class Sequence(nn.Module):
         return logits
 
 
+class Gated(nn.Module):
+    """Two GRU layers over the rows of a picture, the last state, and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(SIZE, 160, num_layers=2, batch_first=True)
+        self.fc = nn.Linear(160, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        states, _ = self.gru(rows)
+        logits: Tensor = self.fc(states[:, -1])
+        return logits
+
+
 class Encoder(nn.Module):
     """MiniLM: 6 layers of 384, the mean over the tokens that count, brought to length 1."""
 
@@ -141,44 +159,50 @@ class TextClassifier(nn.Module):
 
 def resnet20() -> tuple[nn.Module, Example]:
     """A digit before a photo, 32×32: 10 classes."""
-    return _loaded(SmallResNet(3), "resnet20"), {"image": images(3, SIZE)}
+    return load_trained(SmallResNet(3), "resnet20"), {"image": images(3, SIZE)}
 
 
 def resnet56() -> tuple[nn.Module, Example]:
     """The same task, 56 layers."""
-    return _loaded(SmallResNet(9), "resnet56"), {"image": images(3, SIZE)}
+    return load_trained(SmallResNet(9), "resnet56"), {"image": images(3, SIZE)}
 
 
 def mobilenet() -> tuple[nn.Module, Example]:
     """The same task, depthwise convolutions."""
-    return _loaded(SmallMobileNet(), "mobilenet"), {"image": images(3, SIZE)}
+    return load_trained(SmallMobileNet(), "mobilenet"), {"image": images(3, SIZE)}
 
 
 def unet() -> tuple[nn.Module, Example]:
     """The digit's pixels in a picture of 64×64."""
-    return _loaded(SmallUNet(), "unet"), {"image": images(3, SEGMENTED_SIZE)}
+    return load_trained(SmallUNet(), "unet"), {"image": images(3, SEGMENTED_SIZE)}
 
 
 def lstm() -> tuple[nn.Module, Example]:
     """A digit read row by row."""
-    return _loaded(Sequence(), "lstm"), {"rows": features(SIZE, SIZE)}
+    return load_trained(Sequence(), "lstm"), {"rows": features(SIZE, SIZE)}
+
+
+def gru() -> tuple[nn.Module, Example]:
+    """The same task, with a state that goes one way."""
+    return load_trained(Gated(), "gru"), {"rows": features(SIZE, SIZE)}
 
 
 def minilm() -> tuple[nn.Module, Example]:
     """Which part of Python's library a docstring is from: 10 classes."""
-    return _loaded(TextClassifier(), "minilm"), _text()
+    return load_trained(TextClassifier(), "minilm"), _text()
 
 
 def minilm_embedding() -> tuple[nn.Module, Example]:
     """The embedding of a sentence, as the model came."""
-    return _loaded(Encoder(), "minilm_embedding"), _text()
+    return load_trained(Encoder(), "minilm_embedding"), _text()
 
 
 def _text() -> Example:
     return {"input_ids": tokens(_VOCABULARY, TOKENS), "attention_mask": torch.ones(2, TOKENS, dtype=torch.int64)}
 
 
-def _loaded(module: nn.Module, name: str) -> nn.Module:
+def load_trained(module: nn.Module, name: str) -> nn.Module:
+    """Load the weights that lie beside this file."""
     module.load_state_dict(load_file(Path(__file__).with_name(f"{name}.safetensors")))
     return module.eval()
 

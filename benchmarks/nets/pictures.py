@@ -21,6 +21,8 @@ _TURN_DEGREES, _ZOOM, _SHIFT = 15.0, (0.9, 1.4), 0.12
 _OPACITY = (0.6, 1.0)
 _NOISE = 0.04
 _MASK = 0.5
+_SHOWN, _EDGE = 0.7, 0.3
+"""How often a place on a page has a digit, and the ink at the edge of its box."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,48 @@ def pictures(split: Split, count: int, size: int, seed: int, rows: slice = slice
     return Pictures(image, ink, torch.from_numpy(labels[order]))
 
 
+@dataclass(frozen=True)
+class Pages:
+    """``image`` [count, 3, edge, edge], normalised; ``digits`` [count, 4, 5]: class or -1, and the box's two corners
+    in parts of the page's edge.
+    """
+
+    image: Tensor
+    digits: Tensor
+
+
+def pages(image: Tensor, ink: Tensor, label: Tensor, generator: np.random.Generator) -> Pages:
+    """Put four pictures side by side on each page; in some there is no digit, and the ground alone."""
+    count, size = len(image) // 4 * 4, image.shape[-1]
+    shown = torch.from_numpy(generator.random(count) < _SHOWN)
+    image = torch.where(shown.view(-1, 1, 1, 1), image[:count], normalise(crops(count, size, generator)))
+    seen = ink[:count, 0] > _EDGE
+    rows, columns = (_extent(seen.any(axis)) for axis in (2, 1))
+    boxes = torch.stack([columns[0], rows[0], columns[1], rows[1]], 1)
+    corner = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]]).repeat(count // 4, 2) * size
+    named = torch.where(shown, label[:count], -1).float()
+    digits = torch.cat([named[:, None], (boxes + corner) / (2 * size)], 1)
+    tiles = image.view(-1, 2, 2, 3, size, size).permute(0, 3, 1, 4, 2, 5)
+    return Pages(tiles.reshape(count // 4, 3, 2 * size, 2 * size), digits.view(-1, 4, 5))
+
+
+def _extent(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first place that is true and the one behind the last, of each row."""
+    return seen.int().argmax(1), seen.shape[1] - seen.int().flip(1).argmax(1)
+
+
+def normalise(image: Tensor) -> Tensor:
+    """From pixels between 0 and 1 to what networks get."""
+    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_MEAN, _STD))
+    return (image - mean) / std
+
+
+def restore(image: Tensor) -> Tensor:
+    """The other way round."""
+    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_MEAN, _STD))
+    return image * std + mean
+
+
 def _placed(digit: Tensor, size: int, generator: np.random.Generator) -> Tensor:
     """Each digit enlarged, turned, scaled and moved at random."""
     count = len(digit)
@@ -70,9 +114,7 @@ def _coloured(ink: Tensor, ground: Tensor, generator: np.random.Generator) -> Te
     colour = torch.where(apart[0] > apart[1], colours[0], colours[1])
     opacity = _uniform(generator, *_OPACITY, count, 1, 1, 1)
     noise = torch.from_numpy(generator.standard_normal(ground.shape, np.float32)) * _NOISE
-    image = (ground + (colour - ground) * ink * opacity + noise).clamp(0, 1)
-    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_MEAN, _STD))
-    return (image - mean) / std
+    return normalise((ground + (colour - ground) * ink * opacity + noise).clamp(0, 1))
 
 
 def crops(count: int, size: int, generator: np.random.Generator) -> Tensor:

@@ -1,13 +1,16 @@
 """How the networks get their weights: one recipe for all that see pictures, one seed, no choice by a judged sample."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pictures import pictures
+from .networks import VALUES
+from .pictures import pages, pictures, restore
 
 BATCH = 64
 SEED = 0
@@ -43,6 +46,42 @@ def masks(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tens
 def rows(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
     """Cross-entropy of a network that reads strokes row by row."""
     return F.cross_entropy(network(strokes(image, ink)), label, label_smoothing=0.05)
+
+
+def boxes(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
+    """Binary cross-entropy of every cell and class, less of what is easy (focal loss), and the distance of boxes.
+
+    The cell at the centre of a digit is asked for it.
+    """
+    data = pages(image, ink, label, np.random.default_rng(int(label.sum()) + int(ink.sum())))
+    found, logits = network.encode(data.image)  # type: ignore[operator]
+    edge = math.isqrt(found.shape[-1])
+    digits = data.digits.clone()
+    digits[..., 1:] *= edge
+    centre, extent = (digits[..., 1:3] + digits[..., 3:]) / 2, digits[..., 3:] - digits[..., 1:3]
+    column, row = centre.long().unbind(-1)
+    page, which = torch.nonzero(digits[..., 0] >= 0, as_tuple=True)
+    cell = (row * edge + column)[page, which]
+    wanted = torch.zeros_like(logits)
+    wanted[page, digits[page, which, 0].long(), cell] = 1
+    error = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    hard = (wanted - logits.detach().sigmoid()).abs() ** 2
+    box = found[page, :, cell]
+    distance = (box[:, :2] - centre[page, which]).abs() + (box[:, 2:].log() - extent[page, which].log()).abs()
+    loss: Tensor = (error * hard).sum() / len(page) + distance.sum(1).mean()
+    return loss
+
+
+def pixels(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
+    """Distance of each pixel of a picture from what is made of the picture at half the size."""
+    target = restore(image)
+    return F.l1_loss(network(F.avg_pool2d(target, 2)), target)
+
+
+def values(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of the bins, and the distance of the logarithms."""
+    distance = F.smooth_l1_loss(network(image).squeeze(1).log(), VALUES[label].log(), beta=0.1)
+    return F.cross_entropy(network.classes(image), label) + distance  # type: ignore[operator]
 
 
 def strokes(image: Tensor, ink: Tensor) -> Tensor:

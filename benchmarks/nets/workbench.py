@@ -6,7 +6,9 @@ was trained and calibrated on. A precision is chosen by looking at ``evaluation`
 the end. What is there already is left alone.
 """
 
+import importlib
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +22,12 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from . import networks, texts
-from .pictures import Pictures, pictures
-from .training import SEED, Phase, classes, linear_head, masks, rows, strokes, train
+from .pictures import Pictures, pages, pictures, restore
+from .training import SEED, Phase, boxes, classes, linear_head, masks, pixels, rows, strokes, train, values
 
 HERE = Path(__file__).parent
+FILES = ("networks.py", "squeezed.py", "attention.py", "dense.py", "harden.py", "metrics.py")
+"""What lies beside the weights."""
 CALIBRATION, EVALUATION, JUDGEMENT = "calibration", "evaluation", "judgement"
 CALIBRATION_ROWS, JUDGED_ROWS, JUDGED_TEXTS = 256, 2000, 600
 _TRAINING_TEXTS = 2000
@@ -71,9 +75,11 @@ def prepare(name: str, work: Path) -> Case:
     """Train the network and write its data, unless that is done."""
     case = Case(name, work / name)
     case.folder.mkdir(parents=True, exist_ok=True)
-    for file in ("networks.py", "metrics.py"):
+    for file in FILES:
         if not (work / file).is_file() or (work / file).read_bytes() != (HERE / file).read_bytes():
             shutil.copyfile(HERE / file, work / file)
+    if str(work) not in sys.path:
+        sys.path.insert(0, str(work))  # files of networks import each other beside their weights
     weights = work / f"{name}.safetensors"
     if not weights.is_file():
         start = time.perf_counter()
@@ -91,7 +97,7 @@ def prepare(name: str, work: Path) -> Case:
 def _arrays(case: Case, part: str, weights: Path) -> dict[str, NDArray[Any]]:
     arrays = dict(TASKS[case.name].data(part))
     if part == CALIBRATION:
-        arrays.pop("labels")
+        del arrays["labels"]
     elif TASKS[case.name].metric == "cosine":
         arrays["labels"] = _embeddings(arrays, weights)
     return arrays
@@ -114,6 +120,23 @@ def _classified(part: str) -> Arrays:
 def _read(part: str) -> Arrays:
     data = _seen(part, networks.SIZE)
     return {"rows": strokes(data.image, data.ink).numpy(), "labels": data.label.numpy()}
+
+
+def _gauged(part: str) -> Arrays:
+    data = _seen(part, networks.SIZE)
+    return {"image": data.image.numpy(), "labels": networks.VALUES[data.label].numpy()}
+
+
+def _paged(part: str) -> Arrays:
+    data = _seen(part, networks.PAGE_SIZE // 2)
+    found = pages(data.image, data.ink, data.label, np.random.default_rng(SEED))
+    found.digits[..., 1:] *= networks.PAGE_PIXELS
+    return {"image": found.image.numpy(), "labels": found.digits.numpy()}
+
+
+def _enlarged(part: str) -> Arrays:
+    large = restore(_seen(part, 2 * networks.SIZE).image)[: JUDGED_ROWS // 4]
+    return {"image": torch.nn.functional.avg_pool2d(large, 2).numpy(), "labels": large.numpy()}
 
 
 def _segmented(part: str) -> Arrays:
@@ -162,6 +185,14 @@ def _encoded(encoder: nn.Module, feeds: Arrays) -> Tensor:
     return torch.cat([encoder(*batch) for batch in batches])
 
 
+def _build(name: str) -> nn.Module:
+    """Build a network of one of the files beside the weights."""
+    module, _, builder = name.partition(".")
+    network: nn.Module = getattr(importlib.import_module(module), builder)()
+    return network
+
+
+_MOBILE_PHASES = (Phase(8192, 16, 4e-3), Phase(10240, 32, 6e-3))
 TASKS: Mapping[str, Task] = {
     "resnet20": Task(
         lambda: train(networks.SmallResNet(3), classes, (Phase(16384, 16, 8e-3), Phase(16384, 32, 8e-3))), _classified
@@ -178,6 +209,20 @@ TASKS: Mapping[str, Task] = {
         "overlap",
     ),
     "lstm": Task(lambda: train(networks.Sequence(), rows, (Phase(20480, 32, 3e-3),)), _read, dynamic=True),
+    "gru": Task(lambda: train(networks.Gated(), rows, (Phase(20480, 32, 3e-3),)), _read, dynamic=True),
+    "mobilenet_v3": Task(lambda: train(_build("squeezed.build_mobilenet_v3"), classes, _MOBILE_PHASES), _classified),
+    "efficientnet": Task(lambda: train(_build("squeezed.build_efficientnet"), classes, _MOBILE_PHASES), _classified),
+    "vit": Task(lambda: train(_build("attention.VisionTransformer"), classes, (Phase(20480, 32, 1e-3),)), _classified),
+    "swin": Task(lambda: train(_build("attention.WindowTransformer"), classes, (Phase(20480, 32, 1e-3),)), _classified),
+    "detector": Task(
+        lambda: train(_build("dense.Detector"), boxes, (Phase(81920, 32, 3e-3),)), _paged, "mean_precision"
+    ),
+    "upscaler": Task(lambda: train(_build("dense.Upscaler"), pixels, (Phase(4096, 64, 1e-3),)), _enlarged, "psnr"),
+    "gauge": Task(
+        lambda: train(_build("dense.Gauge"), values, (Phase(8192, 16, 6e-3), Phase(12288, 32, 8e-3))),
+        _gauged,
+        "closeness",
+    ),
     "minilm": Task(_text_classifier, _texts, dynamic=True),
     "minilm_embedding": Task(_encoder, _texts, "cosine", dynamic=True),
 }

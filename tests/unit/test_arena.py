@@ -14,7 +14,7 @@ from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.statistics import Timed
 
 ARENA = Path(__file__).parent.parent.parent / "benchmarks" / "arena"
-MODULES = ("recipes", "recipes.job", "rounds", "cells", "report")
+MODULES = ("recipes", "recipes.job", "rounds", "summary", "report")
 TOY = """
 import subprocess, sys, time
 from job import Recipe
@@ -147,11 +147,11 @@ def entrant(arena: SimpleNamespace, milliseconds: float, drop: float | None = 0.
         else Quality(metric="top1", output=None, value=1 - drop, baseline=1.0, drop=drop, samples=9)
     )
     timing = arena.rounds.Timing(launches=blocks, failure=failure)
-    return arena.cells.Entrant(timing, arena.rounds.Prepared(milliseconds, 1), judged)
+    return arena.summary.Entrant(timing, arena.rounds.Prepared(milliseconds, 1), judged)
 
 
 def test_the_fastest_within_the_allowed_loss_wins(arena: SimpleNamespace) -> None:
-    cell = arena.cells.summarise(
+    cell = arena.summary.summarise(
         {
             "enginesmith": entrant(arena, 3.0),
             "lossy": entrant(arena, 1.0, drop=0.5),
@@ -175,10 +175,10 @@ def test_the_fastest_within_the_allowed_loss_wins(arena: SimpleNamespace) -> Non
 def test_what_is_far_slower_than_the_fastest_allowed_one_is_not_launched_again(arena: SimpleNamespace) -> None:
     speeds = {"enginesmith": 9.0, "lossy": 1.0, "best": 2.5, "near": 4.5, "far": 6.0}
     entrants = {name: entrant(arena, ms, drop=0.5 if name == "lossy" else 0.0) for name, ms in speeds.items()}
-    assert arena.cells.list_hopeless(entrants, 0.1) == ["far"]
-    assert arena.cells.list_hopeless({"lossy": entrants["lossy"]}, 0.1) == []
+    assert arena.summary.list_hopeless(entrants, 0.1) == ["far"]
+    assert arena.summary.list_hopeless({"lossy": entrants["lossy"]}, 0.1) == []
     entrants["best"].timing.launches.append(entrants["best"].timing.launches[0])
-    rows = {row["rival"]: row for row in arena.cells.summarise(entrants, 0.1)["rows"]}
+    rows = {row["rival"]: row for row in arena.summary.summarise(entrants, 0.1)["rows"]}
     assert (rows["best"]["launches"], rows["far"]["launches"]) == (2, 1)
     assert rows["far"]["times_the_winner"]["median"] == pytest.approx(2.4)
 
@@ -197,11 +197,11 @@ def test_a_cell_is_won_first_or_within_the_interval_of_the_first(
 ) -> None:
     row = {"rival": "enginesmith", "allowed": allowed, "times_the_winner": ours, "job_seconds": 2.0}
     rival = {"rival": "r", "allowed": True, "times_the_winner": None, "job_seconds": 1.0}
-    judged = arena.cells.judge_ours({"winner": "r", "rows": [row, rival], "failures": {}})
+    judged = arena.summary.judge_ours({"winner": "r", "rows": [row, rival], "failures": {}})
     assert (judged["won"], judged["reason"]) == (won, reason)
-    missing = arena.cells.judge_ours({"rows": [], "failures": {}})
+    missing = arena.summary.judge_ours({"rows": [], "failures": {}})
     cells = [{"machine": name, "ours": one} for name, one in (("a", judged), ("b", missing), ("a", missing))]
-    counted = arena.cells.count_by_machine(cells)
+    counted = arena.summary.count_by_machine(cells)
     assert counted["a"] == {"cells": 2, "won": int(won), "within_budget": int(allowed), "not_slower_to_make": 0}
     assert counted["b"]["cells"] == 1
 
@@ -213,8 +213,8 @@ def test_what_was_far_behind_in_all_cells_is_not_prepared_again(arena: SimpleNam
 
     first = {"rows": [{"rival": "first", "times_the_winner": None}]}
     cells = [cell(near=3, far=5, changing=9, enginesmith=9, eager=9), cell(far=7, changing=2), first]
-    assert arena.cells.find_far_behind([]) == {}
-    assert arena.cells.find_far_behind(cells) == {"far": "it took 6.0 times as long as the winner in another cell"}
+    assert arena.summary.find_far_behind([]) == {}
+    assert arena.summary.find_far_behind(cells) == {"far": "it took 6.0 times as long as the winner in another cell"}
 
 
 def test_the_report_lists_the_cells_that_were_not_won(arena: SimpleNamespace) -> None:
@@ -223,10 +223,10 @@ def test_the_report_lists_the_cells_that_were_not_won(arena: SimpleNamespace) ->
         "best": entrant(arena, 2.0),
         "gone": entrant(arena, 1.0, failure="x|y"),
     }
-    cell = arena.cells.summarise(entrants, 0.1)
+    cell = arena.summary.summarise(entrants, 0.1)
     cell |= {"model": "m", "batch": 1, "threads": 0, "max_drop": 0.1, "command": "c", "others": 0.0}
     cells = [{**cell, "machine": "AVX2"}, {**cell, "machine": "AMX"}]
-    found = {"cells": cells, "count": arena.cells.count_by_machine(cells), "environments": {"e": ["p==1"]}}
+    found = {"cells": cells, "count": arena.summary.count_by_machine(cells), "environments": {"e": ["p==1"]}}
     text = arena.report.markdown(found)
     assert "| AMX | 1 | 0 | 1 | 0 |" in text
     assert "| AVX2 | m, batch 1, all threads | best | best is 1.50 × as fast |" in text

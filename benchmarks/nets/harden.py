@@ -1,0 +1,179 @@
+"""Networks made hard to quantize, with (nearly) the same float answers: factors go into channels, and out behind them.
+
+Trained networks come to such channels by themselves: batch normalization folded into depthwise convolutions (Nagel et
+al., "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, figure 2), and a few channels
+of transformers (Dettmers et al., "LLM.int8()", NeurIPS 2022; Bondarenko et al., "Understanding and Overcoming the
+Challenges of Efficient Transformer Quantization", EMNLP 2021). Weights are those of the network it was made from.
+"""
+
+from collections.abc import Callable, Iterable
+
+import attention
+import networks
+import squeezed
+import torch
+from networks import Example
+from torch import Tensor, nn
+
+from enginesmith.models.mobilenet import InvertedResidual
+
+_FEW, _FACTOR = 3, 64.0
+_DECADES = 1.5
+
+Factors = Callable[[int, torch.Generator], Tensor]
+
+
+def few(channels: int, generator: torch.Generator) -> Tensor:
+    """Three channels 64 times as large."""
+    found = torch.ones(channels)
+    found[torch.randperm(channels, generator=generator)[:_FEW]] = _FACTOR
+    return found
+
+
+def spread(channels: int, generator: torch.Generator) -> Tensor:
+    """Every channel by a factor of its own, over three powers of ten."""
+    found: Tensor = 10 ** ((torch.rand(channels, generator=generator) * 2 - 1) * _DECADES)
+    return found
+
+
+def mobilenet_bottlenecks() -> tuple[nn.Module, Example]:
+    """MobileNetV2 with channels between the blocks that differ by three powers of ten."""
+    network, example = networks.mobilenet()
+    generator, factors = _generator(), None
+    for block in list(network.features)[1:]:
+        if not isinstance(block, InvertedResidual):
+            _divide_inputs(block[0], factors)
+            continue
+        layers = block.conv
+        first = next(layer for layer in layers.modules() if isinstance(layer, nn.Conv2d))
+        if factors is not None:
+            _divide_inputs(first, factors)
+        if not block.shortcut:
+            factors = spread(layers[-1].num_features, generator)
+        _multiply_outputs(layers[-1], factors)
+    return network, example
+
+
+def mobilenet_v3_outliers() -> tuple[nn.Module, Example]:
+    """MobileNetV3 with uneven channels between the blocks and within them."""
+    return _harden_squeezed(*squeezed.mobilenet_v3())
+
+
+def efficientnet_outliers() -> tuple[nn.Module, Example]:
+    """EfficientNet, likewise."""
+    return _harden_squeezed(*squeezed.efficientnet())
+
+
+def _harden_squeezed(network: nn.Module, example: Example) -> tuple[nn.Module, Example]:
+    """Spread channels between the blocks, and make three within each 64 times as large.
+
+    Those within have a curve before them, of which little but a ReLU is left, so the answers change a little, too.
+    """
+    generator, factors = _generator(), None
+    for block in list(network.features)[1:]:
+        if not isinstance(block, squeezed.Expanded):
+            _divide_inputs(block[0], factors)
+            continue
+        *layers, squeeze, projection, norm = block.layers
+        if factors is not None:
+            _divide_inputs(layers[0][0], factors)
+        inner = few(squeeze.factors[1].in_channels, generator)
+        _multiply_outputs(layers[-1][1], inner)
+        _divide_inputs(squeeze.factors[1], inner)
+        _divide_inputs(projection, inner)
+        if not block.shortcut:
+            factors = spread(norm.num_features, generator)
+        _multiply_outputs(norm, factors)
+    return network, example
+
+
+def resnet_stages() -> tuple[nn.Module, Example]:
+    """ResNet-56 with three channels of each stage, shortcuts included, 64 times as large as the others."""
+    network, example = networks.resnet56()
+    generator = _generator()
+    factors = few(16, generator)
+    _multiply_outputs(network.bn1, factors)
+    for stage in (network.layer1, network.layer2, network.layer3):
+        for block in stage:
+            _divide_inputs(block.conv1, factors)
+            if block.downsample is not None:
+                _divide_inputs(block.downsample[0], factors)
+                factors = few(block.conv2.out_channels, generator)
+                _multiply_outputs(block.downsample[1], factors)
+            _multiply_outputs(block.bn2, factors)
+    _divide_inputs(network.fc, factors)
+    return network, example
+
+
+def vit_outliers() -> tuple[nn.Module, Example]:
+    """ViT with three channels of every normalization and of every perceptron 64 times as large."""
+    network, example = attention.vit()
+    for layer in network.layers:
+        _outliers(layer)
+    return network, example
+
+
+def swin_outliers() -> tuple[nn.Module, Example]:
+    """The windowed transformer, likewise."""
+    network, example = attention.swin()
+    for stage in network.stages:
+        for windows in stage:
+            _outliers(windows.layer)
+    return network, example
+
+
+def _outliers(layer: nn.Module) -> None:
+    """Make outliers; those of the perceptron have a GELU before them, so the answers change a little."""
+    generator = _generator()
+    hidden = few(layer.mlp[0].out_features, generator)
+    layer.mlp[0].weight.data *= hidden[:, None]
+    layer.mlp[0].bias.data *= hidden
+    _divide_inputs(layer.mlp[2], hidden)
+    for norm, readers in ((layer.norm1, [layer.attention.qkv]), (layer.norm2, [layer.mlp[0]])):
+        factors = few(norm.normalized_shape[0], generator)
+        _multiply_outputs(norm, factors)
+        for reader in readers:
+            _divide_inputs(reader, factors)
+    # The values of attention, and what reads them.
+    width = layer.attention.out.in_features
+    factors = few(width, generator)
+    layer.attention.qkv.weight.data[2 * width :] *= factors[:, None]
+    layer.attention.qkv.bias.data[2 * width :] *= factors
+    _divide_inputs(layer.attention.out, factors)
+
+
+def vit_loud() -> tuple[nn.Module, Example]:
+    """ViT whose stream between the layers is 4 000 times as large: its squares do not fit float16.
+
+    A normalization takes the factor out again; what is added to its variance grows with the factor's square.
+    """
+    network, example = attention.vit()
+    loudness = 4000.0
+    for part in _writers(network):
+        part.weight.data *= loudness
+        if part.bias is not None:
+            part.bias.data *= loudness
+    network.positions.data *= loudness
+    for norm in (part for part in network.modules() if isinstance(part, nn.LayerNorm)):
+        norm.eps *= loudness**2
+    return network, example
+
+
+def _writers(network: nn.Module) -> Iterable[nn.Module]:
+    """Iterate over what adds to the stream."""
+    yield network.patches[-1]
+    for layer in network.layers:
+        yield from (layer.attention.out, layer.mlp[2])
+
+
+def _multiply_outputs(norm: nn.Module, factors: Tensor) -> None:
+    norm.weight.data *= factors
+    norm.bias.data *= factors
+
+
+def _divide_inputs(product: nn.Module, factors: Tensor) -> None:
+    product.weight.data /= factors.view(1, -1, *[1] * (product.weight.dim() - 2))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
