@@ -169,7 +169,7 @@ def _find_best(run: Run, case: Case) -> VariantRecord | None:
     fitting = [
         each
         for each in run.variants
-        if each.precision == case.precision
+        if each.precision.startswith(case.precision)
         and each.status != "failed"
         and (each.quality is None or each.quality.drop <= case.model.max_drop)
     ]

@@ -83,7 +83,8 @@ def _harden_squeezed(network: nn.Module, example: Example) -> tuple[nn.Module, E
         _divide_inputs(projection, inner)
         if not block.shortcut:
             factors = spread(norm.num_features, generator)
-        _multiply_outputs(norm, factors)
+        if factors is not None:  # a shortcut from the stem carries what is behind a curve
+            _multiply_outputs(norm, factors)
     return network, example
 
 

@@ -139,7 +139,8 @@ ACTIVATIONS = ("Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Relu", "Sigmoid
 @pytest.mark.parametrize(
     "activation",
     [*(f"a = {name}(c)" for name in ACTIVATIONS), "a = PRelu(c, slope)"]
-    + ["s = Sigmoid(c) a = Mul(c, s)", "s = Sigmoid(c) a = Mul(s, c)"],
+    + ["s = Sigmoid(c) a = Mul(c, s)", "s = Sigmoid(c) a = Mul(s, c)"]
+    + ["h = HardSwish(c) a = Mul(h, factors)", "s = Sigmoid(c) h = Mul(c, s) a = Mul(factors, h)"],
 )
 def test_activations_are_part_of_int8_convolutions(tmp_path: Path, activation: str) -> None:
     """Two layers between the rounding of the input and floats at the end: no activation and no rounding beside them."""
@@ -148,7 +149,9 @@ def test_activations_are_part_of_int8_convolutions(tmp_path: Path, activation: s
         {activation}
         y = Conv <pads = [1, 1, 1, 1]> (a, w1)
     }}"""
-    model = quantised(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], slope=np.float32([0.2])))
+    given = {"slope": np.float32([0.2]), "factors": np.linspace(0.5, 2, 8, dtype=np.float32).reshape(8, 1, 1)}
+    used = {name: array for name, array in given.items() if name in activation}
+    model = quantised(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **used))
     pairs = [node.inputs[0].name for node in model.graph if node.op_type == "QuantizeLinear"]
     assert pairs == ["x", "a"]  # nothing reads the last convolution's output in int8
     artifact, _ = build(model, tmp_path)

@@ -256,21 +256,43 @@ def test_a_multiplication_has_to_be_worth_it(tmp_path: Path) -> None:
     assert (done.values, done.even) == (0, 1)
 
 
-def test_a_factor_for_each_channel_takes_the_multiplication(tmp_path: Path) -> None:
-    """Squeeze-and-excitation: there are fewer factors than values, so they are multiplied, if nothing else is."""
-    nodes = [node("ReduceMean", "x one", "m", keepdims=1), node("Mul", "m s", "g"), node("Exp", "g", "h")]
-    nodes += [node("Exp", "x", "a"), node("Mul", "a h", "v"), node("MatMul", "v w", "y")]
-    weights = {"one": np.array([1]), "s": uneven(6.0), "w": normal(WIDTH, 4)}
+def squeezed(wall: str = "") -> tuple[list[onnx.NodeProto], Weights]:
+    """Squeeze-and-excitation behind a curve and a multiplication that makes channels uneven."""
+    nodes = [node("Mul", "x s", "u"), node("Exp", "x", "e"), node("Mul", "u e", "t"), node("Erf", "t", "c")]
+    nodes += [node("Mul", "t c", "v"), node("ReduceMean", "v one", "m", keepdims=1), node("MatMul", "m w1", "f")]
+    nodes += [node("Sigmoid", "f", "g"), node("Mul", "v g", "p"), node("MatMul", "p w2", "y")]
+    if wall:
+        nodes[-1:] = [node(wall, "p", "q"), node("MatMul", "q w2", "y")]
+    weights = {"one": np.array([1]), "s": uneven(), "w1": normal(WIDTH, WIDTH), "w2": normal(WIDTH, 4, seed=3)}
+    return nodes, weights
+
+
+def test_one_multiplication_behind_a_curve_scales_all_that_is_tied(tmp_path: Path) -> None:
+    """Both products that the values reach are scaled, through the mean and through the factors."""
+    nodes, weights = squeezed()
     before = saved(tmp_path, nodes, weights)
-    ranges = measured(before, "v")
-    after, done = written(before, ranges, insert=True)
+    after, done = written(before, measured(before, "p"), insert=True)
     assert done.inserted == 1
     assert difference(before, after, X) < 1e-6
     (added,) = [each for each in onnx.load(after).graph.node if each.output[0].endswith("_smooth")]
-    assert added.input[0] == "h"
-    read = saved(tmp_path / "read", [*nodes, node("Neg", "v", "z")], weights, "y z")
-    after, done = written(read, measured(read, "v"), insert=True)
-    assert difference(read, after, X) < 1e-6, "something else reads the product"
+    assert added.input[0] == "v"
+    for name in ("w1", "w2"):
+        ratio = weight(after, name) / weights[name]
+        assert ratio[list(OUTLIERS)].min() > 2 * np.median(ratio)
+
+
+@pytest.mark.parametrize("wall", ["another reader", "Clip", "Tanh"])
+def test_what_is_tied_to_something_else_is_scaled_before_its_reader(tmp_path: Path, wall: str) -> None:
+    """A Clip would cut elsewhere, another reader would get other values."""
+    nodes, weights = squeezed(wall if wall != "another reader" else "")
+    nodes += [node("Neg", "v", "z")] if wall == "another reader" else []
+    before = saved(tmp_path, nodes, weights, "y z" if wall == "another reader" else "y")
+    value = "p" if wall == "another reader" else "q"
+    after, done = written(before, measured(before, value), insert=True, alpha=None)
+    assert done.inserted == (0 if wall == "Tanh" else 1)
+    assert difference(before, after, X) < 1e-6
+    read = {each.input[0] for each in onnx.load(after).graph.node if each.output[0].endswith("_smooth")}
+    assert read == (set() if wall == "Tanh" else {value})
 
 
 def test_only_what_named_products_read_is_scaled(tmp_path: Path) -> None:

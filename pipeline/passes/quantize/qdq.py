@@ -76,6 +76,8 @@ class Rules:
     are quantised with them and, where they only move numbers, need no pair behind them; or all."""
     activations: frozenset[str] = _CLAMPS
     """Operators that become part of the convolution before them, which then writes their output."""
+    factors: bool = False
+    """A multiplication by constants behind them becomes part of it, too."""
     own_scale: frozenset[str] = _OWN_SCALE
     """Operators between products that are quantised, beside those that hand numbers on as they are."""
     residual: bool = False
@@ -94,6 +96,7 @@ RULES: Mapping[Placement, Rules] = {
         symmetric=False,
         outputs="read",
         activations=_ACTIVATIONS,
+        factors=True,
         own_scale=frozenset(("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "ReduceMean")),
     ),
 }
@@ -293,8 +296,15 @@ def _place_pairs(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, p
 
 
 def _find_written(node: "ir.Node", rules: Rules) -> "ir.Value":
-    """Find the value that a node writes, behind an activation that alone reads it: engines fuse these into it."""
-    value = node.outputs[0]
+    """Find the value that a node writes, behind what engines fuse into it: an activation, and factors."""
+    value = _find_activated(node.outputs[0], rules)
+    reader, index = layers.find_only_reader(value)
+    if rules.factors and reader is not None and reader.op_type == "Mul" and not _is_computed(reader.inputs[1 - index]):
+        return reader.outputs[0]
+    return value
+
+
+def _find_activated(value: "ir.Value", rules: Rules) -> "ir.Value":
     if "Sigmoid" in rules.activations and len(value.uses()) == 2 and not value.is_graph_output():  # SiLU in two parts
         first, second = sorted((use.node for use in value.uses()), key=lambda reader: reader.op_type)
         if (first.op_type, second.op_type) == ("Mul", "Sigmoid") and second.outputs[0] in first.inputs:

@@ -5,7 +5,7 @@ about, and only where nothing but the way itself reads the values that lie on it
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -412,34 +412,6 @@ def _normalise(node: "ir.Node", place: Place) -> _Moves:
         yield (None, tuple(Addend(node, index, place) for index in given))
 
 
-@dataclass(frozen=True)
-class Operand:
-    """An input of a node, and the channels in it."""
-
-    node: "ir.Node"
-    index: int
-    place: Place
-
-
-def find_narrow_operand(place: Place, readers: "Collection[ir.Node]") -> Operand | None:
-    """Find the operand of the Mul that makes a value for these readers alone, if it has one number for each channel.
-
-    Such are the factors of squeeze-and-excitation, [batch, channels, 1, 1].
-    """
-    node = place.value.producer()
-    mine = not place.value.is_graph_output() and all(use.node in readers for use in place.value.uses())
-    if node is None or node.op_type != "Mul" or not mine or len(place.axes) != 1:
-        return None
-    (axis,) = place.axes
-    for index, value in enumerate(node.inputs):
-        dims = sizes(value)
-        alike = len(dims) == len(sizes(place.value)) and dims[axis] == place.total
-        others = [dim for at, dim in enumerate(dims) if at not in (0, axis)]
-        if value is not None and alike and others and all(dim == 1 for dim in others):
-            return Operand(node, index, replace(place, value=value))
-    return None
-
-
 _SIMPLE = ("Relu", "LeakyRelu", "PRelu", "Identity")
 _POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 
@@ -480,6 +452,8 @@ class Tie:
     addends: list[Addend] = field(default_factory=list)
     nodes: "list[ir.Node]" = field(default_factory=list)
     """The operators between them."""
+    sources: list[Place] = field(default_factory=list)
+    """Values that none of the writers makes, and that only a multiplication can scale: behind a curve, an input."""
     fixed: bool = False
     """True where something else reads or writes one of the values."""
 
@@ -489,11 +463,26 @@ class Tie:
         self.readers += other.readers
         self.addends += other.addends
         self.nodes += other.nodes
+        self.sources += other.sources
         self.fixed = self.fixed or other.fixed
 
 
 def find_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
     """Find the values between products whose channels can be scaled for free, in the order of their first readers."""
+    return tuple(tie for tie in _find_all_ties(products) if tie.writers and not tie.sources)
+
+
+def find_open_ties(products: Sequence[Product]) -> "dict[ir.Value, Tie]":
+    """Find the ties whose channels can be scaled with multiplications, by the values that their readers read.
+
+    None has a Clip in it, whose bound would have to be looked at.
+    """
+    clipped = [tie for tie in _find_all_ties(products) if tie.sources]
+    open_ties = [tie for tie in clipped if all(node.op_type != "Clip" for node in tie.nodes)]
+    return {reader.data: tie for tie in open_ties for reader in tie.readers}
+
+
+def _find_all_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
     search = _TieSearch({product.node.outputs[0]: product for product in products})
     for product in products:
         start = place(product.data, product.axis, product.inputs)
@@ -502,8 +491,7 @@ def find_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
     for value, tie in search.ties.items():
         known = all((node, value) in search.uses for node, _ in value.uses())
         tie.fixed = tie.fixed or not known or value.is_graph_output()
-    found = {id(tie): tie for tie in search.ties.values() if not tie.fixed and tie.writers}
-    return tuple(found.values())
+    return tuple({id(tie): tie for tie in search.ties.values() if not tie.fixed}.values())
 
 
 class _TieSearch:
@@ -542,6 +530,10 @@ class _TieSearch:
             tie.fixed = tie.fixed or not (here.axes == (axis,) and here.total == product.outputs and product.private)
             tie.writers.append(product)
             return []
+        if node is not None and (wide := _find_wide_operand(node, here)) is not None:
+            tie.nodes.append(node)
+            self.uses.add((node, wide.value))
+            return [wide]
         if node is not None and node.domain in ("", "ai.onnx") and node.op_type in HOMOGENEOUS:
             ways = list(HOMOGENEOUS[node.op_type](node, here))
             if node.op_type == "Add" and not ways:
@@ -552,5 +544,20 @@ class _TieSearch:
                 tie.addends += (addend for _, addends in ways for addend in addends)
                 self.uses.update((node, before.value) for before in places)
                 return places
-        tie.fixed = True
+        if len(here.axes) == 1 and here.value.const_value is None:
+            tie.sources.append(here)
+        else:
+            tie.fixed = True
         return []
+
+
+def _find_wide_operand(node: "ir.Node", here: Place) -> Place | None:
+    """Find what a Mul multiplies by one number for each channel, as squeeze-and-excitation does."""
+    if node.op_type != "Mul" or node.domain not in ("", "ai.onnx") or len(here.axes) != 1:
+        return None
+    for wide, narrow in (node.inputs, node.inputs[::-1]):
+        factors = sizes(narrow)
+        others = [dim for axis, dim in enumerate(factors) if axis not in (0, *here.axes)]
+        if len(factors) == len(sizes(here.value)) and others and all(dim == 1 for dim in others):
+            return same(here, wide)
+    return None

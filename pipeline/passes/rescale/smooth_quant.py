@@ -12,6 +12,7 @@ bad ones, and none are used that should do harm.
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,9 +189,8 @@ def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth", products: Coll
     With ``products``, only what nodes of these names read.
     """
     smoother = _Smoother(model, ranges, settings)
-    for (value, axis), readers in smoother.read_by.items():
-        if products is None or any(reader.node.name in products for reader in readers):
-            smoother.scale(value, axis, readers)
+    for value, axis, readers in smoother.find_values(products):
+        smoother.scale(value, axis, readers)
     return smoother.done
 
 
@@ -198,12 +198,14 @@ class _Smoother:
     def __init__(self, model: "ir.Model", ranges: Ranges, settings: "Smooth") -> None:
         self._ranges, self._settings = ranges, settings
         every = channels.find(model)
+        self._first = model.graph[0]
         self._made_by = {product.node.outputs[0]: product for product in every}
-        self.read_by: dict[tuple[ir.Value, int], list[Product]] = {}
+        self._read_by: dict[tuple[ir.Value, int], list[Product]] = {}
+        self._open_ties = channels.find_open_ties(every) if settings.insert else {}
         for product in every:
             if product.is_matrix or settings.mode == "smooth":
-                self.read_by.setdefault((product.data, product.axis), []).append(product)
-        self.done = Smoothed(all_products=sum(map(len, self.read_by.values())))
+                self._read_by.setdefault((product.data, product.axis), []).append(product)
+        self.done = Smoothed(all_products=sum(map(len, self._read_by.values())))
 
     def scale(self, value: "ir.Value", axis: int, readers: Sequence[Product]) -> None:
         """Scale a value and everything that it is multiplied with, if there is a place for the factors."""
@@ -211,11 +213,12 @@ class _Smoother:
         weights = list({product.weight: product for product in readers}.values())
         place = channels.place(value, axis, readers[0].inputs)
         statistics = self._statistics(place) if place is not None else None
+        way = self._way(place, nodes) if place is not None else None
         if any(use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses()):
             self.done.shared += 1
         elif place is None or statistics is None:
             self.done.unknown += 1
-        elif (way := self._way(place, nodes)) is None and not self._settings.insert:
+        elif way is None and not self._settings.insert:
             self.done.homeless += 1
         else:
             choice = self._choose(place, weights, statistics)
@@ -223,12 +226,31 @@ class _Smoother:
                 self.done.even += 1
                 return
             self._note(statistics, choice, len(readers))
-            for product in weights:
-                product.scale(inputs=choice.factors)
             if way is not None:
                 way.scale(1 / choice.factors)
+            elif tie := self._open_ties.get(value):
+                self._scale_tie(tie, choice.factors)
+                return
             else:
-                self._insert(place, readers, 1 / choice.factors)
+                self._insert(place, 1 / choice.factors, readers[0].node, [(product.node, 0) for product in readers])
+            for product in weights:
+                product.scale(inputs=choice.factors)
+
+    def find_values(self, names: Collection[str] | None) -> Iterator[tuple["ir.Value", int, list[Product]]]:
+        """Iterate over what nodes of these names read, or all do; of values in one tie over the largest alone."""
+        for (value, axis), readers in self._read_by.items():
+            tie = self._open_ties.get(value)
+            together = readers if tie is None else tie.readers
+            if names is not None and not any(reader.node.name in names for reader in together):
+                continue
+            if tie is None or self._largest(tie) is value:
+                yield value, axis, readers
+
+    def _largest(self, tie: channels.Tie) -> "ir.Value":
+        """Return the value that readers read which has most numbers: a mean says less of the channels."""
+        return max(
+            (reader.data for reader in tie.readers), key=lambda value: math.prod(filter(None, channels.sizes(value)))
+        )
 
     def _statistics(self, place: channels.Place) -> ChannelStatistics | None:
         known, rank = self._ranges.channels.get(place.value.name or ""), len(channels.sizes(place.value))
@@ -249,24 +271,41 @@ class _Smoother:
         few = whole is not None and whole.count < _FEW * place.total
         return choose_smooth(arrays, statistics, (alpha,) if alpha is not None else smooth_exponents(few=few))
 
-    def _insert(self, place: channels.Place, readers: Sequence[Product], reciprocals: Array) -> None:
-        """Add a multiplication before the readers; or, for less, to an operand that has one number for each channel."""
+    def _scale_tie(self, tie: channels.Tie, factors: Array) -> None:
+        """Scale what is tied together: by multiplications where nothing else takes the factors."""
+        for source in tie.sources:
+            node = source.value.producer()
+            uses = [(use.node, use.idx) for use in source.value.uses()]
+            self._insert(source, 1 / factors, node or self._first, uses, after=node is not None)
+        for writer in tie.writers:
+            writer.scale(outputs=1 / factors)
+        for addend in tie.addends:
+            addend.scale(1 / factors)
+        for reader in tie.readers:
+            reader.scale(inputs=factors)
+
+    def _insert(
+        self,
+        place: channels.Place,
+        reciprocals: Array,
+        beside: "ir.Node",
+        uses: "Sequence[tuple[ir.Node, int]]",
+        *,
+        after: bool = False,
+    ) -> None:
+        """Add a multiplication before or after a node, for these uses of a value."""
         import onnx_ir as ir
 
-        operand = channels.find_narrow_operand(place, {product.node for product in readers})
-        value, first = (place.value, readers[0].node) if operand is None else (operand.place.value, operand.node)
-        graph = first.graph
+        value, graph = place.value, beside.graph
         assert isinstance(graph, ir.Graph)
         name = edit.Names(graph).new(f"{value.name}_smooth")
-        factors = (operand.place if operand else place).broadcast(reciprocals).astype(np.float32)
-        node = ir.node("Mul", [value, edit.new(graph, f"{name}_factors", factors)], name=name)
-        node.metadata_props.update(first.metadata_props)
+        constant = edit.new(graph, f"{name}_factors", place.broadcast(reciprocals).astype(np.float32))
+        node = ir.node("Mul", [value, constant], name=name)
+        node.metadata_props.update(beside.metadata_props)
         node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
-        graph.insert_before(first, node)
-        if operand is not None:
-            operand.node.replace_input_with(operand.index, node.outputs[0])
-        for product in readers if operand is None else ():
-            product.node.replace_input_with(0, node.outputs[0])
+        (graph.insert_after if after else graph.insert_before)(beside, node)
+        for reader, index in uses:
+            reader.replace_input_with(index, node.outputs[0])
         self.done.inserted += 1
 
     def _note(self, statistics: ChannelStatistics, choice: Choice, readers: int) -> None:
