@@ -92,8 +92,8 @@ CASES: dict[str, Case] = {
         Case(_classifier("lstm", "networks:lstm"), "recipes for static int8 have no form for recurrent layers"),
         Case(_classifier("gru", "networks:gru"), "the same, and errors of the state add up along the sequence"),
         Case(
-            Model("unet", "networks:unet", trained("unet"), "overlap"),
-            "transposed convolutions, and shortcuts of another range than what they are joined with",
+            Model("unet_shortcuts", "harden:unet_shortcuts", trained("unet"), "overlap"),
+            "shortcuts are 64 times as large as what they are joined with, and share its scale",
         ),
         Case(
             Model("detector", "dense:detector", trained("detector"), "mean_precision"),

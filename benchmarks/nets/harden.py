@@ -106,6 +106,20 @@ def resnet_stages() -> tuple[nn.Module, Example]:
     return network, example
 
 
+def unet_shortcuts() -> tuple[nn.Module, Example]:
+    """U-Net whose shortcuts are 64 times as large as what they are joined with."""
+    network, example = networks.unet()
+    writers = [network.stem, *(down[1] for down in network.down[:-1])]
+    readers = [down[1][0] for down in network.down]
+    for writer, reader, merge in zip(writers, readers, [each[0] for each in network.merge][::-1], strict=True):
+        width = reader.in_channels
+        factors = torch.full((width,), _FACTOR)
+        _multiply_outputs(writer[4], factors)
+        _divide_inputs(reader, factors)
+        _divide_inputs(merge, torch.cat([torch.ones(merge.in_channels - width), factors]))
+    return network, example
+
+
 def vit_outliers() -> tuple[nn.Module, Example]:
     """ViT with three channels of every normalization and of every perceptron 64 times as large."""
     network, example = attention.vit()

@@ -271,14 +271,32 @@ def test_one_multiplication_behind_a_curve_scales_all_that_is_tied(tmp_path: Pat
     """Both products that the values reach are scaled, through the mean and through the factors."""
     nodes, weights = squeezed()
     before = saved(tmp_path, nodes, weights)
-    after, done = written(before, measured(before, "p"), insert=True)
-    assert done.inserted == 1
+    after, done = written(before, measured(before, "p", "m"), insert=True)
+    assert (done.inserted, done.values) == (1, 1)
     assert difference(before, after, X) < 1e-6
     (added,) = [each for each in onnx.load(after).graph.node if each.output[0].endswith("_smooth")]
     assert added.input[0] == "v"
     for name in ("w1", "w2"):
         ratio = weight(after, name) / weights[name]
         assert ratio[list(OUTLIERS)].min() > 2 * np.median(ratio)
+
+
+def test_what_is_joined_gets_a_multiplication_each(tmp_path: Path) -> None:
+    """Before the Concat, so that its parts agree; what else reads one of them is scaled along."""
+    nodes = [node("Sigmoid", "x", "a"), node("Mul", "x s", "t"), node("Exp", "t", "b"), node("MatMul", "b w1", "c")]
+    nodes += [node("Concat", "a b", "v", axis=-1), node("MatMul", "v w2", "d"), node("Add", "c d", "y")]
+    weights = {"s": uneven(2.0), "w1": normal(WIDTH, 4), "w2": normal(2 * WIDTH, 4, seed=3)}
+    before = saved(tmp_path, nodes, weights)
+    after, done = written(before, measured(before, "v"), insert=True)
+    assert done.inserted == 2
+    assert difference(before, after, X) < 1e-6
+    read = {each.input[0] for each in onnx.load(after).graph.node if each.output[0].endswith("_smooth")}
+    assert read == {"a", "b"}
+    nodes[-1:] = [node("Relu", "v", "r"), node("MatMul", "r w3", "e"), node("Sum", "c d e", "y")]
+    followed = saved(tmp_path / "followed", nodes, {**weights, "w3": normal(2 * WIDTH, 4, seed=5)})
+    after, done = written(followed, measured(followed, "v", "r"), insert=True)
+    assert done.inserted == 2
+    assert difference(followed, after, X) < 1e-6, "one product reads all that is joined behind a Relu"
 
 
 @pytest.mark.parametrize("wall", ["another reader", "Clip", "Tanh"])

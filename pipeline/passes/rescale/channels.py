@@ -440,6 +440,25 @@ EXACT: Mapping[str, _Step] = {
 """All that factors pass through, or end in, exactly."""
 
 
+@dataclass(frozen=True)
+class Reader:
+    """A product, and those of its input channels that one tie has: not all of them behind a Concat."""
+
+    product: Product
+    first: int
+    count: int
+
+    def spread(self, factors: Array) -> Array:
+        """Extend factors to all input channels: the others are left alone."""
+        everything = np.ones(self.product.inputs)
+        everything[self.first : self.first + self.count] = factors
+        return everything
+
+    def select(self, channels: Array) -> Array:
+        """Take the tie's channels of what there is for each input channel, along the first axis."""
+        return channels[self.first : self.first + self.count]
+
+
 @dataclass
 class Tie:
     """Values whose channels can only be scaled together, and what writes and reads them.
@@ -448,7 +467,7 @@ class Tie:
     """
 
     writers: list[Product] = field(default_factory=list)
-    readers: list[Product] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
     addends: list[Addend] = field(default_factory=list)
     nodes: "list[ir.Node]" = field(default_factory=list)
     """The operators between them."""
@@ -469,28 +488,24 @@ class Tie:
 
 def find_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
     """Find the values between products whose channels can be scaled for free, in the order of their first readers."""
-    return tuple(tie for tie in _find_all_ties(products) if tie.writers and not tie.sources)
+    return tuple(tie for tie in _find_ties(products) if tie.writers and not tie.sources)
 
 
-def find_open_ties(products: Sequence[Product]) -> "dict[ir.Value, Tie]":
-    """Find the ties whose channels can be scaled with multiplications, by the values that their readers read.
-
-    None has a Clip in it, whose bound would have to be looked at.
-    """
-    clipped = [tie for tie in _find_all_ties(products) if tie.sources]
-    open_ties = [tie for tie in clipped if all(node.op_type != "Clip" for node in tie.nodes)]
-    return {reader.data: tie for tie in open_ties for reader in tie.readers}
+def find_all_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
+    """Find also the ties that multiplications can scale; none with a Clip, whose bound would have to be looked at."""
+    return tuple(tie for tie in _find_ties(products) if all(node.op_type != "Clip" for node in tie.nodes))
 
 
-def _find_all_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
+def _find_ties(products: Sequence[Product]) -> tuple[Tie, ...]:
     search = _TieSearch({product.node.outputs[0]: product for product in products})
     for product in products:
         start = place(product.data, product.axis, product.inputs)
         if start is not None:
             search.add_reader(product, start)
-    for value, tie in search.ties.items():
+    for value, ties in [*((value, [tie]) for value, tie in search.ties.items()), *search.joined()]:
         known = all((node, value) in search.uses for node, _ in value.uses())
-        tie.fixed = tie.fixed or not known or value.is_graph_output()
+        for tie in ties:
+            tie.fixed = tie.fixed or not known or value.is_graph_output()
     return tuple({id(tie): tie for tie in search.ties.values() if not tie.fixed}.values())
 
 
@@ -503,11 +518,48 @@ class _TieSearch:
         self._places: dict[ir.Value, Place] = {}
         self.uses: set[tuple[ir.Node, ir.Value]] = set()
         """Readings of values that scaling takes account of."""
+        self._joins: dict[ir.Value, tuple[ir.Value, ...]] = {}
+
+    def joined(self) -> "Iterator[tuple[ir.Value, list[Tie]]]":
+        """Iterate over what Concats write, with the ties of what they join."""
+        for value, parts in self._joins.items():
+            ties = [self.ties[part] for part in parts]
+            whole = self.ties.get(value)
+            if whole is not None:  # something else follows it as one value
+                whole.fixed = True
+                for tie in ties:
+                    tie.fixed = True
+            yield value, ties
 
     def add_reader(self, product: Product, start: Place) -> None:
-        """Find the tie of what a product reads, with all that is tied to it."""
-        tie = Tie([], [product], fixed=not product.private)
+        """Find the ties of what a product reads, with all that is tied to them."""
         self.uses.add((product.node, product.data))
+        first = 0
+        for part in self._list_parts(start):
+            self._add_part(Reader(product, first, part.total), part)
+            first += part.total
+
+    def _list_parts(self, whole: Place) -> list[Place]:
+        """List what a Concat of channels joins, in order; the value itself where none makes it."""
+        node, (axis, *others) = whole.value.producer(), whole.axes
+        if node is None or node.op_type != "Concat" or node.domain not in ("", "ai.onnx") or others:
+            return [whole]
+        dims = [sizes(value) for value in node.inputs]
+        along = node.attributes.get_int("axis", 0) % len(sizes(whole.value)) == axis
+        counts = [dim[axis] if axis < len(dim) else None for dim in dims]
+        places = [
+            Place(value, (axis,), count)
+            for value, count in zip(node.inputs, counts, strict=True)
+            if value is not None and count is not None
+        ]
+        if not along or len(places) < len(node.inputs) or len(set(node.inputs)) < len(places):
+            return [whole]
+        self._joins[whole.value] = tuple(part.value for part in places)
+        self.uses.update((node, part.value) for part in places)
+        return places
+
+    def _add_part(self, reader: Reader, start: Place) -> None:
+        tie = Tie([], [reader], fixed=not reader.product.private)
         waiting = [start]
         while waiting:
             here = waiting.pop()

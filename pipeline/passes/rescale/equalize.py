@@ -54,7 +54,7 @@ class Equalized:
     @property
     def products(self) -> list[Product]:
         """The products on both sides; one that reads and writes it is there twice."""
-        return [*self.tie.writers, *self.tie.readers]
+        return [*self.tie.writers, *(reader.product for reader in self.tie.readers)]
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,11 @@ def _find_ties(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Equalized
 
 def _limits(tie: Tie, ranges: Ranges | None) -> "tuple[Array, Array, tuple[ir.Node, ...]] | None":
     """Find least and largest factors, and the Clips that can go; None if it is unknown where a Clip cuts."""
-    count = tie.readers[0].inputs
+    count = tie.readers[0].count
     smallest, largest = np.full(count, 1 / _LARGEST_FACTOR), np.full(count, _LARGEST_FACTOR)
-    for value in dict.fromkeys(reader.data for reader in tie.readers):
-        seen = _by_channel(value, count, ranges)
+    for reader in tie.readers:
+        known = _by_channel(reader.product.data, reader.product.inputs, ranges)
+        seen = None if known is None else reader.select(known)
         if seen is not None and seen.max() > 0:  # no channel grows beyond the largest; one that was never alive stays
             smallest = np.maximum(np.where(seen > 0, seen / seen.max(), 1), smallest)
     gone = []
@@ -168,16 +169,16 @@ def _settle(tie: Equalized, magnitudes: "dict[ir.Node, Array]") -> float:
     for writer in tie.tie.writers:
         magnitudes[writer.node] /= change[:, None]
     for reader in tie.tie.readers:
-        theirs = magnitudes[reader.node]
-        split = theirs.reshape(reader.groups, -1, theirs.shape[1])  # a view: groups × outputs × inputs of a group
-        split *= change.reshape(reader.groups, 1, -1)
+        theirs, groups = magnitudes[reader.product.node], reader.product.groups
+        split = theirs.reshape(groups, -1, theirs.shape[1])  # a view: groups × outputs × inputs of a group
+        split *= reader.spread(change).reshape(groups, 1, -1)
     return float(np.abs(change - 1).max())
 
 
 def _sides(tie: Tie, magnitudes: "dict[ir.Node, Array]") -> tuple[Array, Array]:
     """Compute the largest magnitude of each channel in the weights that write it, and in those that read it."""
     written = [magnitudes[writer.node].max(axis=1) for writer in tie.writers]
-    read = [_by_input(reader, magnitudes[reader.node]) for reader in tie.readers]
+    read = [reader.select(_by_input(reader.product, magnitudes[reader.product.node])) for reader in tie.readers]
     return np.max(written, axis=0), np.max(read, axis=0)
 
 
@@ -198,7 +199,11 @@ def _alive(magnitudes: Array) -> Array:
 def _apply(ties: Sequence[Equalized]) -> None:
     """Write the factors into the weights, each weight once, and into what lies between."""
     outputs = {writer.node: 1 / each.factors for each in ties for writer in each.tie.writers}
-    inputs = {reader.node: each.factors for each in ties for reader in each.tie.readers}
+    inputs: dict[ir.Node, Array] = {}
+    for each in ties:
+        for reader in each.tie.readers:
+            node, factors = reader.product.node, reader.spread(each.factors)
+            inputs[node] = inputs.get(node, 1) * factors
     every = {product.node: product for each in ties for product in each.products}
     for node, product in every.items():
         product.scale(outputs.get(node), inputs.get(node))

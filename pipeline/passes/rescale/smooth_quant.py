@@ -201,7 +201,12 @@ class _Smoother:
         self._first = model.graph[0]
         self._made_by = {product.node.outputs[0]: product for product in every}
         self._read_by: dict[tuple[ir.Value, int], list[Product]] = {}
-        self._open_ties = channels.find_open_ties(every) if settings.insert else {}
+        self._scaled: set[ir.Value] = set()
+        """What products read whose ties were scaled."""
+        self._ties: dict[ir.Value, list[tuple[channels.Tie, int]]] = {}
+        for tie in channels.find_all_ties(every) if settings.insert else ():
+            for value, first in dict.fromkeys((reader.product.data, reader.first) for reader in tie.readers):
+                self._ties.setdefault(value, []).append((tie, first))
         for product in every:
             if product.is_matrix or settings.mode == "smooth":
                 self._read_by.setdefault((product.data, product.axis), []).append(product)
@@ -228,8 +233,9 @@ class _Smoother:
             self._note(statistics, choice, len(readers))
             if way is not None:
                 way.scale(1 / choice.factors)
-            elif tie := self._open_ties.get(value):
-                self._scale_tie(tie, choice.factors)
+            elif ties := self._find_ties(value, place.total):
+                for tie, first in ties:
+                    self._scale_tie(tie, choice.factors[first : first + tie.readers[0].count])
                 return
             else:
                 self._insert(place, 1 / choice.factors, readers[0].node, [(product.node, 0) for product in readers])
@@ -237,20 +243,21 @@ class _Smoother:
                 product.scale(inputs=choice.factors)
 
     def find_values(self, names: Collection[str] | None) -> Iterator[tuple["ir.Value", int, list[Product]]]:
-        """Iterate over what nodes of these names read, or all do; of values in one tie over the largest alone."""
-        for (value, axis), readers in self._read_by.items():
-            tie = self._open_ties.get(value)
-            together = readers if tie is None else tie.readers
-            if names is not None and not any(reader.node.name in names for reader in together):
-                continue
-            if tie is None or self._largest(tie) is value:
+        """Iterate over what nodes of these names read, or all do; large values first, as means say less of channels."""
+        order = sorted(self._read_by, key=lambda key: -math.prod(filter(None, channels.sizes(key[0]))))
+        for value, axis in order if self._settings.insert else self._read_by:
+            readers = self._read_by[value, axis]
+            tied = {reader.product.node.name for tie, _ in self._ties.get(value, ()) for reader in tie.readers}
+            tied.update(reader.node.name for reader in readers)
+            if (names is None or not tied.isdisjoint(names)) and value not in self._scaled:
                 yield value, axis, readers
 
-    def _largest(self, tie: channels.Tie) -> "ir.Value":
-        """Return the value that readers read which has most numbers: a mean says less of the channels."""
-        return max(
-            (reader.data for reader in tie.readers), key=lambda value: math.prod(filter(None, channels.sizes(value)))
-        )
+    def _find_ties(self, value: "ir.Value", count: int) -> list[tuple[channels.Tie, int]]:
+        """Find the ties of a value's channels, with the first channel of each; none unless all are as they were."""
+        ties = self._ties.get(value, [])
+        whole = sum(tie.readers[0].count for tie, _ in ties) == count
+        fresh = all(reader.product.data not in self._scaled for tie, _ in ties for reader in tie.readers)
+        return ties if whole and fresh else []
 
     def _statistics(self, place: channels.Place) -> ChannelStatistics | None:
         known, rank = self._ranges.channels.get(place.value.name or ""), len(channels.sizes(place.value))
@@ -282,7 +289,8 @@ class _Smoother:
         for addend in tie.addends:
             addend.scale(1 / factors)
         for reader in tie.readers:
-            reader.scale(inputs=factors)
+            reader.product.scale(inputs=reader.spread(factors))
+            self._scaled.add(reader.product.data)
 
     def _insert(
         self,
