@@ -1,13 +1,13 @@
-"""The museum: networks that lose their accuracy in int8 or float16 by plain recipes, and what the search makes of them.
+"""The museum: networks that lose their accuracy in int8 by plain recipes, and what the search makes of them.
 
     pip install scikit-learn pillow tokenizers transformers
     python benchmarks/museum.py [--cases vit_outliers detector …] [--rivals ort-static …]
 
 Each case says what the plain recipes do wrong. It is run as a cell of the arena (batch 1, one thread): the rivals'
 recipes and `enginesmith optimize MODEL --data … --max-drop …`, with nothing else, on the same data and allowed loss,
-timed in the same rounds. A case holds if the variant that wins loses no more than is allowed, if the best variant in
-the low precision computes at least 80 % of the multiply-adds in it (float16: 95 %), if the winner is at least 0.95 × as
-fast as the fastest recipe that loses too much, and if it took ten minutes at most. Writes results/museum.json and .md;
+timed in the same rounds. A case holds if the variant that wins loses no more than is allowed, if there is one in int8
+that loses no more and computes at least 80 % of the multiply-adds in it, if the winner is at least 0.95 × as fast as
+the fastest recipe that loses too much, and if it took ten minutes at most. Writes results/museum.json and .md;
 a case that is in it is not run again, but with --again.
 """
 
@@ -31,11 +31,18 @@ from enginesmith import load_run
 from enginesmith.pipeline.results.run import Run, VariantRecord
 
 RESULTS = Path(__file__).parent / "results" / "museum.json"
-_INT8_RIVALS = ("ort-static", "ort-static-u8", "openvino-nncf", "openvino-nncf-control", "inc-static", "modelopt")
-_RIVALS = {"int8": ("eager", "ort-fp32", *_INT8_RIVALS), "fp16": ("eager", "ort-fp32", "ort-fp16")}
-_LEAST_SHARE = {"int8": 0.8, "fp16": 0.95}
-_LEAST_SPEED, _MOST_SECONDS = 0.95, 600.0
-_FP16 = ("--engine", "onnxruntime", "--precision", "fp16")
+_RIVALS = (
+    "eager",
+    "ort-fp32",
+    "ort-static",
+    "ort-static-u8",
+    "openvino-nncf",
+    "openvino-nncf-control",
+    "inc-static",
+    "modelopt",
+)
+_PRECISION = "int8"
+_LEAST_SHARE, _LEAST_SPEED, _MOST_SECONDS = 0.8, 0.95, 600.0
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,10 @@ class Case:
     model: Model
     cause: str
     """What plain recipes do to it, in one sentence."""
-    precision: str = "int8"
 
 
-def _classifier(name: str, factory: str, weights: str = "", options: tuple[str, ...] = ()) -> Model:
-    return Model(name, factory, trained(weights or name), rows=MANY, options=options)
+def _classifier(name: str, factory: str, weights: str = "") -> Model:
+    return Model(name, factory, trained(weights or name), rows=MANY)
 
 
 CASES: dict[str, Case] = {
@@ -110,16 +116,6 @@ CASES: dict[str, Case] = {
             Model("gauge", "dense:gauge", trained("gauge"), "closeness", rows=MANY),
             "answers from 1 to 10 000 of which the relative error counts: a step of int8 is larger than the small ones",
         ),
-        Case(
-            _classifier("vit_loud", "harden:vit_loud", "vit", _FP16),
-            "squares in the normalizations do not fit float16 (raw float16 of ViT-B/16: 85.2 % to 19 %)",
-            "fp16",
-        ),
-        Case(
-            _classifier("swin_masks", "attention:swin", "swin", _FP16),
-            "scores masked with minus infinity, in float16",
-            "fp16",
-        ),
     )
 }
 
@@ -132,24 +128,23 @@ def run_case(case: Case, names: Sequence[str], options: argparse.Namespace) -> d
     run = load_run(place) if (place / "run.json").is_file() else None
     return found | {
         "cause": case.cause,
-        "precision": case.precision,
         "machine": describe_machine(),
         **(_judge(case, found, run) if run else {"holds": False, "winner_variant": "", "variant": "", "share": 0.0}),
     }
 
 
 def _judge(case: Case, cell: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Look up the winner and the best variant in the case's precision; compare with the fastest broken recipe."""
+    """Look up the winner and the best variant in int8; compare with the fastest broken recipe."""
     rows = {row["rival"]: row for row in cell["rows"]}
     best = _find_best(run, case)
     ours = rows.get(OURS)
     broken = [row for name, row in rows.items() if name != OURS and row["quality"] and not row["allowed"]]
     fastest = max((_speed(row) for row in broken), default=None)
     speed = _speed(ours) / fastest if ours and fastest else None
-    share = _share(best, case.precision)
+    share = _share(best)
     held = {
         "loss": bool(ours and ours["allowed"]),
-        "share": share >= _LEAST_SHARE[case.precision],
+        "share": share >= _LEAST_SHARE,
         "speed": speed is None or speed >= _LEAST_SPEED,
         "time": bool(ours and ours["job_seconds"] <= _MOST_SECONDS),
     }
@@ -165,20 +160,20 @@ def _judge(case: Case, cell: dict[str, Any], run: Run) -> dict[str, Any]:
 
 
 def _find_best(run: Run, case: Case) -> VariantRecord | None:
-    """Return the winner if it is in the precision, else the variant with the largest share that loses no more."""
+    """Return the winner if it is in int8, else the variant with the largest share that loses no more."""
     fitting = [
         each
         for each in run.variants
-        if each.precision.startswith(case.precision)
+        if each.precision.startswith(_PRECISION)
         and each.status != "failed"
         and (each.quality is None or each.quality.drop <= case.model.max_drop)
     ]
-    return max(fitting, key=lambda each: (each.id == run.winner, _share(each, case.precision)), default=None)
+    return max(fitting, key=lambda each: (each.id == run.winner, _share(each)), default=None)
 
 
-def _share(variant: VariantRecord | None, precision: str) -> float:
+def _share(variant: VariantRecord | None) -> float:
     coverage = variant and (variant.engine_coverage or variant.coverage)
-    return coverage.share(precision) if coverage else 0.0
+    return coverage.share(_PRECISION) if coverage else 0.0
 
 
 def _speed(row: dict[str, Any]) -> float:
@@ -196,9 +191,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     cases = found["cases"]
     held = sum(case["holds"] for case in cases)
     yield "# The museum\n\nNetworks that plain recipes break, and what one command makes of them; batch 1, one thread."
-    yield f"{held} of {len(cases)} hold: the allowed loss, the share in the low precision (int8: 80 %, float16: 95 %),"
+    yield f"{held} of {len(cases)} hold: the allowed loss, a variant with 80 % of the multiply-adds in int8,"
     yield "0.95 × the speed of the fastest recipe that loses too much, and ten minutes.\n"
-    yield "| case | metric | lose too much | enginesmith | loses | in the low precision | × their speed | took |"
+    yield "| case | metric | lose too much | enginesmith | loses | in int8 | × their speed | took |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for case in cases:
         rows = {row["rival"]: row for row in case["rows"]}
@@ -236,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the cases that are asked for, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rivals", nargs="*", help="beside enginesmith; all that are for the precision by default")
+    parser.add_argument("--rivals", nargs="*", help="beside enginesmith; all of int8, eager and float32 by default")
     parser.add_argument("--again", action="store_true", help="run cases again that are in the results")
     add_arguments(parser)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -250,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.again:
             shutil.rmtree(options.work / "rivals" / OURS / f"{name}-b1-t1", ignore_errors=True)
         case = CASES[name]
-        names = [OURS, *(_RIVALS[case.precision] if options.rivals is None else options.rivals)]
+        names = [OURS, *(_RIVALS if options.rivals is None else options.rivals)]
         print(name, flush=True)
         cases[name] = run_case(case, names, options) | {"command": "python benchmarks/museum.py"}
         ours = cases[name]

@@ -42,16 +42,12 @@ def _list_rivals(cell: Row | None, options: argparse.Namespace) -> list[str]:
     return [name for name in rivals.RIVALS if name in there | set(options.rivals)]
 
 
-def _list_default_rivals() -> list[str]:
-    return [name for name, rival in rivals.RIVALS.items() if rival.by_default]
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python benchmarks/arena", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS))
-    parser.add_argument("--rivals", nargs="+", choices=rivals.RIVALS, default=_list_default_rivals())
+    parser.add_argument("--rivals", nargs="+", choices=rivals.RIVALS, default=list(rivals.RIVALS))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 0], help="0: all")
     add_arguments(parser)

@@ -92,7 +92,6 @@ class Cell:
             metric=self.model.metric_argument(self._work),
             transformer=self.model.transformer,
             max_drop=self.model.max_drop,
-            options=self.model.options,
             batch=self.batch,
             threads=self._cores,
         )

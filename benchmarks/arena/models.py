@@ -61,8 +61,6 @@ class Model:
     transformer: bool = False
     input_shape: tuple[int, ...] = ()
     max_drop: float = 0.01
-    options: tuple[str, ...] = ()
-    """Words of enginesmith's command beside those that all models have."""
 
     @property
     def module(self) -> bool:

@@ -35,8 +35,6 @@ class Rival:
     """Made for each batch size and number of threads, not once for a model."""
     needs_module: bool = False
     only_transformers: bool = False
-    by_default: bool = True
-    """False where the arena times it only if it is named."""
 
     @property
     def takes_graph(self) -> bool:
@@ -58,7 +56,6 @@ RIVALS: Mapping[str, Rival] = {
     OURS: Rival("", "ours:optimize", per_cell=True),
     "eager": Rival("torch", "pytorch:eager", needs_module=True),
     "ort-fp32": Rival("onnxruntime", "ort:fp32"),
-    "ort-fp16": Rival("onnxruntime", "ort:fp16", by_default=False),
     "ort-static": Rival("onnxruntime", "ort:static"),
     "ort-static-u8": Rival("onnxruntime", "ort:static_u8"),
     "ort-dynamic": Rival("onnxruntime", "ort:dynamic"),

@@ -6,7 +6,7 @@ of transformers (Dettmers et al., "LLM.int8()", NeurIPS 2022; Bondarenko et al.,
 Challenges of Efficient Transformer Quantization", EMNLP 2021). Weights are those of the network it was made from.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attention
 import networks
@@ -155,30 +155,6 @@ def _outliers(layer: nn.Module) -> None:
     layer.attention.qkv.weight.data[2 * width :] *= factors[:, None]
     layer.attention.qkv.bias.data[2 * width :] *= factors
     _divide_inputs(layer.attention.out, factors)
-
-
-def vit_loud() -> tuple[nn.Module, Example]:
-    """ViT whose stream between the layers is 4 000 times as large: its squares do not fit float16.
-
-    A normalization takes the factor out again; what is added to its variance grows with the factor's square.
-    """
-    network, example = attention.vit()
-    loudness = 4000.0
-    for part in _writers(network):
-        part.weight.data *= loudness
-        if part.bias is not None:
-            part.bias.data *= loudness
-    network.positions.data *= loudness
-    for norm in (part for part in network.modules() if isinstance(part, nn.LayerNorm)):
-        norm.eps *= loudness**2
-    return network, example
-
-
-def _writers(network: nn.Module) -> Iterable[nn.Module]:
-    """Iterate over what adds to the stream."""
-    yield network.patches[-1]
-    for layer in network.layers:
-        yield from (layer.attention.out, layer.mlp[2])
 
 
 def _multiply_outputs(norm: nn.Module, factors: Tensor) -> None:

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,6 @@ class Job:
     max_drop: float
     batch: int
     threads: int
-    options: Sequence[str] = ()
-    """Words of enginesmith's command beside those that all models have."""
 
     @classmethod
     def read(cls, path: Path) -> "Job":

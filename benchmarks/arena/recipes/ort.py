@@ -128,17 +128,8 @@ def _optimise_dynamic(job: Job) -> None:
     _quantise_dynamic(_optimise(job, "fused.onnx"), job)
 
 
-def _half(job: Job) -> None:
-    """Convert to float16 with all defaults; inputs and outputs stay float32."""
-    import onnx
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    onnx.save(convert_float_to_float16(onnx.load(job.graph), keep_io_types=True), job.file(_MADE))
-
-
 RECIPES = {
     "fp32": Recipe(_nothing, open_exported),
-    "fp16": Recipe(_half, open_made),
     "static": Recipe(_static, open_made),
     "static_u8": Recipe(_static_u8, open_made),
     "dynamic": Recipe(_dynamic, open_made),

@@ -23,7 +23,6 @@ def command(job: Job) -> list[str]:
         *("--metric", job.metric, "--max-drop", str(job.max_drop)),
         *("--batch", str(job.batch), "--threads", str(job.threads), "--measure-time", "10s"),
         *("--out", str(job.file(_RUN)), "--store", str(job.file("store")), "--quiet"),
-        *job.options,
     ]
 
 
