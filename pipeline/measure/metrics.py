@@ -64,6 +64,8 @@ class OwnMetric(NamedTuple):
         None where too many of the drawn sets have no such number: of one class alone there is no AUROC.
         """
         assert self.combine is not None
+        if np.array_equal(output, reference):
+            return 0.0, 0.0
         sides = [self.judge(array, labels) for array in (output, reference)]
         generator, drops = np.random.default_rng(seed), list[float]()
         for _ in range(self.draws):
@@ -208,12 +210,9 @@ def _compute_ssim(output: Array, labels: Array) -> Samples:
     """Compute the structural similarity of each picture (Wang et al., IEEE Trans. Image Processing 13, 2004)."""
     functional, torch = _import("torchmetrics.functional.image"), _import("torch")
     peak = _peak(labels)
-    pictures = [torch.from_numpy(array.astype(np.float64)) for array in (output.clip(0, peak), labels)]
-    return np.asarray(
-        functional.structural_similarity_index_measure(
-            pictures[0], pictures[1].reshape(pictures[0].shape), data_range=peak, reduction="none"
-        )
-    )
+    sides = [torch.from_numpy(array.astype(np.float64)) for array in (output.clip(0, peak), labels)]
+    sides[1] = sides[1].reshape(sides[0].shape)
+    return np.asarray(functional.structural_similarity_index_measure(*sides, data_range=peak, reduction="none"))
 
 
 def _are_alike(output: Array, labels: Array) -> bool:
@@ -294,42 +293,51 @@ def _are_letters(output: Array, labels: Array) -> bool:
 # Boxes
 
 
-def _list_boxes(output: Array, labels: Array) -> Array:
-    """Put the boxes found in each image beside those that there are, [images] of objects."""
-    pairs = np.empty(len(labels), object)
-    for number, (found, image) in enumerate(zip(_find_boxes(output), labels, strict=True)):
-        pairs[number] = (found, image[image[:, 0] >= 0])
-    return pairs
-
-
-def _compute_map(images: Array) -> float:
-    """Compute COCO's mean average precision: overlaps of 0.5 to 0.95, 100 boxes in each image."""
+def _match_boxes(output: Array, labels: Array) -> Array:
+    """Match what was found in each image with what there is: lists of pycocotools' records, one of each class."""
     coco, evaluation = _import("pycocotools.coco"), _import("pycocotools.cocoeval")
-    truth = [_box(place, box[0], box[1:]) for place, (_, boxes) in enumerate(images) for box in boxes]
+    truth = [_box(place, box[0], box[1:]) for place, image in enumerate(labels) for box in image if box[0] >= 0]
     found = [
         _box(place, box[5], box[:4]) | {"score": float(box[4])}
-        for place, (boxes, _) in enumerate(images)
-        for box in boxes
+        for place, image in enumerate(_find_boxes(output))
+        for box in image
     ]
-    classes = [{"id": number} for number in sorted({each["category_id"] for each in truth})]
-    if not truth:
-        return math.nan
+    classes = sorted({each["category_id"] for each in truth})
     sides = []
     for boxes in (truth, found):
         side = coco.COCO()
-        numbered = [box | {"id": number} for number, box in enumerate(boxes, 1)]
         side.dataset = {
-            "images": [{"id": place} for place in range(len(images))],
-            "categories": classes,
-            "annotations": numbered,
+            "images": [{"id": place} for place in range(len(labels))],
+            "categories": [{"id": number} for number in classes],
+            "annotations": [box | {"id": number} for number, box in enumerate(boxes, 1)],
         }
         _silently(side.createIndex)
         sides.append(side)
     judge = evaluation.COCOeval(*sides, "bbox")
+    _restrict(judge)
     _silently(judge.evaluate)
+    records = np.empty(len(labels), object)
+    for place in range(len(labels)):
+        records[place] = judge.evalImgs[place :: len(labels)]
+    return records
+
+
+def _compute_map(records: Array) -> float:
+    """Compute COCO's mean average precision: overlaps of 0.5 to 0.95, 100 boxes in each image."""
+    evaluation = _import("pycocotools.cocoeval")
+    judge, classes = evaluation.COCOeval(iouType="bbox"), range(len(records[0]))
+    _restrict(judge)
+    judge.params.imgIds, judge.params.catIds = list(range(len(records))), list(classes)
+    judge.evalImgs, judge._paramsEval = [image[number] for number in classes for image in records], judge.params
     _silently(judge.accumulate)
-    precision = judge.eval["precision"][:, :, :, 0, -1]
-    return float(precision[precision > -1].mean())
+    precision = judge.eval["precision"]
+    return float(precision[precision > -1].mean()) if (precision > -1).any() else math.nan
+
+
+def _restrict(judge: Any) -> None:
+    """Leave out what COCO's evaluation counts beside: small and large boxes, and fewer of them."""
+    judge.params.areaRng, judge.params.areaRngLbl = judge.params.areaRng[:1], judge.params.areaRngLbl[:1]
+    judge.params.maxDets = [_MOST_BOXES]
 
 
 def _silently(function: Callable[[], None]) -> None:
@@ -414,12 +422,12 @@ METRICS: Mapping[str, OwnMetric] = {
         sign=-1.0,
     ),
     "map": OwnMetric(
-        _list_boxes,
+        _match_boxes,
         _are_boxes,
         "boxes of shape [images, boxes, 6] (corners, score, class) or [images, 4 + classes, boxes] (centre, extent, "
         "scores); labels [images, boxes, 5] (class, corners), class -1 where there is none",
         _compute_map,
-        draws=12,
+        draws=50,
     ),
 }
 """Name → metric."""

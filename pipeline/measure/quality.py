@@ -118,10 +118,12 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     if not (rows := count_rows(labels)):
         raise DataError("there are no labeled samples to evaluate on", "give data with labels: --eval DATA")
     function, chosen = find_metric(metric), choose_output(metric, outputs, labels)
-    ours, theirs = (
-        _apply(metric, function, each if chosen is None else {chosen: each[chosen]}, labels, rows)
-        for each in (outputs, baseline)
-    )
+
+    def apply(given: Feeds) -> Samples:
+        return _apply(metric, function, given if chosen is None else {chosen: given[chosen]}, labels, rows)
+
+    ours = apply(outputs)
+    theirs = ours if outputs is baseline else apply(baseline)
     drops = sign_of(metric) * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
     others = () if chosen is None else tuple(name for name in outputs if name != chosen)
