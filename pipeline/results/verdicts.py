@@ -380,7 +380,7 @@ def select_winner(
 def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int, max_drop: float | None) -> VariantRecord:
     """Choose the smallest accuracy drop among the fastest record and those that are not measurably slower.
 
-    Those come first that surely lose no more than allowed, except after a much faster one whose samples are counted.
+    Those come first that surely lose no more than allowed, except after a much faster one whose interval must be wide.
     """
     scale = _metric_scale(ranked)
     risks = [record for record in ranked if may_lose_more(record, max_drop)]
@@ -395,7 +395,8 @@ def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int, max_drop: flo
 
 def _is_worth_a_risk(record: VariantRecord, sure: VariantRecord, batch: int) -> bool:
     gain = _gain(record, sure, batch)
-    return record.quality is not None and record.quality.counted and gain is not None and gain.low > _WORTH_A_RISK
+    wide = record.quality is not None and (record.quality.counted or record.quality.whole)
+    return wide and gain is not None and gain.low > _WORTH_A_RISK
 
 
 def may_lose_more(record: VariantRecord, max_drop: float | None) -> bool:

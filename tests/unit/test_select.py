@@ -70,27 +70,27 @@ def test_of_equally_fast_ones_the_one_that_loses_less_wins(
 
 
 @pytest.mark.parametrize(
-    ("slower", "high", "safe_high", "counted", "winner"),
+    ("slower", "high", "safe_high", "kind", "winner"),
     [
-        (1.08, 0.0135, 0.0, True, "safe"),
-        (1.08, 0.0095, 0.0, True, "risky"),
-        (1.08, 0.0135, 0.012, True, "risky"),
-        (1.3, 0.0135, 0.0, True, "risky"),
-        (1.3, 0.0135, 0.0, False, "safe"),
-        (1.3, 0.0095, 0.0, False, "risky"),
-        (1.3, 0.0135, 0.012, False, "risky"),
-        (1.3, None, 0.0, False, "risky"),
+        (1.08, 0.0135, 0.0, "counted", "safe"),
+        (1.08, 0.0095, 0.0, "counted", "risky"),
+        (1.08, 0.0135, 0.012, "counted", "risky"),
+        (1.3, 0.0135, 0.0, "counted", "risky"),
+        (1.3, 0.0135, 0.0, "whole", "risky"),
+        (1.3, 0.0135, 0.0, "", "safe"),
+        (1.3, 0.0095, 0.0, "", "risky"),
+        (1.3, 0.0135, 0.012, "", "risky"),
+        (1.3, None, 0.0, "", "risky"),
     ],
 )
 def test_a_drop_that_may_be_more_than_allowed_has_to_pay(
-    slower: float, high: float | None, safe_high: float, counted: bool, winner: str
+    slower: float, high: float | None, safe_high: float, kind: str, winner: str
 ) -> None:
     def measured(name: str, ms: float, drop: float, high: float | None) -> VariantRecord:
         speedup = Interval(median=10 / ms, low=9.9 / ms, high=10.1 / ms)
         row = LatencyRow(batch=1, p50_ms=ms, speedup=speedup)
-        quality = Quality(
-            metric="close", value=0.9, baseline=0.9, drop=drop, drop_high=high, samples=96, counted=counted
-        )
+        quality = Quality(metric="close", value=0.9, baseline=0.9, drop=drop, drop_high=high, samples=96)
+        quality = quality.model_copy(update={kind: True} if kind else {})
         return record(name, ms, latency=(row,), quality=quality)
 
     both = [EAGER, measured("risky", 1.0, 0.0071, high), measured("safe", slower, 0.0, safe_high)]
