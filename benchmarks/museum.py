@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).parent / "arena"))
 sys.path.insert(1, str(Path(__file__).parent / "arena" / "recipes"))
 
-from cell import Cell, add_arguments, describe_machine
+from cell import Cell, add_arguments, describe_command, describe_machine
 from models import MANY, MODELS, Model, trained
 from summary import OURS
 
@@ -239,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.work = options.work.resolve()
     found = json.loads(options.out.read_text()) if options.out.is_file() else {"cases": []}
     cases = {case["model"]: case for case in found["cases"]}
+    command = describe_command("museum.py", arguments)
     for name in options.cases:
         if name in cases and not options.again:
             continue
@@ -247,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         case = CASES[name]
         names = [OURS, *(_RIVALS if options.rivals is None else options.rivals)]
         print(name, flush=True)
-        cases[name] = run_case(case, names, options) | {"command": "python benchmarks/museum.py"}
+        cases[name] = run_case(case, names, options) | {"command": command}
         ours = cases[name]
         print(f"  {'holds' if ours['holds'] else 'DOES NOT HOLD'}: {ours['variant']}, {ours['share']:.0%}", flush=True)
         write({"cases": [cases[each] for each in CASES if each in cases]}, options.out)

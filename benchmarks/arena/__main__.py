@@ -26,7 +26,7 @@ sys.path.insert(1, str(Path(__file__).parent / "recipes"))
 import models
 import report
 import rivals
-from cell import Cell, add_arguments, describe_machine
+from cell import Cell, add_arguments, describe_command, describe_machine
 from summary import Row, count_by_machine, find_far_behind
 
 from enginesmith.pipeline.system import cpu
@@ -58,14 +58,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _drop_places(words: Sequence[str]) -> list[str]:
-    """Leave out where files lay, which changes nothing."""
-    kept = list(words)
-    for option in {"--work", "--out"} & set(kept):
-        del kept[kept.index(option) : kept.index(option) + 2]
-    return kept
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the cells that are asked for, and write the results after each."""
     options = _parse(arguments)
@@ -77,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model in options.models:
             for folder in (options.work / "rivals" / name).glob(f"{model}*"):
                 shutil.rmtree(folder)
-    words = " ".join(_drop_places(sys.argv[1:] if arguments is None else arguments))
+    command = describe_command("arena", arguments)
     for model in options.models:
         for batch in options.batch:
             for threads in options.threads:
@@ -89,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{model}, batch {batch}, {threads or 'all'} threads", flush=True)
                 cells[place] = cell.run() | {
                     "machine": here,
-                    "command": f"python benchmarks/arena {words}".strip(),
+                    "command": command,
                     "others": cpu.count_others(),
                 }
                 print(report.describe_cell(cells[place]), flush=True)

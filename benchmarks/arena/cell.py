@@ -154,3 +154,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("build/arena"), help="folder of environments, models and files"
     )
+
+
+def describe_command(script: str, arguments: Sequence[str] | None) -> str:
+    """Write the command, without where files lay, which changes nothing."""
+    kept = list(sys.argv[1:] if arguments is None else arguments)
+    for option in {"--work", "--out"} & set(kept):
+        del kept[kept.index(option) : kept.index(option) + 2]
+    return " ".join((f"python benchmarks/{script}", *kept))

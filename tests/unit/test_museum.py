@@ -1,0 +1,71 @@
+"""The museum: which cases hold, and that hardened networks answer as before."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from enginesmith.pipeline.frameworks.records import Coverage
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.results.run import VariantRecord
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def museum() -> Iterator[SimpleNamespace]:
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (BENCHMARKS / "nets", BENCHMARKS / "arena" / "recipes", BENCHMARKS / "arena", BENCHMARKS):
+            patch.syspath_prepend(str(folder))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("museum", "harden", "attention")})
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def variant(name: str, share: float, drop: float, status: Any = "measured") -> VariantRecord:
+    empty: dict[str, Any] = {"operators": {}, "weights": {}, "products": {}}
+    coverage = Coverage(total_macs=1, macs={"int8": share, "fp32": 1 - share}, **empty)
+    quality = Quality(metric="top1", value=0.9, baseline=0.9, drop=drop, samples=100)
+    known = {"engine": "e", "precision": "int8", "status": status, "coverage": coverage, "quality": quality}
+    return VariantRecord.model_validate({"id": name, **known})
+
+
+def row(name: str, times: float, allowed: bool) -> dict[str, Any]:
+    ratio = None if times == 1 else {"median": times, "low": times, "high": times}
+    return {"rival": name, "allowed": allowed, "times_the_winner": ratio, "quality": {"drop": 0.0}, "job_seconds": 60}
+
+
+@pytest.mark.parametrize(
+    ("share", "drop", "broken", "missing"),
+    [(1.0, 0.0, 1.2, set()), (0.7, 0.0, 1.2, {"share"}), (1.0, 0.05, 1.2, {"share"}), (1.0, 0.0, 0.9, {"speed"})],
+)
+def test_a_case_holds_with_most_of_the_work_in_int8_at_the_speed_of_what_is_broken(
+    museum: SimpleNamespace, share: float, drop: float, broken: float, missing: set[str]
+) -> None:
+    """A faster recipe that loses too much is what has to be reached; one that loses nothing does not count."""
+    rows = [row("enginesmith", 1, allowed=True), row("lossy", broken, allowed=False), row("slow", 0.5, allowed=True)]
+    case = next(iter(museum.museum.CASES.values()))
+    run = SimpleNamespace(winner="other", variants=[variant("a", share, drop), variant("b", 1.0, 0.0, "failed")])
+    judged = museum.museum._judge(case, {"rows": rows}, run)
+    assert {name for name, held in judged["held"].items() if not held} == missing
+    assert judged["holds"] == (not missing)
+
+
+def test_outliers_leave_the_answers_as_they_were(museum: SimpleNamespace) -> None:
+    """A layer of a transformer: exactly behind normalizations and values, nearly behind the curve."""
+    torch.manual_seed(0)
+    layer = museum.attention.Layer(64, 16).eval()
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        before = layer(x)
+        museum.harden._outliers(layer)
+        hidden = layer.mlp[0](layer.norm2(x)).abs().amax((0, 1))
+        assert (layer(x) - before).abs().max() < 0.05
+    assert hidden.max() > 20 * hidden.median()
