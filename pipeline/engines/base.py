@@ -210,7 +210,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """True if its file is machine code: a bundle of it is loaded only where the user says that its maker is trusted."""
     placement: ClassVar[Placement] = "inputs"
     """Rule for the places of Q/DQ pairs in graphs for it."""
-    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own",)
+    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "qat")
     """Makers of static int8 graphs that it runs in int8."""
     casts: ClassVar[tuple[str, ...]] = ()
     """Precisions that it computes a float32 graph in by itself, so that the graph stays as it is."""

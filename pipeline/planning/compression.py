@@ -4,7 +4,7 @@ load ── [prune-P-dense ─ prune-P-trial-1 ─ … ─ N ─] prune-P ──
 
 recover-P ─────────────────────┬─ reference-P ─┐
                                └─ export-P … ──┴─ build-V-P ── verify-V-P
-graph ── sparsify-S ── reference-S, build-V-S ── verify-V-S
+graph ── sparsify-S ── [recover-sparsify-S] ── reference-S, build-V-S ── verify-V-S
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,11 +20,12 @@ from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.sparsify.options import Sparsity
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Step, StepRef, Variant
-from enginesmith.pipeline.planning.precision import feeder
+from enginesmith.pipeline.planning.precision import feeder, train_task
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
+from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
-from enginesmith.pipeline.tasks.finetune import TEACHER, Recover
+from enginesmith.pipeline.tasks.finetune import TEACHER, Recover, TrainGraph
 from enginesmith.pipeline.tasks.prune import BEFORE, DENSE, DenseEngine, Prune, PruneToLatency, ToEngine, TryLatency
 from enginesmith.pipeline.tasks.verify import Answers, Verify
 
@@ -68,7 +69,9 @@ class PlanTransform:
             for name in ("artifact", "calibration", "assignment", "quality", "memory", "work", "profile")
             if (step := getattr(variant, name))
         }
-        own |= {name: tuple(map(self.ref, getattr(variant, name))) for name in ("verified", "search", "audits")}
+        own |= {
+            name: tuple(map(self.ref, getattr(variant, name))) for name in ("verified", "search", "audits", "recovered")
+        }
         name = replace(variant.name, changes=(*variant.name.changes, self.change))
         return replace(variant, name=name, dense=variant.dense or variant.id, **own)
 
@@ -123,7 +126,9 @@ def compress(resolved: ResolvedRecipe, dense_plan: DensePlan) -> tuple[list[Vari
     recipe = resolved.recipe
     graphs = [variant for variant in dense_plan.variants if variant.engine.consumes == "onnx"]
     made = passes_for("sparsity", recipe)
-    sparse = [_plan_sparse(pattern, step, dense_plan) for pattern, step in zip(recipe.sparsities, made, strict=True)]
+    sparse = [
+        _plan_sparse(recipe, pattern, step, dense_plan) for pattern, step in zip(recipe.sparsities, made, strict=True)
+    ]
     variants = [transform.variant(variant) for transform in sparse for variant in graphs]
     steps = [step for transform in sparse for step in transform.steps()]
     for target in recipe.prune_targets:
@@ -161,14 +166,7 @@ def pruning_steps(resolved: ResolvedRecipe, target: PruneTarget) -> Iterator[Ste
         )
     turns = recipe.pruning.steps if recipe.recover and target.kind != "latency" else 1
     options = recipe.pruning.model_copy(update={"steps": 1}) if turns > 1 else recipe.pruning
-    recover = Recover(
-        options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
-        data=recipe.calibration_data,
-        data_options=recipe.options_for("calibration"),
-        metric=recipe.metric,
-        seed=recipe.seed,
-        device=recipe.where,
-    )
+    recover = train_task(recipe, Recover, turns)
     last = LOAD
     for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
         name = StepRef(target.slug, f"{turn}of{turns}") if turns > 1 else StepRef(target.slug)
@@ -226,10 +224,14 @@ def _measured_on(resolved: ResolvedRecipe, target: PruneTarget) -> Variant:
     return able[0]
 
 
-def _plan_sparse(pattern: Sparsity, made: Pass, dense_plan: DensePlan) -> CompressedModel:
+def _plan_sparse(recipe: Recipe, pattern: Sparsity, made: Pass, dense_plan: DensePlan) -> CompressedModel:
     name = StepRef(made.step_name, changes=(pattern.slug,))
-    sparsify = Step(name, Transform(step=made), {"model": dense_plan.graph})
-    steps = [sparsify, *_reference_steps(name, pattern.slug, simulation())]
+    steps = [Step(name, Transform(step=made), {"model": dense_plan.graph})]
+    if recipe.trains:
+        needs = {"model": name, TEACHER: dense_plan.graph, REFERENCE: REFERENCE}
+        name = StepRef("recover", name)
+        steps.append(Step(name, train_task(recipe, TrainGraph, stays_float=True), needs))
+    steps += [*_reference_steps(name, pattern.slug, simulation())]
     shared = (dense_plan.shared | {LOAD} | {step.id for step in dense_plan.to_graph}) - {dense_plan.graph}
     stands_for = {dense_plan.graph: name, REFERENCE: REFERENCE.with_change(pattern.slug)}
     transform = PlanTransform(pattern.slug, stands_for, shared)

@@ -94,15 +94,19 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     dense, to_engines = [variant for variant, _ in planned], [step for _, more in planned for step in more]
     shared = frozenset((SHAPES, *([own.id] if own else ())))
     again = planned
-    if recipe.variants == "found":  # compiling takes long, and gains little
-        again = [(variant, more) for variant, more in planned if variant.engine.consumes == "onnx"]
+    if recipe.variants == "found":  # compiling takes long, and gains little; a pruned model is trained once
+        again = [
+            (variant, more)
+            for variant, more in planned
+            if variant.engine.consumes == "onnx" and variant.name.quantizer != "qat"
+        ]
     steps_again, dense_again = (step for _, more in again for step in more), (variant for variant, _ in again)
     dense_plan = DensePlan(graph, tuple(to_graph), tuple(steps_again), tuple(dense_again), shared)
     others, more = compress(resolved, dense_plan)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
         _check_buildable(engines)
-        if any(variant.name.quantizer for variant in asked):
+        if any(variant.name.quantizer == "nncf" for variant in asked):
             require_nncf()
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
@@ -238,7 +242,12 @@ def _engine_steps(
         made = lower_precision(recipe, built, graph, quality_step(recipe, built, baseline, for_search=True))
         graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
         steps += made.steps
-        own = {"calibration": made.calibration, "assignment": made.assignment, "search": made.search}
+        own = {
+            "calibration": made.calibration,
+            "assignment": made.assignment,
+            "search": made.search,
+            "recovered": made.recovered,
+        }
     build = build_step(built, graph)
     steps.append(build)
     if recipe.tune_seconds and built.engine.tunable_options(None, device):

@@ -2,11 +2,14 @@
 
 graph ─┬──────────── [calibrate ─ equalise] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
        └─ calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ─┘
+
+For a variant that is trained: … search-N ─ assign-everything ─ quantize ─ precision-P-qat ── verify
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from enginesmith.calibration.ranges import METHODS
 from enginesmith.pipeline.engines import engine_class, simulation
@@ -18,10 +21,13 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
+from enginesmith.pipeline.tasks.finetune import TEACHER, Recover, TrainGraph
 from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import (
+    ASSIGNMENT,
     BEFORE,
     FLOAT,
+    MODEL,
     MULTIPLIED,
     RESCALED,
     Assign,
@@ -50,6 +56,7 @@ class Lowered:
     calibration: StepRef
     assignment: StepRef | None = None
     search: tuple[StepRef, ...] = ()
+    recovered: tuple[StepRef, ...] = ()
 
 
 def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: Step | None) -> Lowered:
@@ -59,7 +66,8 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
     """
     assert variant.lowering is not None
     name, kind = variant.lowering, KINDS[variant.lowering]
-    if variant.name.quantizer:
+    trained = variant.name.quantizer == "qat"
+    if variant.name.quantizer and not trained:
         return _lower_by_nncf(recipe, variant, graph)
     asked = recipe.quantisation.placement
     placement = (variant.engine if asked == "auto" else engine_class(asked)).placement
@@ -68,7 +76,7 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
     (step,) = passes_for("precision", recipe, request=request)
     assert isinstance(step, PrecisionPass)
     subject = (name,) if kind.rest != "fp32" and not kind.searched else (name, variant.engine.name)
-    graph_there = StepRef("precision", *subject)
+    graph_there = StepRef("quantize" if trained else "precision", *subject)
     needs = {"model": given.graph, "ranges": given.calibration}
     steps: list[Step] = list(given.steps)
     searched: tuple[StepRef, ...] = ()
@@ -89,6 +97,13 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
         needs["assignment"] = assign
     lower = LowerForm(step=step) if rescaled else Transform(step=step)
     steps.append(Step(graph_there, lower, needs, rescaled))
+    recovered: tuple[StepRef, ...] = ()
+    if trained:
+        assert assign is not None
+        needs = {MODEL: graph_there, TEACHER: given.graph, ASSIGNMENT: assign, REFERENCE: REFERENCE}
+        graph_there = StepRef("precision", *subject, variant.name.quantizer)
+        steps.append(Step(graph_there, train_task(recipe, TrainGraph), needs, rescaled))
+        recovered, searched = (graph_there,), ()  # what it lost was measured before it was trained
     steps.append(verify_step(recipe, graph_there, graph_there, simulation(), Device(), kind.threshold))
     return Lowered(
         graph=graph_there,
@@ -97,6 +112,23 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
         calibration=given.calibration,
         assignment=assign,
         search=searched,
+        recovered=recovered,
+    )
+
+
+R = TypeVar("R", bound=Recover)
+
+
+def train_task(recipe: Recipe, kind: type[R], turns: int = 1, **fields: object) -> R:
+    """Make the task that trains a changed model back; ``turns`` is how often that is done, in the time for all."""
+    return kind(
+        options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
+        data=recipe.calibration_data,
+        data_options=recipe.options_for("calibration"),
+        metric=recipe.metric,
+        seed=recipe.seed,
+        device=recipe.where,
+        **fields,
     )
 
 
@@ -190,11 +222,18 @@ def _search(
         Search, step=step, engine=engine, device=device, goal=goal, methods=methods, signs=signs, keep=options.keep,
         timed=FLOAT in needs,
     )  # fmt: skip
-    for index in range(1, options.search_steps + 1):
+    trained = variant.name.quantizer == "qat"
+    count = (
+        options.search_steps if "own" in options.quantizers else len(forms) + 1
+    )  # only those with everything in int8
+    for index in range(1, count + 1):
         last = Step(StepRef("search", *subject, index), trial(), dict(needs), forms)
         yield last
         needs[BEFORE] = last.id
-    assign = Assign(step=step, keep=options.keep)
+    if trained:
+        subject = (*subject, "everything")
+    to_train = ("needed" if recipe.variants == "found" else "asked") if trained else ""
+    assign = Assign(step=step, keep=options.keep, to_train=to_train)
     yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id}, forms)
 
 

@@ -70,8 +70,7 @@ def list_variants(
             asked_for = [name for name in asked_for if name in engine.candidate_precisions(recipe.where)]
         for asked in asked_for:
             label = resolved.given_precision if asked == "fp32" and not takes_module else asked
-            able = engine.candidate_quantizers(recipe.where) if recipe.variants == "found" else engine.quantizers
-            makers = recipe.quantisation.quantizers if asked == "int8" and "nncf" in able else ("own",)
+            makers = _list_quantizers(recipe, engine) if asked == "int8" else ("own",)
             ways = itertools.product(engine.configurations(recipe, label), makers, graphs)
             for config, maker, replayed in ways:
                 variant = _make_variant(config, label, maker, device_for(recipe, config.engine), replayed=replayed)
@@ -85,6 +84,15 @@ def list_variants(
                 unavailable = "" if runnable is None or runnable.ok else runnable.reason
                 as_it_is = asked == "fp32" or (cast and asked in engine.casts and not recipe.quantisation.convert_io)
                 yield replace(variant, unavailable=unavailable, lowering=None if as_it_is else asked)
+
+
+def _list_quantizers(recipe: Recipe, engine: type[Engine]) -> tuple[Quantizer, ...]:
+    """List the makers of int8 graphs for an engine; of those that train, a search takes one: it costs the most."""
+    found = recipe.variants == "found"
+    able = engine.candidate_quantizers(recipe.where) if found else engine.quantizers
+    makers = tuple(maker for maker in recipe.quantisation.quantizers if maker in able) or ("own",)
+    last = [name for name in recipe.engines if engine_class(name).consumes == "onnx"][-1]
+    return tuple(maker for maker in makers if maker != "qat" or not found or engine.name == last)
 
 
 def list_references(resolved: ResolvedRecipe, requested: Collection[str]) -> Iterator[Variant]:

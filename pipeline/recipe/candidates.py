@@ -27,7 +27,7 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     a budget allows a loss.
     """
     if any(values.get(name) for name in LISTS):
-        return dict(values)
+        return dict(values) if recipe.variants == "found" else _fill_training(values, recipe)
     found = recipe.model_copy(update={"engines": tuple(ENGINES)})
     device = found.where
     ahead = [name for name in ENGINES if recipe.targets and engine_class(name).check_targets()]
@@ -43,7 +43,19 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
         chosen["quantisation"] = {**quantisation, "quantizers": ["own", "nncf"]}
     if lossy and recipe.budgets.max_drop:
         chosen |= _fill_pruning(values, recipe)
-    return {**values, **chosen}
+    return _fill_training({**values, **chosen}, recipe)
+
+
+def _fill_training(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Fill in int8 graphs that are trained, where training is asked for; a search takes time for it as asking, too."""
+    quantisation, found = values.get("quantisation") or {}, values.get("variants") == "found"
+    makers = [*(quantisation.get("quantizers") or ["own"])]
+    timed = found and "seconds" in recipe.recovery.model_fields_set
+    asked = timed or "qat" in makers or (recipe.recover and (found or not recipe.prune))
+    if not asked or "int8" not in (values.get("precisions") or ()):
+        return dict(values)
+    makers += [] if "qat" in makers else ["qat"]
+    return {**values, "recover": values.get("recover") or True, "quantisation": {**quantisation, "quantizers": makers}}
 
 
 def _fill_pruning(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:

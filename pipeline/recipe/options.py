@@ -103,10 +103,11 @@ class QuantisationOptions(Part):
     ranges: Annotated[Literal["auto", Method], _QUANTISING] = Field(
         "auto", description="method that takes ranges from histograms; auto tries mse first, then the others"
     )
-    quantizers: Annotated[tuple[Quantizer, ...], Option(_DATA, "--quantizer", metavar="own|nncf")] = Field(
+    quantizers: Annotated[tuple[Quantizer, ...], Option(_DATA, "--quantizer", metavar="own|nncf|qat")] = Field(
         ("own",),
         min_length=1,
-        description="makers of int8 graphs for CPUs, each a variant: own, nncf (NNCF's post-training quantization)",
+        description="makers of int8 graphs, each a variant: own; nncf (NNCF's post-training quantization, for CPUs); "
+        "qat (own rules, everything in int8, and training)",
     )
     placement: Annotated[str, Option(_DATA, metavar="auto|ENGINE")] = Field(
         "auto",

@@ -170,7 +170,9 @@ def _check_passes(recipe: Recipe) -> None:
 
 
 def _check_quantizers(recipe: Recipe) -> None:
-    """Refuse NNCF where nothing is asked for that it makes (static int8 graphs for CPUs), and what it does not read."""
+    """Refuse makers of int8 graphs where there are none, and NNCF where nothing takes its graphs or reads options."""
+    if "qat" in recipe.quantisation.quantizers and "int8" not in recipe.precisions:
+        raise UsageError("--quantizer qat has no effect without --precision int8", "add --precision int8, or omit it")
     if "nncf" not in recipe.quantisation.quantizers:
         return
     if "int8" not in recipe.precisions:
@@ -227,8 +229,11 @@ def _check_smaller(recipe: Recipe, options: Mapping[str, Any]) -> None:
         if given and empty:
             name = _name_place((field, given[0]), options)
             raise UsageError(f"{name} has no effect without {missing.split()[0]}", f"add {missing}, or omit it")
-    if recipe.recover and not recipe.prune:
-        raise UsageError("--recover retrains what was pruned, and nothing is", "add --prune macs=-50%")
+    if recipe.recover and not (recipe.prune or recipe.sparsity or "int8" in recipe.precisions):
+        raise UsageError(
+            "--recover trains what is pruned, sparse or in int8, and nothing is",
+            "add --prune macs=-50%, --sparsity 2:4 or --precision int8; or --data and --max-drop, for a search",
+        )
     if recipe.recover and user_code.is_reference(recipe.recovery.method):
         user_code.check_reference(recipe.recovery.method, "loss")
     by_taylor = recipe.prune and recipe.pruning.importance == "taylor"

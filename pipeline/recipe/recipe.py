@@ -85,7 +85,9 @@ class Recipe(EngineOptions, ModelOptions):
     )
     pruning: PruneOptions = PruneOptions()
     recover: Annotated[bool, Option("Variants", everyday=True, metavar="METHOD")] = Field(
-        False, description="train pruned models on the calibration data: distil, supervised or module:function"
+        False,
+        description="train what is pruned, sparse or in int8 on the calibration data: distil, supervised or "
+        "module:function",
     )
     recovery: RecoverOptions = RecoverOptions()
     sparsity: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="PATTERN")] = Field(
@@ -161,6 +163,11 @@ class Recipe(EngineOptions, ModelOptions):
         """
         by_speed = self.objective in ("latency", "throughput") and self.measure.latency and not self.measure.sweep
         return by_speed and (self.variants == "found" or self.time_seconds is not None)
+
+    @property
+    def trains(self) -> bool:
+        """True if graphs are trained that are sparse or in int8; where something is pruned, that alone is."""
+        return self.recover and (not self.prune or "qat" in self.quantisation.quantizers)
 
     @property
     def prune_targets(self) -> tuple[PruneTarget, ...]:

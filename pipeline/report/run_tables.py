@@ -2,13 +2,14 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from enginesmith.pipeline.frameworks.records import PruningFacts, format_percent, format_shares
 from enginesmith.pipeline.measure import profile
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow
-from enginesmith.pipeline.passes.finetune.options import Point
+from enginesmith.pipeline.passes.finetune.options import Point, Recovery
 from enginesmith.pipeline.report.tables import (
     Number,
     Table,
@@ -484,7 +485,7 @@ def _find_fall(record: VariantRecord) -> dict[str, str]:
     }
 
 
-# Compression: what was pruned, and how training pruned models back went.
+# What was pruned, and how training went.
 
 
 def list_pruned(run: Run) -> Iterator[VariantRecord]:
@@ -498,22 +499,18 @@ def list_pruned(run: Run) -> Iterator[VariantRecord]:
 
 def tabulate_pruning(run: Run) -> Table:
     """List each time that a model was pruned."""
-    caption = "What pruning removed, and what retraining recovered"
+    caption = "What pruning removed"
     return make_table("pruned", caption, (row for record in list_pruned(run) for row in _pruning_rows(record)))
 
 
 def _pruning_rows(record: VariantRecord) -> Iterator[dict[str, str]]:
     for index, facts in enumerate(record.pruning):
-        back = record.recovery[index] if index < len(record.recovery) else None
-        change = f"{back.metric} {back.before:.4f} → {back.after:.4f} (dense {back.teacher:.4f})" if back else "–"
         yield {
             "pruned to": f"{record.prune}, step {index + 1}" if len(record.pruning) > 1 else record.prune or "",
             "ranked by": f"{facts.importance}, {facts.scope}",
             "channels": f"{facts.channels_before} → {facts.channels_after}",
             "MACs left": _format_left(facts.macs_before, facts.macs_after),
             "parameters left": _format_left(facts.parameters_before, facts.parameters_after),
-            "retrained": f"{back.method}, {back.steps} steps: {back.reason}" if back else "no",
-            "on held-out samples": change,
         }
 
 
@@ -530,22 +527,59 @@ def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> T
     return make_table(name, caption, rows)
 
 
-def tabulate_recovery(run: Run) -> Table:
-    """List loss and metric by step for each time that a pruned model was trained back."""
+def list_trained(run: Run) -> Iterator[tuple[str, VariantRecord, Recovery]]:
+    """Iterate over each training: the name of what was trained, one variant of it, and the record."""
+    seen: set[str] = set()
+    for record in run.variants:
+        turns: Counter[str] = Counter()
+        for recovery in record.recovery:
+            turns[recovery.subject] += 1
+            name = _name_trained(record, recovery, turns[recovery.subject])
+            if name not in seen:
+                seen.add(name)
+                yield name, record, recovery
+
+
+def _name_trained(record: VariantRecord, recovery: Recovery, turn: int) -> str:
+    if recovery.subject == "int8":
+        return record.id
+    changes = (record.sparsity,) if recovery.subject == "sparse" else (record.prune,)
+    several = sum(other.subject == recovery.subject for other in record.recovery) > 1
+    return f"{', '.join(filter(None, changes)) or record.id}{f', turn {turn}' if several else ''}"
+
+
+def tabulate_training(run: Run) -> Table:
+    """List what was trained, and what that brought back."""
     rows = (
         {
-            "pruned to": record.prune or record.id,
-            "turn": str(turn),
+            "trained": name,
+            "method": recovery.method,
+            "steps": f"{recovery.steps}: {recovery.reason}",
+            "metric": recovery.metric,
+            "before": f"{recovery.before:.4f}",
+            "after": f"{recovery.after:.4f}",
+            "of": f"{recovery.teacher:.4f}",
+            "samples held out": str(recovery.held_back),
+        }
+        for name, _, recovery in list_trained(run)
+    )
+    return make_table("trained", "What training brought back, on held-out samples", rows)
+
+
+def tabulate_training_steps(run: Run) -> Table:
+    """List loss and metric by step of each training."""
+    rows = (
+        {
+            "trained": name,
             "step": str(point.step),
             "loss": number_cell(point.loss, ".4g"),
             "metric": f"{point.metric:.4f}",
             "learning rate": f"{point.learning_rate:.2g}",
         }
-        for record in list_pruned(run)
-        for turn, recovery in enumerate(record.recovery, 1)
+        for name, _, recovery in list_trained(run)
         for point in thin_curve(recovery.curve)
     )
-    return make_table("recovery-by-step", "How the retraining of pruned models went", rows)
+    return make_table("training-by-step", "How training went", rows)
 
 
 def thin_curve(curve: Sequence[Point]) -> Sequence[Point]:

@@ -49,6 +49,7 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             if len({group.precision for group in record.assignment}) > 1:
                 _print_table(run_tables.tabulate_assignment(record), _MOST_ROWS, "report.html")
         _print_table(run_tables.tabulate_pruning(run))
+        _print_table(run_tables.tabulate_training(run))
         _print_table(run_tables.tabulate_throughput(run))
         _print_table(run_tables.tabulate_limits(run))
         _print_table(run_tables.tabulate_profile(run))

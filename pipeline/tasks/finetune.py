@@ -1,4 +1,4 @@
-"""Train a pruned model back; a task that goes on from its last checkpoint if its process was ended."""
+"""Train back what was pruned, made sparse or put into int8; from the last checkpoint if the process was ended."""
 
 import contextlib
 import dataclasses
@@ -14,25 +14,33 @@ from pydantic import SerializeAsAny
 from enginesmith.calibration.dataset import Dataset, Labels, open_dataset
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.artifact import Effect, Kind, file_digest, json_digest, relative_digests
-from enginesmith.pipeline.errors import DataError, EnginesmithError
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest, json_digest, relative_digests
+from enginesmith.pipeline.errors import DataError, EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
+from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.memory.limits import StepMeter
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, RecoverOptions, Recovery
+from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, RecoverOptions, Recovery, Subject
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, MODEL, REFERENCE, find_form, read_form
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
+    from enginesmith.pipeline.frameworks.torch.module import LoadedModel
     from enginesmith.pipeline.passes.finetune.evaluate import Metric, Work
+    from enginesmith.pipeline.passes.finetune.trainer import Models
 
 
-MODEL, TEACHER = "model", "teacher"
+TEACHER = "teacher"
+_INT8_RATES, _SPARSE_RATES = (2e-4, 4e-5, 8e-6), (2e-3, 5e-4)
+_SAME = "fp16"
+"""Row of the fidelity thresholds: a graph with rescaled channels may cut a little of what calibration did not see."""
 
 
 class Recover(ResumableTask):
@@ -42,7 +50,8 @@ class Recover(ResumableTask):
     produces: ClassVar[Kind] = "torch"
     exclusive: ClassVar[bool] = True
     """The number of steps is planned by the clock."""
-
+    teacher_word: ClassVar[str] = "dense"
+    """Names the model that is learnt from."""
     options: RecoverOptions
     data: str | None
     """An embedded set without a split means its training split."""
@@ -61,6 +70,16 @@ class Recover(ResumableTask):
         return {**identity, **quality.identify_metric(self.metric)}
 
     @property
+    def subject(self) -> Subject:
+        """What is trained."""
+        return "pruned"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates to choose from, where none is given."""
+        return (2e-3,)
+
+    @property
     def gpus(self) -> Literal["", "one", "all"]:
         return "all" if self.device.kind == "cuda" else ""
 
@@ -73,8 +92,6 @@ class Recover(ResumableTask):
         return ("torch", "numpy")
 
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline.frameworks.torch import saved
-
         size = self.options.processes or 1
         if not self.options.processes and self.device.kind == "cuda":
             import torch
@@ -87,25 +104,40 @@ class Recover(ResumableTask):
         assert record is not None
         kept = opened.work.models.average
         kept.module.to("cpu")
-        saved.save_changed(inputs[MODEL], kept, out, None)
+        file = self.save(inputs, kept, out, changed=record.best_step > 0)
+        record = record.model_copy(update={"subject": self.subject})
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
         return Effect(
-            file=saved.RECORD,
-            summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} (dense {record.teacher:.4f}) on "
+            file=file,
+            summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} ({self.teacher_word} "
+            f"{record.teacher:.4f}) on "
             f"{record.held_back} samples held out; {record.steps} steps: {record.reason}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,
         )
 
+    def load(self, inputs: Inputs) -> "Models":
+        """Load the model that is to be trained, twice, and the one that it learns from."""
+        from enginesmith.pipeline.frameworks.torch.saved import load_artifact
+        from enginesmith.pipeline.passes.finetune.trainer import Models
+
+        return Models(load_artifact(inputs[MODEL]), load_artifact(inputs[MODEL]), load_artifact(inputs[TEACHER]))
+
+    def save(self, inputs: Inputs, trained: "LoadedModel", out: Path, *, changed: bool) -> str:
+        """Write the trained model, and return the name of its main file; it may not have ``changed``."""
+        from enginesmith.pipeline.frameworks.torch import saved
+
+        saved.save_changed(inputs[MODEL], trained, out, None)
+        return saved.RECORD
+
     def prepare(self, inputs: Inputs, rank: int, size: int) -> "Opened":
         """Load models and data, on the device of one of several processes."""
         import torch
 
-        from enginesmith.pipeline.frameworks.torch.saved import load_artifact
         from enginesmith.pipeline.passes.finetune.batches import split_data
         from enginesmith.pipeline.passes.finetune.evaluate import Work
-        from enginesmith.pipeline.passes.finetune.trainer import Models, load_libraries
+        from enginesmith.pipeline.passes.finetune.trainer import load_libraries
 
         device = self.device.model_copy(update={"index": self.device.index + rank})
         place = torch.device(str(device))
@@ -126,12 +158,12 @@ class Recover(ResumableTask):
             or is_reference(quality.parse_metric(self.metric or "")[0])
         )
         files = sorted(path for path in tracker.files if path.suffix != ".py" or own_code)
-        models = Models(load_artifact(inputs[MODEL]), load_artifact(inputs[MODEL]), load_artifact(inputs[TEACHER]))
+        models = self.load(inputs)
         models.ready(place)
         material = split_data(data, self.options.held_back, self.seed, place)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
-        work = Work(models, material, self.options, metric, self.seed, threads, size, meter, fixed)
+        work = Work(models, material, self.options, metric, self.seed, threads, size, meter, fixed, self.rates)
         fingerprint = json_digest([data.digest, relative_digests({path: file_digest(path) for path in files}), size])
         return Opened(work, fingerprint, (*files, *data.folders))
 
@@ -167,6 +199,74 @@ class Recover(ResumableTask):
             return quality.evaluate(name, outputs, theirs, labels, self.seed).value
 
         return Metric(name, value, quality.sign_of(name))
+
+
+class TrainGraph(Recover):
+    """Train the weights of a graph that is sparse, or in int8, to do what the float graph does.
+
+    Scales, zero points and zeros stay as they are. The float graph is the one that was put into int8, as the
+    assignment says: perhaps with rescaled channels.
+    """
+
+    title: ClassVar[str] = "train"
+    produces: ClassVar[Kind] = "onnx"
+    teacher_word: ClassVar[str] = "float"
+
+    stays_float: bool = False
+    """True for a sparse graph, whose weights have further to go than those that were rounded."""
+    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return ("torch", "onnx", "onnx-ir", "numpy")
+
+    @property
+    def subject(self) -> Subject:
+        return "sparse" if self.stays_float else "int8"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return _SPARSE_RATES if self.stays_float else _INT8_RATES
+
+    def load(self, inputs: Inputs) -> "Models":
+        """Load the graphs, and check that torch computes the float one as the reference has it.
+
+        Raises:
+            ModelError: it does not, or an operator has no form in torch.
+        """
+        from enginesmith.pipeline.frameworks.torch import graph
+        from enginesmith.pipeline.passes.finetune.trainer import Models
+
+        signature = inputs[MODEL].signature
+        assert signature is not None
+        form = read_form(inputs[ASSIGNMENT]) if ASSIGNMENT in inputs else "given"
+        teacher = find_form(form, {**inputs, MODEL: inputs[TEACHER]})[0].path
+        paths = (inputs[MODEL].path, inputs[MODEL].path, teacher)
+        models = Models(*(dataclasses.replace(graph.load_graph(path), signature=signature) for path in paths))
+        _check_teacher(models.teacher, inputs[REFERENCE])
+        return models
+
+    def save(self, inputs: Inputs, trained: "LoadedModel", out: Path, *, changed: bool) -> str:
+        from enginesmith.pipeline.frameworks.torch import graph
+
+        if changed:
+            graph.save_graph(inputs[MODEL].path, trained, out, self.external_data_bytes)
+        else:
+            model_file.copy(inputs[MODEL].path, out / edit.FILE)
+        return edit.FILE
+
+
+def _check_teacher(teacher: "LoadedModel", reference: Artifact) -> None:
+    import torch
+
+    feeds, expected = next((feeds[0], outputs[0]) for _, feeds, outputs in samples.read_calls(reference.folder))
+    with torch.no_grad():
+        values = teacher.module(*(torch.from_numpy(feeds[spec.name]) for spec in teacher.signature.inputs))
+    answers = {spec.name: value.numpy() for spec, value in zip(teacher.signature.outputs, values, strict=True)}
+    if not compare(expected, answers, thresholds_for(_SAME)).passed:
+        raise ModelError(
+            "torch computes this graph otherwise than it should, so it cannot be trained", "omit --recover"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

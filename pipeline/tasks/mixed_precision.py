@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, SerializeAsAny
 
@@ -33,6 +33,7 @@ from enginesmith.pipeline.passes.quantize.search import (
     Candidate,
     Form,
     GroupFact,
+    Groups,
     Judgement,
     Trial,
     best,
@@ -396,9 +397,14 @@ class Assign(Task):
 
     step: SerializeAsAny[PrecisionPass]
     keep: tuple[str, ...]
+    to_train: Literal["", "asked", "needed"] = ""
+    """Where the graph is trained next: all that can be is quantised, as in the trial that came nearest to the goal.
+    ``needed``: it is not, where such a trial reached the goal."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms, trials = read_forms(inputs, self.step), read_models(inputs[BEFORE], Trial)
+        if self.to_train:
+            return self._assign_everything(forms, trials, out)
         winner = best(trials, forms["given"])
         chosen = winner or min(trials, key=lambda trial: trial.error)
         groups = forms[chosen.form]
@@ -412,6 +418,22 @@ class Assign(Task):
         if left == len(groups):
             rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
         return Effect(file=RECORDS, summary=summary, rejected=rejected)
+
+    def _assign_everything(self, forms: Groups, trials: Sequence[Trial], out: Path) -> Effect:
+        everything = [trial for trial in trials if trial.phase == "everything"]
+        if not everything:
+            raise ModelError("no trial had everything quantized", "allow more time with --time")
+        chosen = min(everything, key=lambda trial: (not trial.passed, trial.error))
+        groups = forms[chosen.form]
+        reasons = dict.fromkeys(find_kept(self.keep, groups), "asked for")
+        write_records(out, assignment(groups, chosen, self.step, reasons))
+        rejected = f"not needed: {chosen.why} reaches the goal" if chosen.passed and self.to_train == "needed" else ""
+        left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
+        return Effect(
+            file=RECORDS,
+            summary=f"{len(groups) - left} of {len(groups)} groups quantized, to be trained; as tried: {chosen.why}",
+            rejected=rejected,
+        )
 
 
 def _explain_kept(name: str, trials: Sequence[Trial]) -> str:
@@ -476,6 +498,11 @@ def find_form(form: str, inputs: Inputs) -> tuple[Artifact, dict[str, Artifact]]
     return _with_digest(inputs[form]), {RANGES: scratch_artifact("record", inputs[form].folder / RANGES_FILE, None)}
 
 
+def read_form(assignment: Artifact) -> str:
+    """Read which form of the float graph an assignment is for."""
+    return next((str(entry["form"]) for entry in read_records(assignment)), "given")
+
+
 def _with_digest(model: Artifact) -> Artifact:
     """Identify a graph by its own file, as ranges do that lie beside it."""
     return model.model_copy(update={"sha256": file_digest(model.path)})
@@ -486,7 +513,7 @@ class LowerForm(Transform):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         chosen = inputs[ASSIGNMENT]
-        form = next((str(entry["form"]) for entry in read_records(chosen)), "given")
+        form = read_form(chosen)
         model, records = find_form(form, inputs)
         effect = run_pass(self.step, model, out, progress, {**records, ASSIGNMENT: chosen})
         if form == "given":

@@ -79,6 +79,7 @@ class QuantizeWithNncf(Task):
         layers.require_products(groups, "int8", usable)
         kept = find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
+        ir.external_data.load_to_model(model)  # NNCF looks for weights beside the graph in another folder
         made, settings = self._quantise(ir.to_proto(model), feeding, groups, sorted(kept))
         if self.preset == "mixed":
             _make_unsigned(made.graph)

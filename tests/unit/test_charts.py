@@ -29,7 +29,7 @@ from runs import PRUNING, RECOVERY, small
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),
-    *("limits", "profile", "recovery"),
+    *("limits", "profile", "training"),
 }
 MARKUP = "<b>net</b><a href='javascript:alert(1)'>x</a>%{x}&lt;$y$"
 
@@ -286,7 +286,7 @@ def test_axes_have_titles_and_units(kind: str) -> None:
             for name, axis in axes.items():
                 if name == "yaxis" and chart.id in listed:
                     assert chart.figure["layout"]["annotations"]
-                elif chart.id != "recovery":
+                elif chart.id != "training":
                     assert re.search(r"\((ms|MiB|%|dB|samples/s|samples)\)|^stage$", axis["title"]["text"])
                 else:
                     assert axis["title"]["text"]
@@ -312,7 +312,7 @@ def test_numbers_are_the_runs() -> None:
     assert after["y"] == [135.5, 135.5, 34.25, 33.0]
     floor = next(one for one in traces(found["limits"]) if one["y"] == [2] and "-open" in str(one["marker"]["symbol"]))
     assert floor["x"] == [int8.limits[0].floor_ms]
-    loss = next(one for one in traces(found["recovery"]) if one.get("yaxis") == "y2")
+    loss = next(one for one in traces(found["training"]) if one.get("yaxis") == "y2")
     assert loss["y"] == [None, *(2.0 / step for step in range(2, 21, 2))]
     parts = {trace["name"]: trace for trace in traces(found["memory"]) if not trace.get("showlegend", True)}
     assert (parts["weights"]["x"], parts["activations"]["x"]) == ([32, 24, 12, 15], [16, 12, 6, 7.5])
@@ -343,7 +343,7 @@ def test_budgets_are_lines() -> None:
         "memory": ["budget 50 MiB"],
         "throughput-by-batch": ["budget 900 samples/s"],
         "fidelity": ["threshold of fp32: 90 dB", "threshold of int8: 10 dB"],
-        "recovery": ["dense 0.9875"],
+        "training": ["learnt from 0.9875"],
     }
 
 
@@ -355,7 +355,7 @@ def test_a_variant_looks_the_same_everywhere() -> None:
         found = {
             (trace.get("line") or trace["marker"])["color"]
             for chart in by_id(of).values()
-            if chart.figure and chart.id != "recovery"
+            if chart.figure and chart.id != "training"
             for trace in traces(chart)
             if trace.get("name") == style.name
         }
@@ -409,7 +409,7 @@ def test_summaries_say_what_is_seen() -> None:
         "onnxruntime-int8-prune-macs50 answers most, 22400 samples/s at batch 32"
         in found["throughput-by-batch"].summary
     )
-    assert found["recovery"].summary.startswith("macs=-50% went from top1 0.5000 to 0.9760 in 20 steps")
+    assert found["training"].summary.startswith("macs=-50% went from top1 0.5000 to 0.9760 in 20 steps")
     assert found["memory"].summary.endswith("3 of 4 meet the budget of 50 MiB.")
 
 

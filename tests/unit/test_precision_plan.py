@@ -26,11 +26,14 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.finetune import TEACHER, TrainGraph
 from enginesmith.pipeline.tasks.load import Shapes
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality
 from enginesmith.pipeline.tasks.mixed_precision import (
+    ASSIGNMENT,
     MULTIPLIED,
     RESCALED,
+    Assign,
     Goal,
     LowerForm,
     Rescale,
@@ -473,3 +476,82 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
     assert len(computed) == metrics
     assert judged.error == error
     assert not judged.passed
+
+
+TRAINED: dict[str, Any] = {"precisions": ["int8"], "engines": ["onnxruntime"], "calibration": "digits"}
+
+
+def test_an_int8_graph_is_trained_after_all_of_it_is_quantised() -> None:
+    found = planned(**TRAINED, recover="distil")
+    assert [variant.id for variant in found.variants] == ["onnxruntime-int8", "onnxruntime-int8-qat"]
+    trained = found.variants[1]
+    (step,) = (step for step in found.steps if step.id in trained.recovered)
+    assert step.id == "precision-int8-onnxruntime-qat"
+    assert isinstance(step.task, TrainGraph)
+    assert step.inputs == {
+        "model": "quantize-int8-onnxruntime",
+        TEACHER: "simplify",
+        ASSIGNMENT: "assign-int8-onnxruntime-everything",
+        "reference": "reference",
+    }
+    assign = next(step for step in found.steps if step.id == "assign-int8-onnxruntime-everything")
+    assert isinstance(assign.task, Assign)
+    assert assign.task.to_train == "asked"
+    build = next(step for step in found.steps if step.id == trained.artifact)
+    assert build.inputs["model"] == step.id
+    assert not trained.search
+
+
+def test_training_alone_makes_only_trials_with_everything_quantised() -> None:
+    found = planned(**TRAINED, recover="distil", quantisation={"quantizers": ["qat"]})
+    assert [variant.id for variant in found.variants] == ["onnxruntime-int8-qat"]
+    searches = [name for name in ids(found) if name.startswith("search-")]
+    assert searches == [f"search-int8-onnxruntime-{number}" for number in (1, 2, 3)]
+
+
+def test_what_is_pruned_is_trained_alone() -> None:
+    found = planned(**TRAINED, recover="distil", prune=["macs=-50%"], sparsity=["2:4"])
+    assert not [step.id for step in found.steps if isinstance(step.task, TrainGraph)]
+
+
+def test_a_sparse_graph_is_trained_and_the_rest_is_made_of_that() -> None:
+    found = planned(engines=["onnxruntime"], calibration="digits", sparsity=["2:4"], recover="distil")
+    step = next(step for step in found.steps if isinstance(step.task, TrainGraph))
+    assert step.id == "recover-sparsify-sparse24"
+    assert step.inputs == {"model": "sparsify-sparse24", TEACHER: "simplify", "reference": "reference"}
+    assert step.task.stays_float
+    (_, sparse) = found.variants
+    assert sparse.recovered == (step.id,)
+    build = next(step for step in found.steps if step.id == sparse.artifact)
+    assert build.inputs["model"] == step.id
+
+
+@pytest.mark.parametrize("asked", [{"recover": "distil"}, {"recovery": {"seconds": 60}}])
+def test_a_search_trains_for_one_engine_and_only_where_it_is_allowed(asked: dict[str, Any]) -> None:
+    search = {"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 120}
+    assert not [variant for variant in planned(**search).variants if variant.recovered]
+    found = planned(**search, **asked)
+    trained = [variant for variant in found.variants if variant.recovered]
+    assert len(trained) == 1
+    assert trained[0].name.quantizer == "qat"
+    assign = next(step for step in found.steps if step.id == trained[0].assignment)
+    assert isinstance(assign.task, Assign)
+    assert assign.task.to_train == "needed"
+
+
+def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:
+    found = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=600)
+    assert any(variant.prune for variant in found.variants)
+    assert not any(variant.name.quantizer == "qat" for variant in found.variants)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recover": "distil", "calibration": "digits"}, "trains what is pruned, sparse or in int8, and nothing is"),
+        ({"quantisation": {"quantizers": ["qat"]}, "calibration": "digits"}, "no effect without --precision int8"),
+    ],
+)
+def test_training_of_nothing_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make({"model": "digits", "engines": ["onnxruntime"], **values})

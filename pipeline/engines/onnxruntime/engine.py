@@ -90,7 +90,7 @@ class OnnxRuntime(Engine):
     """The execution provider that it runs on, on CUDA."""
     reads: ClassVar[tuple[str, ...]] = ("onnxruntime", "tune_seconds")
     placement: ClassVar[Placement] = "inputs+outputs"
-    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf")
+    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf", "qat")
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
@@ -142,7 +142,7 @@ class OnnxRuntime(Engine):
     @classmethod
     def candidate_quantizers(cls, device: Device) -> tuple[Quantizer, ...]:
         """Leave out NNCF where there is VNNI: in 24 of 24 searches there, its graph was not the fastest."""
-        return cls.quantizers if int8_weight_bits() < 8 else ("own",)
+        return cls.quantizers if int8_weight_bits() < 8 else ("own", "qat")
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:

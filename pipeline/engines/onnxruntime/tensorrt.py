@@ -69,7 +69,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime-gpu", "tensorrt")
     reads: ClassVar[tuple[str, ...]] = ("onnxruntime", "workspace")
     placement: ClassVar[Placement] = "inputs"
-    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own",)
+    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "qat")
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     needs_shapes: ClassVar[bool] = True

@@ -39,7 +39,7 @@ class OpenVINO(Engine):
     title: ClassVar[str] = "OpenVINO"
     tools: ClassVar[tuple[str, ...]] = ("openvino",)
     placement: ClassVar[Placement] = "inputs+read outputs"
-    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf")
+    quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf", "qat")
     casts: ClassVar[tuple[str, ...]] = ("bf16",)  # it fuses what follows a product first, and then rounds less often
     kinds: ClassVar[tuple[str, ...]] = ("cpu",)
     modules: ClassVar[tuple[str, ...]] = (f"{session.__name__}:load_openvino", __name__)

@@ -92,6 +92,14 @@ def flatten(model: "ir.Model") -> None:
     ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
 
 
+def lift_constants(model: "ir.Model") -> None:
+    """Make initialisers of what Constant nodes give."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    ir.passes.Sequential(common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0))(model)
+
+
 def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
     """Give inputs or outputs their names."""
     for value, name in zip(values, names, strict=True):

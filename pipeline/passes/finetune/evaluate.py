@@ -57,6 +57,8 @@ class Work:
     meter: Meter
     fixed: int | None = None
     """The batch that the model takes, where it takes only one."""
+    rates: tuple[float, ...] = (2e-3,)
+    """Learning rates to choose from by short trials, where none is given."""
 
     def loss(self, plan: TrainingPlan) -> Loss:
         """Make the loss that the student is trained by.

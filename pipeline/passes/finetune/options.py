@@ -147,14 +147,19 @@ class Point(BaseModel, frozen=True):
     learning_rate: float
 
 
+Subject = Literal["pruned", "sparse", "int8"]
+"""What is trained: a pruned module, a graph with zeros, or a graph in int8."""
+
+
 class Recovery(BaseModel, frozen=True):
     """The record of a recovery, kept as :data:`FILE`."""
 
+    subject: Subject = "pruned"
     method: str
     metric: str
     """More is better, but for ``mse``."""
     teacher: float
-    """The dense model's metric on the samples that were held back."""
+    """The metric of the model that it learns from, on the samples that were held back."""
     before: float
     after: float
     best_step: int

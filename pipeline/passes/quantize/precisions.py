@@ -7,8 +7,9 @@ from typing import Literal, get_args
 Name = Literal["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
 AS_GIVEN = "as given"
 """Name for that of a file which is measured as it is, and promises none."""
-Quantizer = Literal["own", "nncf"]
-"""Maker of static int8 graphs for CPUs: the rules and the search of enginesmith, or NNCF."""
+Quantizer = Literal["own", "nncf", "qat"]
+"""Maker of static int8 graphs: the rules and the search of enginesmith; for CPUs also NNCF; or the same rules with
+everything in int8, and training (quantisation-aware) in the place of the search."""
 Placement = Literal["inputs", "inputs+outputs", "inputs+read outputs"]
 """Places of Q/DQ pairs: at inputs of products alone, symmetric, which every engine takes; or also behind convolutions,
 with zero points, for kernels that write integers; or there only where int8 operators read them. What one engine fuses

@@ -1,4 +1,4 @@
-"""Draw fidelity by stage, the sensitivity of groups, and how training pruned models back went."""
+"""Draw fidelity by stage, the sensitivity of groups, and how training went."""
 
 import itertools
 import re
@@ -27,7 +27,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     shorten_name,
     why_none,
 )
-from enginesmith.pipeline.report.run_tables import list_pruned, thin_curve
+from enginesmith.pipeline.report.run_tables import list_trained, thin_curve
 from enginesmith.pipeline.report.tables import mark_name
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, VariantRecord
@@ -226,33 +226,28 @@ def _describe_group(group: Assignment) -> str:
     return f"{group.group} ({group.operator}): SQNR {group.sqnr_db:.1f} dB, computed in {group.precision}{why}"
 
 
-# How the retraining of pruned models went.
+# How training went.
 
 
-def recovery(cast: Cast) -> Chart:
-    """Draw metric on held-back samples and loss by step, a line for each time that a model was trained back."""
-    turns = [
-        (record, f"{record.prune}, turn {turn}" if len(record.recovery) > 1 else record.prune or record.id, recovery)
-        for record in list_pruned(cast.run)
-        for turn, recovery in enumerate(record.recovery, 1)
-        if recovery.curve
-    ]
-    metric = " and ".join(dict.fromkeys(recovery.metric for _, _, recovery in turns)) or "metric"
-    title = f"Retraining of pruned models: {metric} on held-out samples, and training loss, by step"
-    if not turns:
-        why = "Pruned models were not retrained: --recover distil does it."
-        none = "No model was pruned in this run."
-        return Chart("recovery", title, empty=why if any(variant.prune for variant in cast.run.variants) else none)
-    _, name, last = turns[-1]
+def training(cast: Cast) -> Chart:
+    """Draw metric on held-back samples and loss by step, a line for each training."""
+    trained = [each for each in list_trained(cast.run) if each[2].curve]
+    metric = " and ".join(dict.fromkeys(recovery.metric for _, _, recovery in trained)) or "metric"
+    title = f"Training: {metric} on held-out samples, and training loss, by step"
+    if not trained:
+        why = "Pruned models were not trained back: --recover distil does it."
+        none = "Nothing was trained in this run."
+        return Chart("training", title, empty=why if any(variant.prune for variant in cast.run.variants) else none)
+    name, _, last = trained[-1]
     summary = f"{name} went from {last.metric} {last.before:.4f} to {last.after:.4f} in {last.steps} steps"
-    summary += f" ({last.reason}); the dense model has {last.teacher:.4f} on the same {last.held_back} samples"
-    summary += f"; {len(turns) - MOST_NAMED} more are not shown." if len(turns) > MOST_NAMED else "."
-    return Chart("recovery", title, _draw_recovery(cast, turns[:MOST_NAMED], metric), summary)
+    summary += f" ({last.reason}); the model it learns from has {last.teacher:.4f} on the same {last.held_back} samples"
+    summary += f"; {len(trained) - MOST_NAMED} more are not shown." if len(trained) > MOST_NAMED else "."
+    return Chart("training", title, _draw_training(cast, trained[:MOST_NAMED], metric), summary)
 
 
-def _draw_recovery(cast: Cast, turns: Sequence[tuple[VariantRecord, str, Recovery]], metric: str) -> Figure:
+def _draw_training(cast: Cast, trained: Sequence[tuple[str, VariantRecord, Recovery]], metric: str) -> Figure:
     traces: list[Figure] = []
-    for record, name, recovery in turns:
+    for name, record, recovery in trained:
         style, curve = cast.style(record), thin_curve(recovery.curve)
         steps, hover = [point.step for point in curve], []
         for point in curve:
@@ -263,12 +258,12 @@ def _draw_recovery(cast: Cast, turns: Sequence[tuple[VariantRecord, str, Recover
         traces.append(draw_line(style, steps, [point.metric for point in curve], hover, **common))
         below = {"yaxis": "y2", "showlegend": False}
         traces.append(draw_line(style, steps, [point.loss for point in curve], hover, **common, **below))
-    metrics = [point.metric for _, _, recovery in turns for point in recovery.curve]
-    teachers = dict.fromkeys(recovery.teacher for _, _, recovery in turns)
-    shapes = [limit("y", value, f"dense {value:.4f}", metrics) for value in teachers]
+    metrics = [point.metric for _, _, recovery in trained for point in recovery.curve]
+    teachers = dict.fromkeys(recovery.teacher for _, _, recovery in trained)
+    shapes = [limit("y", value, f"learnt from {value:.4f}", metrics) for value in teachers]
     upper = axis(f"{metric}, held out", log=False, zero=False) | {"domain": [0.55, 1]}
-    losses = [point.loss for _, _, recovery in turns for point in recovery.curve]
+    losses = [point.loss for _, _, recovery in trained for point in recovery.curve]
     lower = axis("training loss", losses, zero=False) | {"domain": [0, 0.45]}
     x_axis = axis("training step", log=False) | {"anchor": "y2"}
-    both = layout(x_axis, upper, len(turns), shapes=shapes, yaxis2=lower)
+    both = layout(x_axis, upper, len(trained), shapes=shapes, yaxis2=lower)
     return {"data": traces, "layout": {**both, "height": both["height"] + 120}}

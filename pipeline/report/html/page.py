@@ -105,8 +105,8 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]]
     ("precision", "Precision", "What was quantized, what was not, and why?", sections.render_precision),
     (
         "smaller",
-        "Pruning and recovery",
-        "What was removed, and was the accuracy recovered?",
+        "Pruning and training",
+        "What was removed, and what did training bring back?",
         sections.render_compression,
     ),
     ("limits", "Distance to the hardware's limit", "How far is it from these limits?", sections.render_limits),

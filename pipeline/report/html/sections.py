@@ -130,10 +130,11 @@ def _assignments(run: Run) -> Iterator[Folded]:
 def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what pruning took away, and what training brought back."""
     models = show_rows(run_tables.tabulate_pruning(run))
-    if not models:
+    trained = show_rows(run_tables.tabulate_training(run))
+    if not (models or trained):
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
-    curves = fold("Every step of training", run_tables.tabulate_recovery(run))
+    curves = fold("Every step of training", run_tables.tabulate_training_steps(run))
     groups = []
     for place, record in enumerate(run_tables.list_pruned(run)):
         for index, facts in enumerate(record.pruning):
@@ -141,7 +142,7 @@ def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
             lost = run_tables.tabulate_groups(facts, f"lost-{place}-{index}", title)
             whole = list_points(f"{group} is not pruned: {why}." for group, why in facts.whole.items())
             groups.append(Folded(title, (*show_rows(lost), *whole)))
-    return (*models, drawings["recovery"], *curves, *groups)
+    return (*models, *trained, drawings["training"], *curves, *groups)
 
 
 # Render what was left out and where the numbers come from: steps, the machine, doing it again.

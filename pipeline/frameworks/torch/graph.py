@@ -1,0 +1,312 @@
+"""Compute an ONNX graph in torch, train its weights, and put them back.
+
+Each node is a module, named after the value that it makes. What QuantizeLinear and DequantizeLinear do to a value is
+one rounding to the very grid of the graph, whose gradient is passed straight through (Jacob et al., "Quantization and
+Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, section 3). Scales and zero
+points stay as they are, so the trained graph differs from the given one in the numbers of its weights alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.torch import operators
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+_QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+_WEIGHTS = {
+    "Conv": (1, 2),
+    "ConvTranspose": (1, 2),
+    "Gemm": (1, 2),
+    "MatMul": (0, 1),
+    "LSTM": (1, 2, 3),
+    "GRU": (1, 2, 3),
+    "RNN": (1, 2, 3),
+    "BatchNormalization": (1, 2),
+    "InstanceNormalization": (1, 2),
+    "LayerNormalization": (1, 2),
+    "GroupNormalization": (1, 2),
+    "PRelu": (1,),
+}
+"""Operator → its inputs that are trained where they are constants."""
+_BY_CHANNEL = ("Add", "Mul")
+"""Operators whose constants are trained where they have one number for each channel, and no other axis."""
+_LARGEST = 1e4
+"""Constants with larger numbers are masks, and no weights."""
+_SPARSE = 0.45
+"""Share of zeros from which on they stay zeros: a float weight has so many only if it was made sparse."""
+_GROUP, _ZEROS = 4, 2
+"""A weight in few bits was made sparse if two of each four numbers along an axis are zero."""
+_GRIDS: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255), "int32": (-(1 << 30), 1 << 30)}
+_NARROWER = 63
+"""Weights in 7 bits stay within it: on CPUs without VNNI, sums of larger products saturate."""
+
+Compute = Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Whole numbers from ``low`` to ``high``: less ``zero`` and times ``scale`` they are the floats they stand for."""
+
+    scale: Array
+    zero: Array
+    """As the scale: one number, or one for each entry of the axis."""
+    axis: int
+    low: int
+    high: int
+    dtype: str
+
+    def widen(self, levels: Array) -> Array:
+        """Return the floats that levels stand for."""
+        scale, zero = self._align(levels.ndim)
+        numbers: Array = (levels.astype(np.float64) - zero) * scale
+        return numbers.astype(np.float32)
+
+    def narrow(self, numbers: Array) -> Array:
+        """Return the nearest levels."""
+        scale, zero = self._align(numbers.ndim)
+        return (np.rint(numbers.astype(np.float64) / scale) + zero).clip(self.low, self.high).astype(self.dtype)
+
+    def _align(self, rank: int) -> tuple[Array, Array]:
+        shape = (-1, *(1,) * (rank - 1 - self.axis)) if self.scale.size > 1 else (1,) * rank
+        return self.scale.astype(np.float64).reshape(shape), self.zero.astype(np.int64).reshape(shape)
+
+    def compute(self) -> Compute:
+        """Return what rounds floats to the grid, and passes gradients of those within it straight through."""
+        low, high = self.low, self.high
+        if self.dtype == "int32":  # a bias: its steps are finer than those of floats
+            return lambda values: (_first(values),)
+        if self.scale.size == 1:
+            scale, zero = float(self.scale.reshape(())), int(self.zero.reshape(()))
+            return lambda values: (torch.fake_quantize_per_tensor_affine(_first(values), scale, zero, low, high),)
+        scales, zeros = (torch.from_numpy(np.array(each)) for each in (self.scale, self.zero.astype(np.int32)))
+        return lambda values: (
+            torch.fake_quantize_per_channel_affine(
+                value := _first(values), scales.to(value.device), zeros.to(value.device), self.axis, low, high
+            ),
+        )
+
+
+def _first(values: Sequence[Tensor | None]) -> Tensor:
+    assert values[0] is not None
+    return values[0]
+
+
+class _Node(nn.Module):
+    """Compute one node."""
+
+    def __init__(self, compute: Compute, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__()
+        self.compute, self.inputs, self.outputs = compute, inputs, outputs
+
+    def forward(self, *values: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        """Return the only output as it is, so that it can be looked at as any module's."""
+        made = self.compute(values)
+        return made[0] if len(self.outputs) == 1 else made
+
+
+class GraphModule(nn.Module):
+    """Compute a graph: tensors in the order of its inputs → tensors by the names of its outputs."""
+
+    def __init__(self, model: "ir.Model") -> None:
+        """Take the constants out of a graph.
+
+        Raises:
+            ModelError: an operator has no form in torch, or pairs of Q/DQ are of a kind that is not trained.
+        """
+        super().__init__()
+        self._inputs = [str(value.name) for value in model.graph.inputs]
+        self._outputs = [str(value.name) for value in model.graph.outputs]
+        self._grids: dict[str, _Grid] = {}
+        """By the name of a weight in few bits."""
+        self._constants: dict[str, str] = {}
+        """Name of a constant → that of the parameter or buffer."""
+        self._masks: dict[str, str] = {}
+        """Name of a weight → that of the buffer with 0 where it stays 0, and else 1."""
+        self._paths: list[str] = []
+        trained, opset = set(_list_trained(model)), model.opset_imports[""]
+        for node in model.graph:
+            outputs = [_name(value) for value in node.outputs]
+            path = f"value {next(filter(None, outputs), '')}".replace(".", "/")
+            path += f" {len(self._paths)}" if path in self._paths else ""
+            self._paths.append(path)
+            compute = self._find_rounding(node) or operators.find(node, opset)
+            self.add_module(path, _Node(compute, [_name(value) for value in node.inputs], outputs))
+        for name, value in model.graph.initializers.items():
+            if (numbers := edit.read(value)) is not None:
+                self._add_constant(name, numbers, trained=name in trained or name in self._grids)
+        self._read_last = self._find_last_reads()
+
+    def _find_rounding(self, node: "ir.Node") -> Compute | None:
+        """Return what a node of a Q/DQ pair does; None for other nodes."""
+        if node.op_type == _QUANTIZE:
+            if any(use.node.op_type != _DEQUANTIZE for use in node.outputs[0].uses()):
+                raise _explain_pair(node, "something else than DequantizeLinear reads it")
+            return _read_grid(node, edit.read(node.inputs[2])).compute()
+        if node.op_type != _DEQUANTIZE:
+            return None
+        given, producer = node.inputs[0], node.inputs[0].producer() if node.inputs[0] else None
+        if producer is not None and producer.op_type == _QUANTIZE:
+            return lambda values: (_first(values),)  # QuantizeLinear has rounded it
+        levels = edit.read(given)
+        if levels is None:
+            raise _explain_pair(node, "it reads what is computed otherwise")
+        grid = _read_grid(node, levels)
+        if grid.dtype == "int8" and int(np.abs(levels.astype(np.int16)).max(initial=0)) <= _NARROWER:
+            grid = _Grid(grid.scale, grid.zero, grid.axis, -_NARROWER, _NARROWER, grid.dtype)
+        elif grid.dtype == "int8" and levels.size and int(levels.min()) > grid.low:
+            grid = _Grid(grid.scale, grid.zero, grid.axis, -grid.high, grid.high, grid.dtype)
+        self._grids[_name(given)] = grid
+        return grid.compute()
+
+    def _add_constant(self, name: str, numbers: Array, *, trained: bool) -> None:
+        key = self._constants[name] = f"constant {len(self._constants)}"
+        grid = self._grids.get(name)
+        if not trained:
+            self.register_buffer(key, torch.from_numpy(np.array(numbers)))
+            return
+        floats = grid.widen(numbers) if grid else np.array(numbers)
+        self.register_parameter(key, nn.Parameter(torch.from_numpy(floats)))
+        sparse = _has_pattern(floats) if grid else floats.size > 1 and np.mean(floats == 0) >= _SPARSE
+        if sparse:
+            self._masks[name] = f"mask {key}"
+            self.register_buffer(self._masks[name], torch.from_numpy((floats != 0).astype(np.float32)))
+
+    def _find_last_reads(self) -> list[list[str]]:
+        """List by node the values that no later node reads, so that their memory is free."""
+        last = {name: index for index, path in enumerate(self._paths) for name in self._node(path).inputs}
+        free: list[list[str]] = [[] for _ in self._paths]
+        for name, index in last.items():
+            if name and name not in self._outputs:
+                free[index].append(name)
+        return free
+
+    def _node(self, path: str) -> _Node:
+        node = self.get_submodule(path)
+        assert isinstance(node, _Node)
+        return node
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """Compute all nodes, one after the other."""
+        values: dict[str, Tensor] = dict(zip(self._inputs, tensors, strict=True))
+        for path, free in zip(self._paths, self._read_last, strict=True):
+            node = self._node(path)
+            made = node(*(self._read(name, values) for name in node.inputs))
+            for name, value in zip(node.outputs, (made,) if isinstance(made, Tensor) else made, strict=False):
+                values[name] = value
+            for name in free:
+                values.pop(name, None)
+        return {name: values[name] if name in values else self._constant(name) for name in self._outputs}
+
+    def _read(self, name: str, values: dict[str, Tensor]) -> Tensor | None:
+        if not name:
+            return None
+        return values[name] if name in values else self._constant(name)
+
+    def _constant(self, name: str) -> Tensor:
+        value: Tensor = getattr(self, self._constants[name])
+        return value * getattr(self, self._masks[name]) if name in self._masks else value
+
+    def write_weights(self, model: "ir.Model") -> None:
+        """Put the weights into the graph that they were taken from."""
+        import onnx_ir as ir
+
+        with torch.no_grad():
+            for name, key in self._constants.items():
+                if key not in self._parameters:
+                    continue
+                numbers = self._constant(name).detach().cpu().numpy()
+                stored = self._grids[name].narrow(numbers) if name in self._grids else numbers
+                model.graph.initializers[name].const_value = ir.tensor(stored, name=name)
+
+
+def _name(value: "ir.Value | None") -> str:
+    return "" if value is None else str(value.name or "")
+
+
+def _list_trained(model: "ir.Model") -> Iterator[str]:
+    """List the constants of float32 that are weights."""
+    for node in model.graph:
+        places = _WEIGHTS.get(node.op_type, ())
+        by_channel = node.op_type in _BY_CHANNEL
+        for index, value in enumerate(node.inputs):
+            if value is None or not (index in places or by_channel) or not edit.is_weight(value):
+                continue
+            numbers = edit.read(value)
+            assert numbers is not None
+            along_one = numbers.size > 1 and numbers.size == max(numbers.shape)
+            if (along_one or not by_channel) and np.abs(numbers).max(initial=0.0) < _LARGEST:
+                yield _name(value)
+
+
+def _read_grid(node: "ir.Node", levels: Array | None) -> _Grid:
+    """Read the grid of a node of a pair; ``levels`` are numbers of its type, the zero points for instance.
+
+    Raises:
+        ModelError: the scale is computed, or the type is not an integer of 8 bits or of a bias.
+    """
+    scale, zero = edit.read(node.inputs[1]), edit.read(node.inputs[2]) if len(node.inputs) > 2 else None
+    dtype = str(levels.dtype) if levels is not None else "uint8"
+    if scale is None or scale.dtype != np.float32 or dtype not in _GRIDS or scale.ndim > 1:
+        raise _explain_pair(node, f"its numbers are {dtype}, or its scale is no constant of float32")
+    if node.attributes.get_int("block_size", 0):
+        raise _explain_pair(node, "its scales are those of blocks")
+    axis, value = node.attributes.get_int("axis", 1), node.inputs[0]
+    rank = len(value.shape) if value is not None and value.shape is not None else 0
+    zeros = np.zeros(scale.shape, np.int32) if zero is None else np.broadcast_to(zero, scale.shape).astype(np.int32)
+    return _Grid(scale, zeros, axis + rank if axis < 0 else axis, *_GRIDS[dtype], dtype)
+
+
+def _explain_pair(node: "ir.Node", why: str) -> ModelError:
+    return ModelError(f"{node.op_type} {node.name!r} cannot be trained: {why}", "train graphs that are static int8")
+
+
+def _has_pattern(numbers: Array) -> bool:
+    """Tell whether two of each four numbers along one axis are zero."""
+    for axis in range(numbers.ndim if numbers.size > _GROUP else 0):
+        if numbers.shape[axis] % _GROUP == 0:
+            groups = np.moveaxis(numbers, axis, -1).reshape(-1, _GROUP)
+            if ((groups == 0).sum(axis=1) >= _ZEROS).all():
+                return True
+    return False
+
+
+def load_graph(path: Path) -> LoadedModel:
+    """Load an ONNX file as a module whose weights can be trained; its example is empty.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+        ModelError: an operator has no form in torch.
+    """
+    signature = model_file.signature(path)
+    module = GraphModule(_load_with_constants(path))
+    names = tuple(spec.name for spec in signature.outputs)
+    return LoadedModel(NamedForward(module, tuple(spec.name for spec in signature.inputs), names), signature, {})
+
+
+def save_graph(path: Path, loaded: LoadedModel, out: Path, external_data_bytes: int) -> None:
+    """Write the graph at ``path`` with the weights of the module that was loaded from it."""
+    model = _load_with_constants(path)
+    assert isinstance(loaded.module.model, GraphModule)
+    loaded.module.model.write_weights(model)
+    edit.save(model, out, external_data_bytes)
+
+
+def _load_with_constants(path: Path) -> "ir.Model":
+    """Load a graph whose constants are all initialisers."""
+    model = edit.load(path)
+    edit.flatten(model)
+    edit.lift_constants(model)
+    return model

@@ -1,0 +1,209 @@
+"""Graphs in torch: what ONNX Runtime computes, gradients through Q/DQ pairs, and weights put back where they were."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.torch.graph import GraphModule, load_graph, save_graph
+from graphs import evaluate, node, normal
+from graphs import save_graph as write_graph
+
+QDQ = [
+    node("QuantizeLinear", "x xs xz", "xq"),
+    node("DequantizeLinear", "xq xs xz", "xd"),
+    node("DequantizeLinear", "w ws wz", "wd", axis=0),
+    node("DequantizeLinear", "b bs bz", "bd", axis=0),
+    node("Conv", "xd wd bd", "c"),
+    node("Relu", "c", "r"),
+    node("GlobalAveragePool", "r", "g"),
+    node("Flatten", "g", "f"),
+    node("MatMul", "f m", "p"),
+    node("Add", "p n", "y"),
+]
+
+
+def quantised(**changes: Any) -> dict[str, Any]:
+    """Weights of the graph above: activations in uint8 with a zero point, weights in int8 by channel."""
+    levels = np.clip(np.rint(normal(4, 3, 3, 3) * 50), -127, 127).astype(np.int8)
+    levels[:, 0, 0, 0] = 127
+    scale = np.asarray([0.01, 0.02, 0.005, 0.03], np.float32)
+    return {
+        "xs": np.float32(0.02),
+        "xz": np.uint8(100),
+        "w": levels,
+        "ws": scale,
+        "wz": np.zeros(4, np.int8),
+        "b": np.asarray([100, -2000, 0, 30000], np.int32),
+        "bs": scale * np.float32(0.02),
+        "bz": np.zeros(4, np.int32),
+        "m": normal(4, 5, seed=1),
+        "n": normal(5, seed=2),
+        **changes,
+    }
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    return write_graph(tmp_path, QDQ, quantised(), x=("batch", 3, 8, 8))
+
+
+def step(path: Path, rate: float) -> Any:
+    """Load the graph, and go one step of all weights against the square of the output."""
+    loaded = load_graph(path)
+    (output,) = loaded.module(torch.from_numpy(normal(2, 3, 8, 8)))
+    output.square().sum().backward()
+    with torch.no_grad():
+        for value in loaded.module.parameters():
+            value -= rate * value.grad
+    return loaded
+
+
+def weights(path: Path) -> dict[str, Any]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+
+
+def test_a_quantised_graph_is_computed_as_by_onnx_runtime(graph: Path) -> None:
+    x = normal(2, 3, 8, 8)
+    loaded = load_graph(graph)
+    (output,) = loaded.module(torch.from_numpy(x))
+    assert [spec.name for spec in loaded.signature.inputs] == ["x"]
+    np.testing.assert_allclose(output.detach().numpy(), evaluate(graph, x)["y"], atol=1e-5)
+
+
+def test_all_weights_are_trained_and_no_scale_is(graph: Path) -> None:
+    loaded = step(graph, 0.0)
+    shapes = sorted(tuple(value.shape) for value in loaded.module.parameters())
+    assert shapes == [(4,), (4, 3, 3, 3), (4, 5), (5,)]
+    assert all(float(value.grad.abs().sum()) > 0 for value in loaded.module.parameters())
+
+
+def test_trained_weights_are_levels_of_the_same_scales(graph: Path, tmp_path: Path) -> None:
+    loaded, out = step(graph, 1e-3), tmp_path / "out"
+    out.mkdir()
+    save_graph(graph, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    before, after, x = weights(graph), weights(out / edit.FILE), normal(2, 3, 8, 8, seed=5)
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {"w", "b", "m", "n"}
+    assert {name: after[name].dtype for name in before} == {name: value.dtype for name, value in before.items()}
+    (output,) = loaded.module(torch.from_numpy(x))
+    # a bias is rounded only when it is written, to a step of 6e-4 at most
+    np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-3)
+
+
+def test_without_a_step_the_weights_are_those_of_before(graph: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_graph(graph, load_graph(graph), out, edit.EXTERNAL_DATA_BYTES)
+    before, after = weights(graph), weights(out / edit.FILE)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_weights_of_seven_bits_stay_within_them(tmp_path: Path) -> None:
+    given = quantised(w=np.clip(quantised()["w"], -63, 63))
+    path, out = write_graph(tmp_path, QDQ, given, x=("batch", 3, 8, 8)), tmp_path / "out"
+    out.mkdir()
+    save_graph(path, step(path, 10.0), out, edit.EXTERNAL_DATA_BYTES)
+    assert np.abs(weights(out / edit.FILE)["w"].astype(int)).max() == 63
+
+
+def test_values_outside_of_the_grid_pass_no_gradient(graph: Path) -> None:
+    loaded = load_graph(graph)
+    x = torch.full((1, 3, 8, 8), 50.0, requires_grad=True)
+    (output,) = loaded.module(x)
+    output.sum().backward()
+    assert x.grad is not None
+    assert float(x.grad.abs().sum()) == 0.0
+
+
+def test_zeros_of_a_sparse_weight_stay(tmp_path: Path) -> None:
+    sparse = normal(8, 6, seed=3)
+    sparse[::2] = 0
+    nodes, out = [node("MatMul", "x w", "h"), node("Add", "h b", "y")], tmp_path / "out"
+    path = write_graph(tmp_path, nodes, {"w": sparse, "b": normal(6)}, x=("batch", 8))
+    out.mkdir()
+    loaded = load_graph(path)
+    (output,) = loaded.module(torch.from_numpy(normal(4, 8)))
+    output.square().sum().backward()
+    with torch.no_grad():
+        for value in loaded.module.parameters():
+            value -= 0.1 * torch.ones_like(value)
+    save_graph(path, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    found = weights(out / edit.FILE)["w"]
+    assert np.array_equal(found == 0, sparse == 0)
+    np.testing.assert_allclose(found[1::2], sparse[1::2] - 0.1, atol=1e-6)
+
+
+def test_levels_at_zero_stay_only_where_there_is_a_pattern(tmp_path: Path) -> None:
+    """Rounding alone makes many zeros where one channel is large; those may change."""
+    by_chance = np.where(np.random.default_rng(0).random((4, 3, 3, 3)) < 0.6, 0, quantised()["w"]).astype(np.int8)
+    assert np.mean(by_chance == 0) > 0.5
+    path = write_graph(tmp_path, QDQ, quantised(w=by_chance), x=("batch", 3, 8, 8))
+    module = load_graph(path).module.model
+    assert isinstance(module, GraphModule)
+    assert not module._masks
+    pattern = np.ones((4, 4, 3, 3), np.int8)
+    pattern[:, ::2] = 0
+    path = write_graph(tmp_path / "pattern", QDQ, quantised(w=pattern), x=("batch", 4, 8, 8))
+    module = load_graph(path).module.model
+    assert isinstance(module, GraphModule)
+    assert list(module._masks) == ["w"]
+
+
+def test_masks_and_numbers_are_no_weights(tmp_path: Path) -> None:
+    mask = np.asarray([0, -np.inf, 0, 0], np.float32)
+    nodes = [node("Add", "x mask", "a"), node("Softmax", "a", "s"), node("Mul", "s two", "y")]
+    path = write_graph(tmp_path, nodes, {"mask": mask, "two": np.float32(2)}, x=("batch", 4))
+    assert not list(load_graph(path).module.parameters())
+
+
+def test_constants_in_nodes_are_trained_too(tmp_path: Path) -> None:
+    value = onnx.numpy_helper.from_array(normal(4, 2), "w")
+    nodes = [onnx.helper.make_node("Constant", [], ["w"], "c", value=value), node("MatMul", "x w", "y")]
+    path = write_graph(tmp_path, nodes, {}, x=("batch", 4))
+    assert [tuple(one.shape) for one in load_graph(path).module.parameters()] == [(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weights", "message"),
+    [
+        ([node("NonZero", "x", "i"), node("Unique", "i", "y")], {}, "Unique"),
+        (
+            [node("QuantizeLinear", "x s z", "q"), node("MatMulInteger", "q q", "m"), node("Identity", "m", "y")],
+            {"s": np.float32(1), "z": np.uint8(0)},
+            "something else than DequantizeLinear reads it",
+        ),
+        (
+            [node("Abs", "x", "s"), node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y")],
+            {"z": np.uint8(0)},
+            "its scale is no constant",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, nodes: Any, weights: Any, message: str) -> None:
+    path = tmp_path / "model.onnx"
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            nodes,
+            "net",
+            [onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 4])],
+            [onnx.helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 20)],
+    )
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match=message):
+        GraphModule(edit.load(path))
+
+
+def test_nodes_are_found_by_the_value_that_they_make(graph: Path) -> None:
+    module = load_graph(graph).module.model
+    paths = [path for path, _ in module.named_modules() if path]
+    assert paths == [f"value {name}" for name in ["xq", "xd", "wd", "bd", "c", "r", "g", "f", "p", "y"]]
