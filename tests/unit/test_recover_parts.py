@@ -67,11 +67,11 @@ def test_an_epoch_takes_every_row_once_and_each_epoch_in_another_order() -> None
     assert order.at(6).tolist() != batches.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
 
 
-RATES = RecoverOptions(learning_rate=1.0, warmup=0.1)
+RATES = RecoverOptions(warmup=0.1)
 
 
 def test_the_rate_rises_and_falls_to_nothing() -> None:
-    plan = PLAN.model_copy(update={"steps": 100})
+    plan = PLAN.model_copy(update={"steps": 100, "learning_rate": 1.0})
     rates = [learning_rate(plan, step, RATES) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0

@@ -15,10 +15,11 @@ import torch
 
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.passes.finetune import batches, trainer
-from enginesmith.pipeline.passes.finetune.batches import DataParallel
-from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, shrink_evaluation
+from enginesmith.pipeline.passes.finetune.augment import list_images, mirror
+from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel
+from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, agreement, shrink_evaluation
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
-from enginesmith.pipeline.passes.finetune.options import Ending, Point, Recovery, TrainingPlan
+from enginesmith.pipeline.passes.finetune.options import Augmentation, Ending, Point, Recovery, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, pace, set_part
 
 _LOOKED_AT = 8
@@ -32,6 +33,12 @@ _PASSES = 3
 """Passes in an evaluation: for statistics, for the student's outputs and for the teacher's."""
 _LEAST_JUDGED, _STATISTICS = 32, 256
 _TOLD_SECONDS = 1.0
+_ENOUGH_STEPS, _LEAST_BATCH = 100, 8
+"""Steps for which batches are made smaller where there is no time for so many, and the smallest batch for that."""
+_SHARE_OF_TRIALS, _LEAST_TRIED = 0.15, 8
+"""Share of the time for trials of learning rates, and the fewest steps of one."""
+_MIRRORED, _ALIKE = 64, 0.8
+"""Samples that are mirrored to see if that changes the answers, and the agreement from which on it does not."""
 
 Tell = Callable[[str], None]
 
@@ -90,6 +97,11 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
     plan = _fit_memory(work, _draft(work), checkpoints)
     timed = _train_alone(work, plan)  # it stays, as its optimiser's state does while a training is evaluated
     step_seconds, threads = pace(timed, work.threads)
+    smaller = _affordable_batch(work, timed.plan, step_seconds)
+    if smaller.batch < plan.batch:
+        _reset(work, checkpoints)
+        plan, timed = smaller, _train_alone(work, smaller)
+        step_seconds, threads = pace(timed, work.threads)
     torch.set_num_threads(threads)
     fitted = {name: getattr(timed.plan, name) for name in ("micro_batch", "checkpointed", "frozen_norms")}
     plan = _choose_samples(work, plan.model_copy(update={**fitted, "threads": threads}))
@@ -102,6 +114,8 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
             "look at what the loss divides by or takes the logarithm of, and at what the pruned model answers",
         )
     evaluation_seconds = seconds * (1 + plan.statistics / plan.judged)
+    rate = _choose_rate(work, plan, checkpoints, evaluator, step_seconds, evaluation_seconds)
+    plan = plan.model_copy(update={"learning_rate": rate})
     spent = time.monotonic() - start
     plan = _fit_time(work, plan, step_seconds, evaluation_seconds, spent)
     if plan.frozen_norms:  # those that it begins with are of the network before it was pruned
@@ -115,6 +129,61 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
         evaluation_seconds=evaluation_seconds,
     )
     checkpoints.write(work.trainer(plan, DataParallel(work.material.device)), progress)
+
+
+def _affordable_batch(work: Work, plan: TrainingPlan, step_seconds: float) -> TrainingPlan:
+    """Halve the batch until there is time for enough steps; a step is taken to need time in proportion to it."""
+    unit = (work.fixed or 1) * work.processes
+    batch, steps = plan.batch, _SHARE_OF_TIME * work.options.seconds / step_seconds
+    while steps < _ENOUGH_STEPS and work.options.epochs is None:
+        half = batch // 2 - batch // 2 % unit
+        if half < max(unit, _LEAST_BATCH):
+            break
+        steps, batch = steps * batch / half, half
+    part = min(plan.micro_batch, batch // plan.processes)
+    return set_part(plan.model_copy(update={"batch": batch}), part) if batch < plan.batch else plan
+
+
+def _choose_rate(
+    work: Work,
+    plan: TrainingPlan,
+    checkpoints: Checkpoints,
+    evaluator: Evaluator,
+    step_seconds: float,
+    evaluation_seconds: float,
+) -> float:
+    """Choose the learning rate by the loss on held-back samples after few steps each; without time the middle one."""
+    given = work.options.learning_rate
+    rates = work.rates if given is None else (given,)
+    seconds = _SHARE_OF_TRIALS * work.options.seconds / len(rates) - evaluation_seconds
+    steps = int(seconds / step_seconds)
+    if len(rates) == 1 or steps < _LEAST_TRIED:
+        return rates[len(rates) // 2]
+    losses: dict[float, float] = {}
+    for rate in rates:
+        _reset(work, checkpoints)
+        tried = _train_alone(work, plan.model_copy(update={"steps": steps, "learning_rate": rate}))
+        finite = all(math.isfinite(tried.advance()) for _ in range(steps))
+        loss = evaluator.evaluate()[0].loss if finite else math.inf
+        losses[rate] = loss if math.isfinite(loss) else math.inf
+    _reset(work, checkpoints)
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def _choose_augmentation(work: Work, samples: Batch) -> Augmentation | None:
+    """Choose how images are changed; they are mirrored if the teacher then answers nearly the same."""
+    images = list_images(samples.inputs)
+    if not images or not work.options.augment or work.options.method != "distil":
+        return None
+    rows = np.asarray(work.material.learnt[: work.fixed or _MIRRORED])
+    batch, names = work.material.batch(rows), [spec.name for spec in work.models.teacher.signature.outputs]
+    answers = []
+    with torch.no_grad():
+        for each in (batch, mirror(batch, images)):
+            values = work.models.teacher.module(*each.inputs.values())
+            answers.append({name: value.float().cpu().numpy() for name, value in zip(names, values, strict=True)})
+    alike = agreement(answers[1], answers[0], None) >= _ALIKE
+    return Augmentation(inputs=images, mirror=alike, mix=len(samples.inputs) == 1)
 
 
 def _draft(work: Work) -> TrainingPlan:
@@ -142,6 +211,8 @@ def _draft(work: Work) -> TrainingPlan:
         threads=work.threads,
         least_part=work.fixed or 1,
         autocast=autocast,
+        learning_rate=work.options.learning_rate or work.rates[len(work.rates) // 2],
+        augmentation=_choose_augmentation(work, samples),
         outputs=output_targets(models.teacher, samples) if distilled else (),
         features=feature_targets(models.student, models.teacher, samples) if features else (),
     )
@@ -316,7 +387,7 @@ class _Run:
         last, plan = self._progress.curve[-1], self._progress.plan
         self._tell(
             f"step {self._trainer.step} of {plan.steps}, loss {loss:.4g}, {self._work.metric.name} {last.metric:.4g} "
-            f"(dense {self._progress.teacher:.4g})"
+            f"of {self._progress.teacher:.4g}"
         )
 
     def _save(self, *, at_once: bool) -> None:

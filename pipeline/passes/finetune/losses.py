@@ -27,6 +27,10 @@ _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
+_UNLIKE, _MOST_UNLIKE = 100.0, 64
+"""Ratio of mean squares from which on numbers of an output are unlike, and the longest axis that is looked at."""
+_CONSTANT = 1e-4
+"""Share of the mean square that is taken for the spread of numbers that hardly vary."""
 
 
 @contextmanager
@@ -59,7 +63,7 @@ def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
     names = [spec.name for spec in teacher.signature.outputs]
     values = teacher.module(*batch.inputs.values())
     targets = [
-        Target(name=name, kind=_kind(name, value.float(), batch.labels if not index else None), scale=_scale(value))
+        _describe(name, _kind(name, value.float(), batch.labels if not index else None), value.float())
         for index, (name, value) in enumerate(zip(names, values, strict=True))
         if value.is_floating_point() and value.numel()
     ]
@@ -82,6 +86,21 @@ def _kind(name: str, value: Tensor, labels: Tensor | None) -> Any:
         return "values"
     sums = value.sum(-1)
     return "probabilities" if value.min() >= 0 and torch.allclose(sums, torch.ones_like(sums), atol=1e-3) else "classes"
+
+
+def _describe(name: str, kind: Any, value: Tensor) -> Target:
+    """Describe an output; one of unlike numbers has a scale for each index of the axis in which they differ most."""
+    target = Target(name=name, kind=kind, scale=_scale(value))
+    if kind != "values":
+        return target
+    found: list[tuple[float, int, list[float]]] = []
+    for axis in range(1, value.ndim):
+        if 1 < value.shape[axis] <= _MOST_UNLIKE:
+            rows = value.movedim(axis, 0).flatten(1)
+            spread = torch.maximum(rows.var(1, correction=0), _CONSTANT * rows.square().mean(1)).clamp_min(_LEAST_SCALE)
+            found.append((float(spread.max() / spread.min()), axis, spread.tolist()))
+    ratio, place, scales = max(found, default=(0.0, 0, []))
+    return target if ratio < _UNLIKE else target.model_copy(update={"axis": place, "scales": tuple(scales)})
 
 
 def _scale(value: Tensor) -> float:
@@ -164,7 +183,10 @@ class Distil:
     def _compare(self, target: Target, ours: Tensor, theirs: Tensor) -> Tensor:
         ours, theirs = ours.float(), theirs.float()
         if target.kind == "values":
-            return F.mse_loss(ours, theirs) / target.scale
+            if target.axis is None:
+                return F.mse_loss(ours, theirs) / target.scale
+            errors = (ours - theirs).square().movedim(target.axis, -1)
+            return (errors / errors.new_tensor(target.scales)).mean()
         if target.kind == "maps":
             return (_map(ours) - _map(theirs)).square().sum(1).mean()
         if target.kind == "probabilities":

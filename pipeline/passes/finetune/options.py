@@ -27,11 +27,16 @@ class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
         None, ge=1, description="largest number of passes over the data; by default as many as there is time for"
     )
     batch: int = Field(64, ge=1, description="samples in each step of the optimizer")
-    learning_rate: float = Field(2e-3, gt=0, description="the highest, after the warm-up; then it falls along a cosine")
+    learning_rate: float | None = Field(
+        None, gt=0, description="the highest, after the warm-up; then it falls along a cosine; found by short trials"
+    )
     weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW; norms and biases have none")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate goes up")
     temperature: float = Field(2.0, gt=0, description="temperature of the softmax when classes are distilled")
     features: bool = Field(True, description="compare intermediate values, too, when distilling")
+    augment: bool = Field(
+        True, description="shift, mirror and mix images when distilling, so that few samples teach more"
+    )
     ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of weights that is kept; 0 for none")
     evaluations: int = Field(20, ge=1, description="largest number of evaluations; fewer if they take long")
     patience: int = Field(10, ge=1, description="number of evaluations without a better one, after which recovery ends")
@@ -75,6 +80,9 @@ class Target(BaseModel, frozen=True):
     """Logits or probabilities of classes; numbers; where in an image there is much, over channels that may differ."""
     scale: float = 1.0
     """Mean square of the teacher's deviation from its mean, which errors of ``values`` are divided by."""
+    axis: int | None = None
+    """Axis of unlike numbers, pixels beside probabilities for instance, with a scale for each."""
+    scales: tuple[float, ...] = ()
 
 
 class Shortened(BaseModel, frozen=True):
@@ -86,6 +94,17 @@ class Shortened(BaseModel, frozen=True):
     """Progress of the schedule by then, in steps as they were planned."""
     planned: int
     """Steps that there were to be at first."""
+
+
+class Augmentation(BaseModel, frozen=True):
+    """Changes of images that make other samples of them; the model that is learnt from answers those as well."""
+
+    inputs: tuple[str, ...]
+    """Inputs that are images: [samples, channels, height, width]."""
+    mirror: bool
+    """Left and right may be exchanged: the answers stay the same."""
+    mix: bool
+    """Two samples may be mixed: there is no other input, whose numbers may be no amounts."""
 
 
 class TrainingPlan(BaseModel, frozen=True):
@@ -115,6 +134,9 @@ class TrainingPlan(BaseModel, frozen=True):
     autocast: bool = False
     frozen_norms: bool = False
     """True where batch norms keep their statistics while training, as parts of a batch are too small to have some."""
+    learning_rate: float = 2e-3
+    """The highest."""
+    augmentation: Augmentation | None = None
     outputs: tuple[Target, ...] = ()
     features: tuple[Target, ...] = ()
 

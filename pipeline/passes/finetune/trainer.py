@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from enginesmith.pipeline.errors import ModelError, storage_errors
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune import batches
+from enginesmith.pipeline.passes.finetune.augment import augment
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, SplitData
 from enginesmith.pipeline.passes.finetune.losses import Loss
 from enginesmith.pipeline.passes.finetune.options import Point, RecoverOptions, TrainingPlan
@@ -48,7 +49,7 @@ def learning_rate(plan: TrainingPlan, step: int, options: RecoverOptions) -> flo
 
     Loshchilov and Hutter, "SGDR", ICLR 2017. A plan that was shortened goes through the rest of its schedule faster.
     """
-    position, steps, highest = plan.position(step), plan.planned, options.learning_rate
+    position, steps, highest = plan.position(step), plan.planned, plan.learning_rate
     warm = math.ceil(options.warmup * steps)
     if position < warm:
         return highest * (position + 1) / warm
@@ -187,8 +188,11 @@ class Trainer:
             for index, part in enumerate(batches.parts(own, self.plan.micro_batch)):
                 torch.manual_seed(hash((self.seed, self.step, self.team.rank, index)) & 0x7FFF_FFFF)
                 weight = len(part) / len(rows)
+                batch = self.material.batch(part)
+                if self.plan.augmentation is not None:
+                    batch = augment(batch, self.plan.augmentation)
                 with torch.autocast(self.material.device.type, dtype=torch.bfloat16, enabled=self.plan.autocast):
-                    loss = self.loss(self.student, self.models.teacher.module, self.material.batch(part))
+                    loss = self.loss(self.student, self.models.teacher.module, batch)
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) * weight
             self.within()
@@ -243,7 +247,7 @@ def _optimiser(module: nn.Module, options: RecoverOptions) -> torch.optim.AdamW:
         {"params": [value for value in trained if value.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [value for value in trained if value.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.learning_rate)
+    return torch.optim.AdamW([group for group in groups if group["params"]])  # each step sets its rate
 
 
 class Progress(BaseModel, frozen=True):
