@@ -1,0 +1,285 @@
+"""Operators in torch: each answers as ONNX Runtime does, and passes gradients on."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper, numpy_helper
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.torch import operators
+from graphs import normal
+
+RNG = np.random.default_rng(0)
+IMAGE, ROWS, POSITIVE = normal(2, 4, 9, 8), normal(3, 6), np.abs(normal(3, 6)) + 0.1
+SMALL = np.clip(normal(3, 6), -0.9, 0.9)
+FLAGS = normal(3, 6) > 0
+
+
+def ints(*values: int) -> Any:
+    return np.asarray(values, np.int64)
+
+
+def number(value: float) -> Any:
+    return np.asarray(value, np.float32)
+
+
+Case = tuple[str, list[Any], dict[str, Any], int]
+
+
+def case(operator: str, *inputs: Any, opset: int = 18, outputs: int = 1, **attributes: Any) -> Any:
+    told = ",".join(f"{name}={value}" for name, value in attributes.items() if not isinstance(value, onnx.TensorProto))
+    name = f"{operator}-{opset}{'-' if told else ''}{told}"[:70]
+    return pytest.param(operator, inputs, attributes, opset, outputs, id=name)
+
+
+UNARY = (
+    *(
+        "Neg",
+        "Abs",
+        "Exp",
+        "Erf",
+        "Floor",
+        "Ceil",
+        "Round",
+        "Sign",
+        "Sin",
+        "Cos",
+        "Tan",
+        "Sinh",
+        "Cosh",
+        "Tanh",
+        "Atan",
+    ),
+    *("Asinh", "Sigmoid", "Relu", "HardSwish", "Softplus", "Softsign", "Mish", "LeakyRelu", "Elu", "Celu", "Selu"),
+    *("HardSigmoid", "ThresholdedRelu", "Identity", "IsNaN", "IsInf"),
+)
+BINARY = ("Add", "Sub", "Mul", "Div", "Min", "Max", "Sum", "Mean", "Greater", "Less", "GreaterOrEqual", "LessOrEqual")
+REDUCTIONS = ("Max", "Min", "Mean", "Sum", "Prod", "L1", "L2", "SumSquare", "LogSumExp")
+LSTM = [normal(5, 2, 3), normal(2, 16, 3), normal(2, 16, 4), normal(2, 32), None, normal(2, 2, 4), normal(2, 2, 4)]
+GRU = [normal(5, 2, 3), normal(1, 12, 3), normal(1, 12, 4), normal(1, 24), None, normal(1, 2, 4)]
+WEIGHT = normal(6, 2, 3, 3) / 4
+
+CASES = [
+    *(case(name, ROWS) for name in UNARY),
+    *(case(name, POSITIVE) for name in ("Sqrt", "Log", "Reciprocal")),
+    *(case(name, SMALL) for name in ("Asin", "Acos", "Atanh")),
+    case("Acosh", POSITIVE + 1),
+    *(case(name, ROWS, normal(6, seed=1)) for name in BINARY),
+    case("Div", ints(7, -7, 9), ints(2, 2, -4)),
+    case("Mod", ints(7, -7, 9), ints(3, 3, -4)),
+    case("Mod", ROWS, POSITIVE, fmod=1),
+    case("Pow", POSITIVE, number(2.5)),
+    case("Pow", ROWS, ints(2)),
+    case("PRelu", ROWS, POSITIVE[:1]),
+    *(case(name, FLAGS, ~FLAGS) for name in ("And", "Or", "Xor")),
+    case("Not", FLAGS),
+    case("Equal", ints(1, 2, 3), ints(1, 0, 3)),
+    case("Where", FLAGS, ROWS, number(0)),
+    case("Clip", ROWS, number(-0.5), number(0.5)),
+    case("Clip", ROWS, None, number(0.5)),
+    case("Clip", ROWS),
+    case("LeakyRelu", ROWS, alpha=0.3),
+    case("Elu", ROWS, alpha=0.5),
+    case("Celu", ROWS, alpha=0.5),
+    case("HardSigmoid", ROWS, alpha=1 / 6, beta=0.5),
+    case("ThresholdedRelu", ROWS, alpha=0.3),
+    case("Gelu", ROWS, opset=20),
+    case("Gelu", ROWS, opset=20, approximate="tanh"),
+    case("Cast", ROWS, to=onnx.TensorProto.INT64),
+    case("Cast", FLAGS, to=onnx.TensorProto.FLOAT),
+    case("CastLike", ints(1, 2), ROWS),
+    case("Dropout", ROWS),
+    case("Constant", value=numpy_helper.from_array(ROWS)),
+    case("Constant", value_floats=[1.0, 2.5]),
+    case("Constant", value_ints=[1, 2]),
+    case("Constant", value_float=1.5),
+    case("ConstantOfShape", ints(2, 3), value=numpy_helper.from_array(np.asarray([7], np.int64))),
+    case("ConstantOfShape", ints(2, 3)),
+    case("Shape", IMAGE),
+    case("Shape", IMAGE, start=1, end=-1),
+    case("Size", IMAGE),
+    case("Reshape", IMAGE, ints(0, -1, 8)),
+    case("Reshape", np.zeros((0, 3), np.float32), ints(0, 3), allowzero=1),
+    case("Flatten", IMAGE),
+    case("Flatten", IMAGE, axis=-1),
+    case("Flatten", IMAGE, axis=0),
+    case("Transpose", IMAGE, perm=[0, 2, 3, 1]),
+    case("Transpose", ROWS),
+    case("Squeeze", ROWS[:, None], ints(1)),
+    case("Squeeze", ROWS[None, :, None]),
+    case("Squeeze", ROWS[:, None], opset=11, axes=[1]),
+    case("Unsqueeze", ROWS, ints(0, -1)),
+    case("Unsqueeze", ROWS, opset=11, axes=[1]),
+    case("Concat", ROWS, ROWS + 1, axis=1),
+    case("Split", ROWS, ints(2, 4), outputs=2, axis=1),
+    case("Split", ROWS, outputs=3, axis=1, num_outputs=3),
+    case("Split", ROWS, opset=13, outputs=2, axis=1),
+    case("Split", ROWS, opset=11, outputs=2, axis=1, split=[2, 4]),
+    case("Slice", IMAGE, ints(1, -5), ints(9, 99), ints(2, 3)),
+    case("Slice", IMAGE, ints(-1), ints(-99), ints(3), ints(-2)),
+    case("Slice", ROWS, ints(1), ints(2)),
+    case("Gather", ROWS, np.asarray([[1, -1], [0, 2]], np.int64)),
+    case("Gather", IMAGE, np.asarray(1, np.int64), axis=-1),
+    case("GatherElements", ROWS, np.asarray([[1, -1, 0]], np.int64), axis=1),
+    case("GatherND", IMAGE, np.asarray([[0, 1], [-1, 3]], np.int64)),
+    case("ScatterElements", ROWS, np.asarray([[1, -1]], np.int64), normal(1, 2), axis=1),
+    case("ScatterElements", ROWS, np.asarray([[1, 1]], np.int64), normal(1, 2), axis=1, reduction="add"),
+    case("ScatterND", ROWS, np.asarray([[0], [2]], np.int64), normal(2, 6)),
+    case("Expand", ROWS[:, None], ints(2, 1, 2, 1)),
+    case("Expand", ROWS, ints(1)),
+    case("Tile", ROWS, ints(2, 3)),
+    case("Pad", IMAGE, ints(0, 0, 1, 2, 0, 0, 3, 0), number(1.5)),
+    case("Pad", IMAGE, ints(1, 2), number(0), ints(3)),
+    case("Pad", IMAGE, ints(0, 0, 1, 2, 0, 0, 3, 0), mode="reflect"),
+    case("Pad", IMAGE, ints(0, 0, 1, 2, 0, 0, 3, 0), mode="edge"),
+    case("Pad", IMAGE, ints(0, 0, 1, 2, 0, 0, 3, 0), mode="wrap", opset=19),
+    case("Range", ints(1)[0], ints(9)[0], ints(3)[0]),
+    case("NonZero", np.asarray(ROWS > 0, np.float32)),
+    case("OneHot", ints(0, 2, -1), ints(4), np.asarray([0, 5], np.float32)),
+    case("OneHot", ints(0, 2, 1), ints(4), np.asarray([0, 5], np.float32), axis=0),
+    case("TopK", ROWS, ints(2), outputs=2),
+    case("TopK", ROWS, ints(2), outputs=2, axis=0, largest=0),
+    case("ArgMax", ROWS, axis=1, keepdims=0),
+    case("ArgMin", ROWS),
+    case("CumSum", ROWS, np.asarray(1, np.int64)),
+    case("CumSum", ROWS, np.asarray(1, np.int64), exclusive=1, reverse=1),
+    case("Trilu", ROWS),
+    case("Trilu", ROWS, np.asarray(1, np.int64), upper=0),
+    case("EyeLike", ROWS, k=1),
+    *(case(f"Reduce{name}", IMAGE, ints(2, 3)) for name in REDUCTIONS),
+    *(case(f"Reduce{name}", IMAGE, keepdims=0) for name in ("Mean", "Max")),
+    case("ReduceMean", IMAGE, opset=13, axes=[1, -1], keepdims=0),
+    case("ReduceSum", IMAGE, ints(1), opset=13),
+    case("ReduceSum", ROWS, noop_with_empty_axes=1),
+    case("ReduceLogSum", POSITIVE, ints(1)),
+    *(case(name, IMAGE, axis=1) for name in ("Softmax", "LogSoftmax", "Hardmax")),
+    case("Softmax", IMAGE, opset=11),
+    case("MatMul", normal(2, 3, 4), normal(4, 5)),
+    case("Gemm", ROWS, normal(6, 4), normal(4), alpha=0.5, beta=2.0),
+    case("Gemm", normal(6, 3), normal(4, 6), transA=1, transB=1),
+    case("Einsum", normal(2, 3, 4), normal(2, 5, 4), equation="bij,bkj->bik"),
+    case("Conv", IMAGE, WEIGHT, normal(6), group=2),
+    case("Conv", IMAGE, WEIGHT, group=2, strides=[2, 1], dilations=[1, 2], pads=[0, 1, 2, 1]),
+    case("Conv", IMAGE, WEIGHT, group=2, strides=[2, 2], auto_pad="SAME_UPPER"),
+    case("Conv", IMAGE, WEIGHT, group=2, strides=[2, 2], auto_pad="SAME_LOWER"),
+    case("Conv", IMAGE, WEIGHT, group=2, auto_pad="VALID"),
+    case("Conv", IMAGE[..., 0], WEIGHT[..., 0], group=2, pads=[1, 1]),
+    case("ConvTranspose", IMAGE, normal(4, 3, 2, 2), normal(3), strides=[2, 2]),
+    case("ConvTranspose", IMAGE, normal(4, 3, 3, 3), strides=[2, 2], pads=[1, 0, 0, 1], output_padding=[1, 0]),
+    case("ConvTranspose", IMAGE, normal(4, 3, 3, 3), strides=[2, 2], pads=[1, 1, 1, 1], group=2),
+    case("MaxPool", IMAGE, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
+    case("MaxPool", IMAGE, kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1),
+    case("MaxPool", IMAGE, kernel_shape=[2, 2], strides=[2, 2], auto_pad="SAME_UPPER"),
+    case("MaxPool", IMAGE[..., 0], kernel_shape=[3], strides=[2]),
+    case("AveragePool", IMAGE, kernel_shape=[3, 2], strides=[2, 2], pads=[1, 0, 1, 1]),
+    case("AveragePool", IMAGE, kernel_shape=[3, 3], pads=[1, 1, 1, 1], count_include_pad=1),
+    case("GlobalAveragePool", IMAGE),
+    case("GlobalMaxPool", IMAGE),
+    case("BatchNormalization", IMAGE, normal(4), normal(4), normal(4), POSITIVE[0, :4]),
+    case("InstanceNormalization", IMAGE, normal(4), normal(4)),
+    case("LayerNormalization", IMAGE, normal(8), normal(8)),
+    case("LayerNormalization", IMAGE, normal(4, 9, 8), axis=1, epsilon=1e-3),
+    case("GroupNormalization", IMAGE, normal(2), normal(2), num_groups=2),
+    case("GroupNormalization", IMAGE, normal(4), normal(4), num_groups=2, opset=21),
+    case("RMSNormalization", IMAGE, normal(8), opset=23),
+    case("LpNormalization", ROWS, axis=1),
+    case("MeanVarianceNormalization", IMAGE),
+    case("LRN", IMAGE, size=3, alpha=0.1),
+    case("DepthToSpace", IMAGE, blocksize=2),
+    case("DepthToSpace", IMAGE, blocksize=2, mode="CRD"),
+    case("SpaceToDepth", normal(2, 3, 4, 6), blocksize=2),
+    case("Resize", IMAGE, None, np.asarray([1, 1, 2, 2], np.float32), coordinate_transformation_mode="asymmetric"),
+    case("Resize", IMAGE, None, np.asarray([1, 1, 1.5, 0.6], np.float32)),
+    case("Resize", IMAGE, None, None, ints(2, 4, 13, 5), mode="linear"),
+    case("Resize", IMAGE, None, None, ints(2, 4, 13, 5), mode="linear", coordinate_transformation_mode="align_corners"),
+    case("Resize", IMAGE, None, np.asarray([1, 1, 2, 2], np.float32), mode="cubic"),
+    case("Upsample", IMAGE, np.asarray([1, 1, 2, 2], np.float32), opset=9),
+    case("GridSample", IMAGE, np.clip(normal(2, 3, 5, 2), -0.9, 0.9)),
+    case("LSTM", *LSTM, outputs=3, hidden_size=4, direction="bidirectional"),
+    case("LSTM", LSTM[0], *(each[:1] for each in LSTM[1:3]), outputs=3, hidden_size=4, direction="reverse"),
+    case("GRU", *GRU, outputs=2, hidden_size=4),
+    case("GRU", *GRU, outputs=2, hidden_size=4, linear_before_reset=1),
+    case("RNN", normal(5, 2, 3), normal(1, 4, 3), normal(1, 4, 4), normal(1, 8), outputs=2, hidden_size=4),
+]
+
+
+def build(operator: str, inputs: Any, attributes: dict[str, Any], opset: int, outputs: int) -> onnx.ModelProto:
+    names = ["" if value is None else f"input_{index}" for index, value in enumerate(inputs)]
+    made = helper.make_node(operator, names, [f"output_{index}" for index in range(outputs)], "n", **attributes)
+    given = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in zip(names, inputs, strict=True)
+        if value is not None
+    ]
+    results = [helper.make_empty_tensor_value_info(f"output_{index}") for index in range(outputs)]
+    graph = helper.make_graph([made], "one", given, results)
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def find(model: onnx.ModelProto) -> Any:
+    import onnx_ir as ir
+
+    (node,) = ir.from_proto(model).graph
+    return operators.find(node, model.opset_import[0].version)
+
+
+@pytest.mark.parametrize(("operator", "inputs", "attributes", "opset", "outputs"), CASES)
+def test_it_answers_as_onnx_runtime(
+    operator: str, inputs: Any, attributes: dict[str, Any], opset: int, outputs: int
+) -> None:
+    model = build(operator, inputs, attributes, opset, outputs)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    feeds = {f"input_{index}": np.asarray(value) for index, value in enumerate(inputs) if value is not None}
+    expected = session.run(None, feeds)
+    found = find(model)([None if value is None else torch.from_numpy(np.array(value)) for value in inputs])
+    assert len(found) >= len(expected)
+    for theirs, ours in zip(expected, found, strict=False):
+        assert theirs.shape == tuple(ours.shape)
+        assert theirs.dtype == ours.numpy().dtype
+        np.testing.assert_allclose(ours.numpy(), theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "attributes", "outputs"),
+    [
+        ("Conv", [IMAGE, WEIGHT, normal(6)], {"group": 2}, 1),
+        ("Gemm", [ROWS, normal(6, 4), normal(4)], {}, 1),
+        ("LayerNormalization", [IMAGE, normal(8), normal(8)], {}, 1),
+        ("LSTM", LSTM, {"hidden_size": 4, "direction": "bidirectional"}, 3),
+        ("GRU", GRU, {"hidden_size": 4}, 2),
+        ("Resize", [IMAGE, None, np.asarray([1, 1, 2, 2], np.float32)], {"mode": "linear"}, 1),
+    ],
+)
+def test_gradients_reach_every_input(operator: str, inputs: Any, attributes: Any, outputs: int) -> None:
+    values = [None if value is None else torch.from_numpy(np.array(value)) for value in inputs]
+    trained = [value.requires_grad_() for value in values[:2] + values[3:] if value is not None]
+    find(build(operator, inputs, attributes, 18, outputs))(values)[0].square().sum().backward()
+    assert all(value.grad is not None and float(value.grad.abs().sum()) > 0 for value in trained[:4])
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "attributes"),
+    [
+        ("Unique", [ROWS], {}),
+        ("Resize", [IMAGE, None, np.asarray([1, 1, 2, 2], np.float32)], {"antialias": 1, "mode": "linear"}),
+        ("LSTM", LSTM[:4], {"hidden_size": 4, "direction": "bidirectional", "clip": 1.0}),
+        ("ConvTranspose", [IMAGE, normal(4, 3, 3, 3)], {"output_shape": [20, 20]}),
+        ("ArgMax", [ROWS], {"select_last_index": 1}),
+    ],
+)
+def test_what_has_no_form_is_refused_by_name(operator: str, inputs: Any, attributes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=rf"{operator} 'n' has no form in torch"):
+        find(build(operator, inputs, attributes, 18, 1))
+
+
+def test_operators_of_other_domains_are_refused() -> None:
+    model = build("Relu", [ROWS], {}, 18, 1)
+    model.graph.node[0].domain = "my.own"
+    with pytest.raises(ModelError, match="Relu 'n' has no form"):
+        find(model)
