@@ -14,6 +14,7 @@ from enginesmith.pipeline.commands import (
     cache,
     compare,
     doctor,
+    explain,
     export,
     fit,
     gate,
@@ -34,7 +35,7 @@ from enginesmith.pipeline.errors import EnginesmithError
 _INTERRUPTED = 130
 _SECTIONS = {
     "Optimize a model": (optimize.optimize, resume.resume, init.init),
-    "Read and judge a run": (report.report, compare.compare, gate.gate, package.package),
+    "Read and judge a run": (report.report, explain.explain, compare.compare, gate.gate, package.package),
     "Single stages": (
         *(export.export, simplify.simplify, precision.precision, prune_and_sparsify.prune),
         *(prune_and_sparsify.sparsify, build.build, verify.verify, benchmark.benchmark, fit.fit),

@@ -27,7 +27,7 @@ from enginesmith.pipeline.report.tables import (
     time_cell,
 )
 from enginesmith.pipeline.results import verdicts
-from enginesmith.pipeline.results.explain import narrowest_type
+from enginesmith.pipeline.results.explain import list_losses, narrowest_type
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds, ms
 
@@ -376,6 +376,28 @@ def tabulate_assignment(record: VariantRecord, name: str = "") -> Table:
     )
     caption = "By group; those first that are not in the variant's low precision, with the reason"
     return make_table(name, caption, rows, searched=True)
+
+
+def tabulate_group_losses(record: VariantRecord, name: str = "", most: int | None = None) -> Table:
+    """List the groups that lose much or stayed in float: why, what was done, and what that costs."""
+    rows = (
+        {
+            "group": loss.group.module or loss.group.group,
+            "operator": loss.group.operator,
+            "SQNR dB": _format_change(loss.group.given_sqnr_db, loss.group.sqnr_db),
+            "cause": loss.cause or "–",
+            "remedy": loss.remedy,
+            "cost": loss.cost,
+        }
+        for loss in list_losses(record)[:most]
+    )
+    return make_table(name, f"What loses much in {mark_name(record)}, why, and what was done", rows)
+
+
+def _format_change(before: float | None, after: float | None) -> str:
+    if before is None or after is None or f"{before:.1f}" == f"{after:.1f}":
+        return number_cell(before if after is None else after, ".1f")
+    return f"{before:.1f} → {after:.1f}"
 
 
 def summarize_assignment(record: VariantRecord) -> str:

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import click
 from enginesmith.pipeline.report import comparison, fleet_tables, run_tables, sentences, tables
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
 from enginesmith.pipeline.results.comparison import Comparison
+from enginesmith.pipeline.results.explain import list_losses
 from enginesmith.pipeline.results.fleet import FleetRecord
-from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.run import Run, VariantRecord
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -59,6 +61,28 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             click.echo(f"report: {folder / 'report.html'}")
     broken = [verdict for verdict in run.verdicts if not verdict.passed]
     return 3 if run.winner is None and broken else 0
+
+
+def show_explanation(run: Run, record: VariantRecord, as_json: bool) -> None:
+    """Print what a variant loses in low precision, why, and what was done about it."""
+    losses = list_losses(record)
+    if as_json:
+        trained = [recovery.model_dump(mode="json", exclude={"plan", "curve"}) for recovery in record.recovery]
+        groups = [{**asdict(loss), "group": loss.group.model_dump(mode="json")} for loss in losses]
+        search = [trial.model_dump(mode="json") for trial in record.search]
+        print_json({"variant": record.id, "groups": groups, "search": search, "recovery": trained})
+        return
+    own = [text for name, text in sentences.list_remarks(run) if name == record.id]
+    state = record.rejected or record.reason
+    _print_lines(filter(None, (state and f"{record.id}: {state}", run_tables.summarize_assignment(record), *own)))
+    if losses:
+        _print_table(run_tables.tabulate_group_losses(record))
+    elif record.assignment:
+        click.echo("no group loses much: each has an SQNR of 25 dB or more, its inputs being exact")
+    else:
+        click.echo("nothing was quantized group by group, so there are no losses of single groups to tell")
+    _print_table(run_tables.tabulate_search(record, "", "Trials"))
+    _print_table(run_tables.tabulate_training(run.model_copy(update={"variants": (record,)})))
 
 
 def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 from enginesmith.pipeline.engines import title
 from enginesmith.pipeline.frameworks.records import HALF, format_percent, format_shares
 from enginesmith.pipeline.measure.statistics import TOO_NOISY, divide
-from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
-from enginesmith.pipeline.results.run import VariantRecord
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, FORM_WORDS
+from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord, find_record
 from enginesmith.pipeline.system.device import Device
 
 _FLOATS = ("fp32", *HALF)
@@ -189,3 +189,58 @@ def _gpu_support(low: str, where: Device, gpus: Sequence[Mapping[str, Any]]) -> 
     if float(capability) >= first:
         return f"{known}, and with it matrix units for {low}"
     return f"{known}, and matrix units for {low} begin with {first}"
+
+
+# Single groups: what they lost, why, and what was done about it.
+
+WEAK_DB = 25.0
+"""SQNR of a group, its inputs being exact, below which it loses much (docs/precision.md)."""
+
+
+@dataclass(frozen=True)
+class GroupLoss:
+    """Say of a group what it loses in low precision, why, what was done, and what that costs."""
+
+    group: Assignment
+    cause: str
+    remedy: str
+    cost: str
+
+
+def choose_explained(run: Run, name: str | None) -> VariantRecord:
+    """Choose the variant of that name; else the winner, if it was quantised, or the first that was.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name:
+        return find_record(run, name)
+    quantised = [record for record in run.variants if record.assignment]
+    quantised.sort(key=lambda record: record.id != run.winner)
+    return next(iter((*quantised, *run.variants)), run.records[0])
+
+
+def list_losses(record: VariantRecord) -> list[GroupLoss]:
+    """List the groups that lose much or stayed in float, those that lose most first."""
+    total = sum(group.macs or 0 for group in record.assignment)
+    low = narrowest_type(record.precision)
+    found = [group for group in record.assignment if _is_weak(group) or narrowest_type(group.precision) != low]
+    found.sort(key=lambda group: (group.given_sqnr_db is None, group.given_sqnr_db or 0.0, -(group.macs or 0)))
+    return [_explain_group(group, record, low, total) for group in found]
+
+
+def _is_weak(group: Assignment) -> bool:
+    return group.given_sqnr_db is not None and group.given_sqnr_db < WEAK_DB
+
+
+def _explain_group(group: Assignment, record: VariantRecord, low: str | None, total: int) -> GroupLoss:
+    share = format_percent(group.macs / total) if group.macs is not None and total else "an unknown share"
+    if narrowest_type(group.precision) != low:
+        return GroupLoss(
+            group, group.cause, f"stays in {group.precision}: {group.why}", f"{share} of the multiply-adds"
+        )
+    remedy = FORM_WORDS.get(group.form, "")
+    if any(recovery.subject == "int8" for recovery in record.recovery):
+        remedy = f"{remedy}, then trained" if remedy else "trained"
+    cost = "a multiplication where no operator takes the factors" if group.form == "multiplied" else "nothing"
+    return GroupLoss(group, group.cause, remedy or "none: the goal is reached all the same", cost)

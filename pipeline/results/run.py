@@ -26,6 +26,7 @@ from enginesmith.pipeline.measure.rows import (
 )
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Recovery
+from enginesmith.pipeline.passes.quantize.precisions import Form
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.system.device import Device
@@ -103,6 +104,12 @@ class Assignment(BaseModel, frozen=True):
     sqnr_db: float | None = None
     """SQNR of its own result in the low precision, its inputs being exact; None where that was not found out."""
     macs: int | None = None
+    form: Form = "given"
+    """Form of the float graph that was quantised: as it is, or with channels rescaled, also by multiplications."""
+    given_sqnr_db: float | None = None
+    """The SQNR in the graph as it was given."""
+    cause: str = ""
+    """Says what about its numbers makes it lose much, where it does."""
 
 
 class SearchStep(BaseModel, frozen=True):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, SerializeAsAny
 
+from enginesmith.calibration import ranges
 from enginesmith.calibration.options import PartOptions
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
@@ -26,12 +27,11 @@ from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, mode
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
-from enginesmith.pipeline.passes.quantize import layers, precision, search
+from enginesmith.pipeline.passes.quantize import diagnose, layers, precision, search
 from enginesmith.pipeline.passes.quantize.layers import require_opset
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, Form
 from enginesmith.pipeline.passes.quantize.search import (
-    FORM_WORDS,
     Candidate,
-    Form,
     GroupFact,
     Groups,
     Judgement,
@@ -84,9 +84,10 @@ class Sensitivity(Task):
             node.name for node in floating.graph if node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
         }  # a kind of their own, as they move more than they compute
         kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
-        ranges = samples.read(inputs["reference"].folder).ranges
-        work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in ranges.items()})
+        sizes = samples.read(inputs["reference"].folder).ranges
+        work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in sizes.items()})
         ratios, left, reads = self._measure_ratios(inputs, groups, progress)
+        causes = self._explain_weak(inputs, {name for name, ratio in ratios.items() if ratio < WEAK_DB})
         if not ratios:
             raise ModelError(
                 f"nothing in this model has a form in {self.step.precision}: it has no product with a constant weight",
@@ -100,6 +101,7 @@ class Sensitivity(Task):
                 macs=work.get(group.name, 0),
                 sqnr_db=ratios.get(group.name),
                 reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
+                cause=causes.get(group.name, ""),
             )
             for group in groups
         ]
@@ -112,6 +114,15 @@ class Sensitivity(Task):
             rejected = f"only {share:.1%} of the multiply-adds have a form in {self.step.precision}"
         summary = f"{len(records)} groups, {len(known)} measured{worst}"
         return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected)
+
+    def _explain_weak(self, inputs: Inputs, names: set[str]) -> dict[str, str]:
+        """Explain by group why these lose much; nothing where no ranges are known, as for weights alone."""
+        if not names or "ranges" not in inputs:
+            return {}
+        model = edit.load(inputs["model"].path)
+        layers.find_groups(model)  # which names the nodes
+        known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
+        return {node.name: diagnose.explain_loss(node, known) for node in model.graph if node.name in names}
 
     def _measure_ratios(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
@@ -157,7 +168,7 @@ _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
 """Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
-_WEAK_DB = 25.0
+WEAK_DB = 25.0
 """SQNR of a group below which it loses much. In four networks that int8 suits, all groups have more than 33 dB; in four
 whose channels are uneven, one in ten has less than 13."""
 _FIDELITY = "fp16"
@@ -190,9 +201,9 @@ class Rescale(Task):
         (given, records), reference = find_form(form, inputs), inputs[REFERENCE]
         groups = _read_form(form, inputs)
         weak = [(group.sqnr_db, group.name) for group in groups if group.sqnr_db is not None]
-        weak = sorted(pair for pair in weak if pair[0] < _WEAK_DB)
+        weak = sorted(pair for pair in weak if pair[0] < WEAK_DB)
         if not weak:
-            return _pass_on(given, out, f"not needed: every group has an SQNR of {_WEAK_DB:g} dB or more")
+            return _pass_on(given, out, f"not needed: every group has an SQNR of {WEAK_DB:g} dB or more")
         model, told, reads = given, list[str](), set[Path]()
         with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
             if self.only_weak:
@@ -219,7 +230,7 @@ class Rescale(Task):
             shutil.copytree(model.folder, out, dirs_exist_ok=True)
         errors = [group.sqnr_db for group in _read_facts(out / RECORDS) if group.sqnr_db is not None]
         summary = (
-            f"{len(weak)} of {len(groups)} groups had less than {_WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
+            f"{len(weak)} of {len(groups)} groups had less than {WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
             f"{'; '.join(told)}; now at least {min(errors):.1f} dB"
         )
         return Effect(
@@ -410,7 +421,7 @@ class Assign(Task):
         groups = forms[chosen.form]
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        write_records(out, assignment(groups, chosen, self.step, reasons))
+        write_records(out, _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"]))
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
         summary = f"{len(groups) - left} of {len(groups)} groups quantized{rescaled}, ranges by {chosen.method}"
@@ -426,7 +437,7 @@ class Assign(Task):
         chosen = min(everything, key=lambda trial: (not trial.passed, trial.error))
         groups = forms[chosen.form]
         reasons = dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        write_records(out, assignment(groups, chosen, self.step, reasons))
+        write_records(out, _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"]))
         rejected = f"not needed: {chosen.why} reaches the goal" if chosen.passed and self.to_train == "needed" else ""
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         return Effect(
@@ -442,6 +453,17 @@ def _explain_kept(name: str, trials: Sequence[Trial]) -> str:
     if first is None or first.phase == "sensitive":
         return "among the most sensitive groups; the goal needs it"
     return first.why
+
+
+def _with_causes(rows: list[dict[str, Any]], given: Sequence[GroupFact]) -> list[dict[str, Any]]:
+    """Add what each group lost in the graph as it was given, and why."""
+    facts = {group.name: group for group in given}
+    return [
+        {**row, "cause": facts[row["group"]].cause, "given_sqnr_db": facts[row["group"]].sqnr_db}
+        if row["group"] in facts
+        else row
+        for row in rows
+    ]
 
 
 def assignment(

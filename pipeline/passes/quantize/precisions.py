@@ -15,6 +15,11 @@ Placement = Literal["inputs", "inputs+outputs", "inputs+read outputs"]
 with zero points, for kernels that write integers; or there only where int8 operators read them. What one engine fuses
 tears another one's kernels apart."""
 
+Form = Literal["given", "rescaled", "multiplied"]
+"""The float graph that is quantised: as it is; with channels scaled against each other; and with multiplications added,
+where nothing else can scale them."""
+FORM_WORDS: Mapping[Form, str] = {"rescaled": "channels rescaled", "multiplied": "channels rescaled by multiplications"}
+
 
 @dataclass(frozen=True)
 class Kind:

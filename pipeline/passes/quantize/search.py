@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel
 
 from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, Form
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
 Phase = Literal["everything", "sensitive", "give back", "speed"]
-Form = Literal["given", "rescaled", "multiplied"]
-"""The float graph that is quantised: as it is; with channels scaled against each other; and with multiplications added,
-where nothing else can scale them."""
-FORM_WORDS: Mapping[Form, str] = {"rescaled": "channels rescaled", "multiplied": "channels rescaled by multiplications"}
 
 _GAIN = 1.02
 """Least speed-up of the whole model for which an assignment with fewer quantised groups is preferred."""
@@ -50,6 +47,8 @@ class GroupFact(BaseModel, frozen=True):
     """SQNR of its output with quantised weights and activations, its inputs being exact; None without such a form."""
     reason: str = ""
     """Reason for staying in floating point anyway."""
+    cause: str = ""
+    """Says what about its numbers makes it lose much, where it does."""
 
 
 class Judgement(BaseModel, frozen=True):

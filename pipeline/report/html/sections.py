@@ -22,7 +22,7 @@ from enginesmith.pipeline.report.html.blocks import (
     show_rows,
 )
 from enginesmith.pipeline.report.tables import make_table, mark, mark_name
-from enginesmith.pipeline.results.explain import narrowest_type
+from enginesmith.pipeline.results.explain import list_losses, narrowest_type
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import count_words, format_seconds
@@ -39,7 +39,7 @@ def draw(charts: Iterable[Chart]) -> Drawings:
     }
 
 
-_NAMED = 3
+_NAMED, _MOST_LOSSES = 3, 12
 """Variants that are named where many have the same assignment."""
 _CALIBRATION = "calibrate"
 """The step that takes ranges of the model as it came; changed models have others of their own."""
@@ -93,9 +93,18 @@ def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     return (
         *list_points(f"{note}." for note in sentences.list_footnotes(run)),
         *([Words(f"Ranges come from {describe_calibration(run)}."), *_assignments(run)] if assigned else [none]),
+        *_losses(run),
         *show_rows(make_table("paid", "Whether low precision pays", paid)),
         *show_rows(run_tables.tabulate_coverage(run)),
     )
+
+
+def _losses(run: Run) -> Iterator[Block]:
+    """List what loses much: in the winner, else in the first variant that has some."""
+    having = [record for record in run.variants if record.assignment and list_losses(record)]
+    having.sort(key=lambda record: record.id != run.winner)
+    for record in having[:1]:
+        yield from show_rows(run_tables.tabulate_group_losses(record, "losses", _MOST_LOSSES))
 
 
 def describe_calibration(run: Run) -> str:

@@ -1,0 +1,110 @@
+"""Why groups lose much: outliers of activations and weights, single peaks, or nothing that stands out."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
+from enginesmith.pipeline.passes.finetune.options import Recovery
+from enginesmith.pipeline.passes.quantize.diagnose import explain_loss
+from enginesmith.pipeline.report import run_tables, terminal
+from enginesmith.pipeline.results.explain import choose_explained, list_losses
+from enginesmith.pipeline.results.run import Assignment, VariantRecord
+from graphs import normal, parse_graph
+from runs import RECOVERY, small, variant
+
+GRAPH = "net (float[N,8] x) => (float[N,4] y) <float[8,4] w> { y = MatMul(x, w) }"
+
+
+def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0) -> str:
+    sizes = tuple(float(size) for size in amax)
+    statistics = ChannelStatistics(
+        axis=1, amax=sizes, mean=(0.0,) * 8, mean_absolute=(rms,) * 8, mean_square=(rms**2,) * 8
+    )
+    tensor = TensorRange(minimum=-largest, maximum=largest, count=100, amax={"mse": largest})
+    origin = Provenance(data="d", digest="", rows=(), seed=0, batch=1)
+    known = Ranges(model_sha256="", provenance=origin, tensors={"x": tensor}, channels={"x": statistics})
+    model = parse_graph(GRAPH, w=normal(8, 4) if weight is None else weight)
+    (node,) = model.graph
+    return explain_loss(node, known)
+
+
+def test_few_large_channels_are_counted() -> None:
+    assert cause([812, 700, 13, 12, 11, 14, 0, 13.2]) == (
+        "activations to 812 in 2 of 8 channels, and to 13.2 in the middle one"
+    )
+
+
+def test_large_weights_of_single_inputs_are_named() -> None:
+    weight = np.ones((8, 4), np.float32)
+    weight[3] = 64
+    assert cause([1.0] * 8, weight).startswith("weights of 1 input channels are up to 64 times as large")
+
+
+def test_single_peaks_are_named() -> None:
+    assert cause([30.0] * 8, rms=0.5, largest=30.0) == "single activations to 30, 60 times their root mean square"
+
+
+def test_where_nothing_stands_out_it_says_so() -> None:
+    assert cause([1.0, 1.2, 0.8, 1.1, 1.3, 0.9, 1.0, 1.0]).startswith("no channel stands out")
+
+
+WEAK = Assignment(
+    group="c1", module="net.one", operator="Conv", precision="int8", sqnr_db=36.8, macs=60, form="rescaled",
+    given_sqnr_db=4.0, cause="activations to 812",
+)  # fmt: skip
+KEPT = Assignment(
+    group="c2", operator="Conv", precision="fp32", why="the goal needs it", sqnr_db=9.0, macs=40, given_sqnr_db=9.0
+)
+FINE = Assignment(group="c3", operator="Conv", precision="int8", sqnr_db=40.0, macs=100, given_sqnr_db=40.0)
+
+
+def quantised(*groups: Assignment, **more: Any) -> VariantRecord:
+    return variant("openvino-int8", precision="int8", assignment=groups, **more)
+
+
+def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
+    losses = list_losses(quantised(FINE, KEPT, WEAK))
+    assert [loss.group.group for loss in losses] == ["c1", "c2"]
+    assert [loss.remedy for loss in losses] == ["channels rescaled", "stays in fp32: the goal needs it"]
+    assert [loss.cost for loss in losses] == ["nothing", "20 % of the multiply-adds"]
+    (first, _) = run_tables.tabulate_group_losses(quantised(FINE, KEPT, WEAK)).rows
+    assert first == ("net.one", "Conv", "4.0 → 36.8", "activations to 812", "channels rescaled", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("form", "trained", "remedy"),
+    [
+        ("given", False, "none: the goal is reached all the same"),
+        ("given", True, "trained"),
+        ("multiplied", True, "channels rescaled by multiplications, then trained"),
+    ],
+)
+def test_remedies_are_named(form: str, trained: bool, remedy: str) -> None:
+    recovery: tuple[Recovery, ...] = (RECOVERY.model_copy(update={"subject": "int8"}),) if trained else ()
+    (loss,) = list_losses(quantised(WEAK.model_copy(update={"form": form}), recovery=recovery))
+    assert loss.remedy == remedy
+
+
+def test_the_winner_is_explained_if_it_is_quantised_else_the_first_that_is() -> None:
+    plain, first = variant("onnxruntime-fp32"), quantised(WEAK)
+    second = first.model_copy(update={"id": "onnxruntime-int8"})
+    eager = variant("eager", engine="eager")
+    assert choose_explained(small(eager, plain, first, second, winner="onnxruntime-int8"), None) == second
+    assert choose_explained(small(eager, plain, first, second, winner="onnxruntime-fp32"), None) == first
+    assert choose_explained(small(eager, plain, first, winner=None), "onnxruntime-fp32") == plain
+
+
+def test_it_is_told_on_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record = quantised(WEAK, FINE)
+    made = small(variant("eager", engine="eager"), record, winner=record.id)
+    terminal.show_explanation(made, record, as_json=False)
+    shown = capsys.readouterr().out
+    assert "2 of 2 groups in int8" in shown
+    assert "activations to 812" in shown
+    terminal.show_explanation(made, quantised(FINE), as_json=False)
+    assert "no group loses much" in capsys.readouterr().out
+    terminal.show_explanation(made, record, as_json=True)
+    assert '"cause": "activations to 812"' in capsys.readouterr().out
