@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from enginesmith.models import MODELS
+from enginesmith.pipeline.artifact import file_digest, json_digest
 from enginesmith.pipeline.errors import SourceError
 
 Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm", "saved"]
@@ -201,3 +202,17 @@ def _zoo_or_saved(text: str) -> Source:
         f"there is no model {text!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
         f"zoo: {', '.join(MODELS)}; or file.py:factory, package.module:factory, model.onnx, model.pt2, hf:…, timm:…",
     )
+
+
+def content_digest(folder: Path) -> str:
+    """Compute one digest for a saved module: its tensors, its signature, and the files that it is built by.
+
+    Unlike the artifact's own, it does not depend on where the files lie, nor on which packages were imported. Empty for
+    a folder without a saved module.
+    """
+    if not (folder / SAVED).is_file():
+        return ""
+    record = json.loads((folder / SAVED).read_bytes())
+    code = sorted(digest for _, digest in record["code"])
+    tensors = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
+    return json_digest([code, tensors, *(record[key] for key in ("signature", "output_names", "surgery"))])

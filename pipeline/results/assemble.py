@@ -14,6 +14,7 @@ from enginesmith.pipeline.errors import NO_TIME, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
+from enginesmith.pipeline.frameworks.source import content_digest
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import floor
 from enginesmith.pipeline.measure.rows import (
@@ -355,6 +356,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
     return ModelRecord(
         source=recipe.model,
         sha256=model.sha256 if model else None,
+        content=content_digest(model.folder) if model else "",
         signature=model.signature if model else None,
         data=known.data if known else None,
         parts=known.parts if known else {},

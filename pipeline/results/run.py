@@ -256,6 +256,8 @@ class ModelRecord(BaseModel, frozen=True):
     source: str
     sha256: str | None = None
     """Digest of the model as it was loaded: its weights, signature and the code that it is built by."""
+    content: str = ""
+    """Digest of the same wherever its files lie, where it is a module."""
     signature: Signature | None
     data: str | None
     """Data that fidelity and latency were measured on: a data set's name, or ``synthetic``."""

@@ -27,6 +27,7 @@ from enginesmith.pipeline.engines.base import Candidate, Session
 from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.source import content_digest
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare
 from enginesmith.pipeline.planning import planner
 from enginesmith.pipeline.planning.plan import LOAD
@@ -119,7 +120,8 @@ def _load_module(found: remeasure.Stored) -> Candidate:
         raise UsageError(told, "load a variant that is built from a graph")
     made = run_steps(planner.plan_loading(resolved).steps, Settings(), run.recipe)[LOAD].artifact
     assert made is not None
-    if made.sha256 != run.model.sha256:
+    same = run.model.content and content_digest(made.folder) == run.model.content
+    if made.sha256 != run.model.sha256 and not same:
         told = f"{run.recipe.model} loads as another model than that of {found.folder}: it has changed since then, or"
         remedy = "run optimize again, or load a variant that has an engine file"
         raise ModelError(f"{told} an earlier version of enginesmith made the run", remedy)

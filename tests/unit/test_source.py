@@ -1,12 +1,14 @@
 """What MODEL means, and what can be said about it before anything is loaded."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.frameworks.source import SAVED, Source, content_digest, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +87,36 @@ def test_the_message_lists_the_zoo() -> None:
 def test_a_source_can_be_written_down() -> None:
     found = resolve("net.py:build(depth=50)")
     assert Source.model_validate_json(found.model_dump_json()) == found
+
+
+def saved_module(folder: Path, **changes: Any) -> str:
+    """Write what a saved module leaves, and return the digest of its content."""
+    folder.mkdir()
+    record = {"model": "net.py:build", "code": [["net.py", "a"], ["parts.py", "b"]], "packages": {}}
+    record |= {"signature": {}, "output_names": ["y"], "surgery": None, **changes}
+    tensors = record.pop("tensors", b"weights")
+    (folder / SAVED).write_text(json.dumps(record))
+    (folder / "state.safetensors").write_bytes(tensors)
+    return content_digest(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"code": [["/elsewhere/net.py", "a"], ["/elsewhere/parts.py", "b"]]}, True),
+        ({"packages": {"yaml": "6.0"}, "model": "/elsewhere/net.py:build"}, True),
+        ({"code": [["net.py", "a"], ["parts.py", "c"]]}, False),
+        ({"tensors": b"others"}, False),
+        ({"signature": {"inputs": []}}, False),
+        ({"output_names": ["z"]}, False),
+        ({"surgery": {"history": []}}, False),
+    ],
+)
+def test_the_content_of_a_module_is_the_same_elsewhere_and_not_with_other_code(
+    tmp_path: Path, changes: dict[str, Any], same: bool
+) -> None:
+    assert (saved_module(tmp_path / "one") == saved_module(tmp_path / "two", **changes)) == same
+
+
+def test_a_graph_has_no_content_of_a_module(tmp_path: Path) -> None:
+    assert content_digest(tmp_path) == ""
