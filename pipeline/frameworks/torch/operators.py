@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 Compute = Callable[..., Tensor | tuple[Tensor, ...]]
 Make = Callable[["ir.Node", int], Compute]
-_DOMAINS = ("", "ai.onnx", "com.microsoft")
+_DOMAINS = ("", "ai.onnx")
+_MICROSOFT = ("Gelu", "FastGelu", "QuickGelu", "BiasGelu")
+"""Operators of com.microsoft; others of its own have the names of standard ones, and other inputs."""
 
 
 def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]:
@@ -32,7 +34,7 @@ def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tup
         ModelError: the operator has no form in torch, or not as it is used here.
     """
     compute: Compute | None = None
-    if node.domain in _DOMAINS:
+    if node.domain in _DOMAINS or (node.domain == "com.microsoft" and node.op_type in _MICROSOFT):
         if node.op_type in _PLAIN:
             compute = _PLAIN[node.op_type]
         elif node.op_type in _MADE:
@@ -80,6 +82,10 @@ def _sizes(value: Tensor | None) -> list[int]:
 
 def _divide(first: Tensor, second: Tensor) -> Tensor:
     return first / second if first.is_floating_point() else torch.div(first, second, rounding_mode="trunc")
+
+
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    return torch.pow(base, exponent).to(base.dtype)
 
 
 def _fold(function: Callable[[Tensor, Tensor], Tensor]) -> Compute:
@@ -158,6 +164,15 @@ def _is_infinite(node: "ir.Node", opset: int) -> Compute:
     return lambda x: (torch.isposinf(x) & positive) | (torch.isneginf(x) & negative)
 
 
+def _dropout(node: "ir.Node", opset: int) -> Compute:
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is not None and (training.const_value is None or training.const_value.numpy().any()):
+        raise _refuse(node, "training_mode is on, or computed")
+    if len(node.outputs) > 1:
+        return lambda x, *_: (x, torch.ones_like(x, dtype=torch.bool))
+    return lambda x, *_: x
+
+
 # Types, constants, shapes.
 
 
@@ -188,6 +203,8 @@ def _constant(node: "ir.Node", opset: int) -> Compute:
     if "value" not in node.attributes:
         raise _refuse(node, "it holds neither numbers nor a tensor")
     tensor = np.array(node.attributes["value"].as_tensor().numpy())
+    if tensor.dtype.kind not in "biuf":
+        raise _refuse(node, f"its numbers are {tensor.dtype}")
     return lambda: torch.from_numpy(tensor)
 
 
@@ -217,7 +234,7 @@ def _flatten(node: "ir.Node", opset: int) -> Compute:
 
     def compute(x: Tensor) -> Tensor:
         place = axis + x.ndim if axis < 0 else axis
-        return x.reshape(math.prod(x.shape[:place]), -1) if x.numel() else x.reshape(math.prod(x.shape[:place]), 0)
+        return x.reshape(math.prod(x.shape[:place]), math.prod(x.shape[place:]))
 
     return compute
 
@@ -300,7 +317,7 @@ def _gather(node: "ir.Node", opset: int) -> Compute:
         chosen = indices.to(x.device, torch.int64)
         chosen = torch.where(chosen < 0, chosen + size, chosen)
         taken = x.index_select(place, chosen.reshape(-1))
-        return taken.reshape(*x.shape[:place], *chosen.shape, *x.shape[place + 1 :])
+        return taken.reshape((*x.shape[:place], *chosen.shape, *x.shape[place + 1 :]))
 
     return compute
 
@@ -316,19 +333,23 @@ def _gather_elements(node: "ir.Node", opset: int) -> Compute:
 
 
 def _gather_nd(node: "ir.Node", opset: int) -> Compute:
-    if _int(node, "batch_dims", 0):
-        raise _refuse(node, "batch_dims is not 0")
+    batch = _int(node, "batch_dims", 0)
 
     def compute(x: Tensor, indices: Tensor) -> Tensor:
-        parts = [_positive(indices[..., place], x.shape[place]) for place in range(indices.shape[-1])]
-        return x[tuple(parts)]
+        rank = indices.ndim - 1
+        entries = [torch.arange(x.shape[axis], device=indices.device) for axis in range(batch)]
+        rows = [each.reshape([-1, *[1] * (rank - axis - 1)]) for axis, each in enumerate(entries)]
+        depth = range(indices.shape[-1])
+        return x[(*rows, *(_positive(indices[..., place], x.shape[batch + place]) for place in depth))]
 
     return compute
 
 
+_REDUCED = {"none": "", "add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
 def _scatter_elements(node: "ir.Node", opset: int) -> Compute:
-    axis, how = _int(node, "axis", 0), _text(node, "reduction", "none")
-    reduce = {"none": "", "add": "sum", "mul": "prod", "max": "amax", "min": "amin"}[how]
+    axis, reduce = _int(node, "axis", 0), _REDUCED[_text(node, "reduction", "none")]
 
     def compute(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
         places = _positive(indices, x.shape[axis])
@@ -340,13 +361,18 @@ def _scatter_elements(node: "ir.Node", opset: int) -> Compute:
 
 
 def _scatter_nd(node: "ir.Node", opset: int) -> Compute:
-    how = _text(node, "reduction", "none")
-    if how not in ("none", "add"):
-        raise _refuse(node, f"reduction {how}")
+    reduce = _REDUCED[_text(node, "reduction", "none")]
 
     def compute(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-        parts = tuple(_positive(indices[..., place], x.shape[place]) for place in range(indices.shape[-1]))
-        return x.index_put(parts, updates, accumulate=how == "add")
+        depth = indices.shape[-1]
+        parts = tuple(_positive(indices[..., place], x.shape[place]) for place in range(depth))
+        if reduce in ("", "sum"):
+            return x.index_put(parts, updates, accumulate=bool(reduce))
+        width, row = math.prod(x.shape[depth:]), torch.zeros((), dtype=torch.int64, device=x.device)
+        for place, part in enumerate(parts):
+            row = row * x.shape[place] + part.to(x.device)
+        rows = row.reshape(-1, 1).expand(-1, width)
+        return x.reshape(-1, width).scatter_reduce(0, rows, updates.reshape(-1, width), reduce).reshape(x.shape)
 
     return compute
 
@@ -403,7 +429,7 @@ def _one_hot(node: "ir.Node", opset: int) -> Compute:
 
     def compute(indices: Tensor, depth: Tensor, values: Tensor) -> Tensor:
         count = int(depth.reshape(()).item())
-        hot = F.one_hot(_positive(indices, count), count).bool().movedim(-1, axis)
+        hot = (_positive(indices, count).unsqueeze(-1) == torch.arange(count, device=indices.device)).movedim(-1, axis)
         return torch.where(hot, values[1], values[0])
 
     return compute
@@ -435,7 +461,7 @@ def _cumulate(node: "ir.Node", opset: int) -> Compute:
     def compute(x: Tensor, axis: Tensor) -> Tensor:
         place = int(axis.reshape(()).item())
         given = x.flip(place) if reverse else x
-        total = given.cumsum(place)
+        total = given.cumsum(place, dtype=x.dtype)
         total = total - given if exclusive else total
         return total.flip(place) if reverse else total
 
@@ -468,11 +494,18 @@ def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Make:
 
         def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
             chosen = fixed if axes is None else _sizes(axes)
-            return x if not chosen and nothing else function(x, chosen or list(range(x.ndim)), keep)
+            return x if not chosen and nothing else function(x, chosen or list(range(x.ndim)), keep).to(x.dtype)
 
         return compute
 
     return make
+
+
+def _average(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    if x.is_floating_point():
+        return x.mean(axes, keepdim=keep)
+    count = math.prod(x.shape[axis] for axis in axes)
+    return torch.div(x.sum(axes, keepdim=keep), count, rounding_mode="trunc")
 
 
 def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -533,18 +566,19 @@ def _same_pads(
     return flat
 
 
-def _window(node: "ir.Node", rank: int) -> tuple[list[int], list[int], list[int], str]:
-    """Read strides, dilations, paddings (begin of all axes, then their ends) and the automatic kind."""
-    strides, steps = _ints(node, "strides", [1] * rank), _ints(node, "dilations", [1] * rank)
-    return strides, steps, _ints(node, "pads", [0] * 2 * rank), _text(node, "auto_pad", "NOTSET")
+def _window(node: "ir.Node") -> Callable[[int], tuple[list[int], list[int], list[int], str]]:
+    """Read strides, dilations, paddings (begin of all axes, then their ends) and the automatic kind, by the rank."""
+    strides, steps, pads = (_ints(node, name, ()) for name in ("strides", "dilations", "pads"))
+    auto = _text(node, "auto_pad", "NOTSET")
+    return lambda rank: (strides or [1] * rank, steps or [1] * rank, pads or [0] * 2 * rank, auto)
 
 
 def _conv(node: "ir.Node", opset: int) -> Compute:
-    groups = _int(node, "group", 1)
+    groups, window = _int(node, "group", 1), _window(node)
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rank = x.ndim - 2
-        strides, steps, pads, auto = _window(node, rank)
+        strides, steps, pads, auto = window(rank)
         function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
         if auto.startswith("SAME"):
             kernel = tuple(weight.shape[2:])
@@ -559,14 +593,14 @@ def _conv(node: "ir.Node", opset: int) -> Compute:
 
 
 def _conv_transpose(node: "ir.Node", opset: int) -> Compute:
-    groups = _int(node, "group", 1)
+    groups, window, added = _int(node, "group", 1), _window(node), _ints(node, "output_padding", ())
     if "output_shape" in node.attributes or _text(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise _refuse(node, "its shape is given by output_shape or auto_pad")
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rank = x.ndim - 2
-        strides, steps, pads, _ = _window(node, rank)
-        more = _ints(node, "output_padding", [0] * rank)
+        strides, steps, pads, _ = window(rank)
+        more = added or [0] * rank
         function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
         if pads[:rank] == pads[rank:]:
             return function(x, weight, bias, strides, pads[:rank], more, groups, steps)
@@ -580,9 +614,9 @@ def _conv_transpose(node: "ir.Node", opset: int) -> Compute:
 
 
 def _pool(node: "ir.Node", opset: int) -> Compute:
-    kernel, ceil, rank = _ints(node, "kernel_shape", ()), bool(_int(node, "ceil_mode", 0)), 0
+    kernel, ceil = _ints(node, "kernel_shape", ()), bool(_int(node, "ceil_mode", 0))
     rank = len(kernel)
-    strides, steps, pads, auto = _window(node, rank)
+    strides, steps, pads, auto = _window(node)(rank)
     largest, padding_counts = node.op_type == "MaxPool", bool(_int(node, "count_include_pad", 0))
     if len([value for value in node.outputs if value.name]) > 1 or not 1 <= rank <= 2:
         raise _refuse(node, "it gives indices, or has three axes")
@@ -600,6 +634,9 @@ def _pool(node: "ir.Node", opset: int) -> Compute:
     def compute_largest(x: Tensor) -> Tensor:
         function: Any = (F.max_pool1d, F.max_pool2d)[rank - 1]
         made: Tensor = function(padded(x, -math.inf), kernel, strides, 0, steps, ceil)
+        for axis in range(rank if ceil else 0):  # no window begins in the padding at the end
+            most = -(-(x.shape[2 + axis] + pads[axis]) // strides[axis])
+            made = made.narrow(2 + axis, 0, min(made.shape[2 + axis], most))
         return made
 
     def compute_mean(x: Tensor) -> Tensor:
@@ -627,6 +664,8 @@ def _by_channel(value: Tensor, rank: int) -> Tensor:
 
 def _batch_norm(node: "ir.Node", opset: int) -> Compute:
     epsilon = _float(node, "epsilon", 1e-5)
+    if _int(node, "training_mode", 0):
+        raise _refuse(node, "training_mode")
 
     def compute(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, epsilon)
@@ -636,11 +675,13 @@ def _batch_norm(node: "ir.Node", opset: int) -> Compute:
 
 def _instance_norm(node: "ir.Node", opset: int) -> Compute:
     epsilon = _float(node, "epsilon", 1e-5)
-    return lambda x, scale, bias: F.instance_norm(x, None, None, scale, bias, True, 0.0, epsilon)
+    return lambda x, scale, bias: torch.instance_norm(x, scale, bias, None, None, True, 0.0, epsilon, False)
 
 
 def _layer_norm(node: "ir.Node", opset: int) -> Compute:
     axis, epsilon = _int(node, "axis", -1), _float(node, "epsilon", 1e-5)
+    if any(value.name for value in node.outputs[1:]):
+        raise _refuse(node, "it gives means or deviations")
 
     def compute(x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = x.shape[axis % x.ndim :]
@@ -674,7 +715,12 @@ def _rms_norm(node: "ir.Node", opset: int) -> Compute:
 
 def _lp_norm(node: "ir.Node", opset: int) -> Compute:
     axis, power = _int(node, "axis", -1), _int(node, "p", 2)
-    return lambda x: x / torch.linalg.vector_norm(x, power, axis, keepdim=True)
+
+    def compute(x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, power, axis, keepdim=True)
+        return x / torch.where(norm == 0, 1.0, norm)
+
+    return compute
 
 
 def _mean_variance(node: "ir.Node", opset: int) -> Compute:
@@ -682,7 +728,7 @@ def _mean_variance(node: "ir.Node", opset: int) -> Compute:
 
     def compute(x: Tensor) -> Tensor:
         centred = x - x.mean(axes, keepdim=True)
-        return centred / (centred.square().mean(axes, keepdim=True).sqrt() + 1e-9)
+        return centred / centred.square().mean(axes, keepdim=True).clamp(1e-18).sqrt()
 
     return compute
 
@@ -734,6 +780,8 @@ def _resize(node: "ir.Node", opset: int) -> Compute:
         raise _refuse(node, "antialias, axes or an unknown mode")
     if place not in ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"):
         raise _refuse(node, f"coordinates {place}")
+    if _text(node, "keep_aspect_ratio_policy", "stretch") != "stretch" or _int(node, "exclude_outside", 0):
+        raise _refuse(node, "keep_aspect_ratio_policy or exclude_outside")
     if mode == "cubic" and (place == "asymmetric" or _float(node, "cubic_coeff_a", -0.75) != -0.75):
         raise _refuse(node, "cubic with other coordinates or coefficients than torch's")
 
@@ -741,13 +789,19 @@ def _resize(node: "ir.Node", opset: int) -> Compute:
         scales = given[0] if node.op_type == "Upsample" or len(given) == 1 else given[1]
         sizes = _sizes(given[2]) if len(given) > 2 and given[2] is not None else []
         factors = [] if scales is None or sizes else [float(each) for each in scales.tolist()]
-        wanted = sizes or [int(size * factor) for size, factor in zip(x.shape, factors, strict=True)]
+        wanted = sizes or [
+            int(np.float32(size) * np.float32(each)) for size, each in zip(x.shape, factors, strict=True)
+        ]
         factors = factors or [new / old for new, old in zip(wanted, x.shape, strict=True)]
+        if wanted == list(x.shape):  # whatever the scales: as ONNX Runtime does
+            return x
         if mode == "cubic":
-            align = place == "align_corners"
-            return F.interpolate(x, wanted[2:], mode="bicubic", align_corners=align)
+            if x.ndim != 4 or wanted[:2] != list(x.shape[:2]) or (place == "pytorch_half_pixel" and 1 in wanted[2:]):
+                raise _refuse(node, "cubic over other axes than two of pixels, or to a single one")
+            made: Tensor = torch.ops.aten.upsample_bicubic2d(x, wanted[2:], place == "align_corners", *factors[2:])
+            return made
         for axis in range(x.ndim):
-            if wanted[axis] != x.shape[axis]:
+            if wanted[axis] != x.shape[axis] or factors[axis] != 1:
                 x = _resize_axis(x, axis, wanted[axis], factors[axis], mode, place, rounding)
         return x
 
@@ -755,13 +809,13 @@ def _resize(node: "ir.Node", opset: int) -> Compute:
 
 
 def _resize_axis(x: Tensor, axis: int, size: int, factor: float, mode: str, place: str, rounding: str) -> Tensor:
-    old, new = x.shape[axis], np.arange(size, dtype=np.float64)
+    old, new, scale = x.shape[axis], np.arange(size, dtype=np.float32), np.float32(factor)  # as ONNX Runtime has them
     if place == "asymmetric":
-        at = new / factor
+        at = new / scale
     elif place == "align_corners":
         at = new * (old - 1) / max(size - 1, 1)
     else:
-        at = (new + 0.5) / factor - 0.5
+        at = (new + np.float32(0.5)) / scale - np.float32(0.5)
         at = at * 0 if place == "pytorch_half_pixel" and size == 1 else at
     if mode == "nearest":
         nearest = {"floor": np.floor(at), "ceil": np.ceil(at), "round_prefer_ceil": np.floor(at + 0.5)}
@@ -798,14 +852,14 @@ def _recurrent(node: "ir.Node", opset: int) -> Compute:
         raise _refuse(node, f"activations {', '.join(listed)}")
     if "clip" in node.attributes or _int(node, "layout", 0) or _int(node, "input_forget", 0):
         raise _refuse(node, "clip, layout or input_forget")
+    if any(value is not None for value in (*node.inputs[4:5], *node.inputs[7:])):
+        raise _refuse(node, "lengths of sequences, or peepholes")
     before = kind == "GRU" and not _int(node, "linear_before_reset", 0)
 
     def compute(
         x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None = None, *rest: Tensor | None
     ) -> tuple[Tensor, ...]:
-        lengths, first, cell, peepholes = (*rest, *[None] * 4)[:4]
-        if lengths is not None or peepholes is not None:
-            raise _refuse(node, "lengths of sequences, or peepholes")
+        _, first, cell = (*rest, *[None] * 3)[:3]
         size, batch = state.shape[2], x.shape[1]
         zeros = x.new_zeros(ways, batch, size)
         starts = (zeros if first is None else first, zeros if cell is None else cell)
@@ -884,7 +938,7 @@ _PLAIN: dict[str, Compute] = {
     "Sub": torch.sub,
     "Mul": torch.mul,
     "Div": _divide,
-    "Pow": torch.pow,
+    "Pow": _power,
     "Relu": torch.relu,
     "PRelu": _prelu,
     "HardSwish": F.hardswish,
@@ -910,7 +964,6 @@ _PLAIN: dict[str, Compute] = {
     "IsNaN": torch.isnan,
     "CastLike": lambda x, like: x.to(like.dtype),
     "Identity": lambda x: x,
-    "Dropout": lambda x, *_: x,
     "Size": lambda x: torch.tensor(x.numel()),
     "Expand": _expand,
     "Tile": _tile,
@@ -935,6 +988,7 @@ _MADE: dict[str, Make] = {
     "Mod": _mod,
     "IsInf": _is_infinite,
     "Cast": _cast,
+    "Dropout": _dropout,
     "Constant": _constant,
     "ConstantOfShape": _constant_of_shape,
     "Shape": _shape,
@@ -961,12 +1015,12 @@ _MADE: dict[str, Make] = {
     "Trilu": _triangle,
     "EyeLike": _eye_like,
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
-    "ReduceMean": _reduce(lambda x, axes, keep: x.mean(axes, keepdim=keep)),
+    "ReduceMean": _reduce(_average),
     "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
     "ReduceMin": _reduce(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
     "ReduceProd": _reduce(_product),
     "ReduceL1": _reduce(lambda x, axes, keep: x.abs().sum(axes, keepdim=keep)),
-    "ReduceL2": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep).sqrt()),
+    "ReduceL2": _reduce(lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keep)),  # its gradient at 0 is 0
     "ReduceSumSquare": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep)),
     "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep).log()),
     "ReduceLogSumExp": _reduce(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),
