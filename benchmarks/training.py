@@ -42,10 +42,10 @@ def run_case(name: str, minutes: float, work: Path) -> dict[str, Any]:
     """Train one case by the command line, and read what came of it."""
     model_name, folder = name.removesuffix(" 2:4"), work / "training" / name.replace(":", "").replace(" ", "-")
     model = CASES[model_name].model if model_name in CASES else MODELS[model_name]
-    data = model.prepare(work / "models") / f"{KNOWN}.npz"
+    data = str(model.prepare(work / "models") / f"{KNOWN}.npz") if model_name != "digits" else "digits"
     paths = ":".join(map(str, import_paths(work / "models")))
     words = [
-        *("optimize", model.source(work / "models"), "--data", str(data), *_TRAINED[name]),
+        *("optimize", model.source(work / "models"), "--data", data, *_TRAINED[name]),
         *("--recover", "distil", "--recover-time", f"{minutes:g}m", "--max-drop", str(model.max_drop)),
         *("--metric", model.metric_argument(work / "models"), "--measure-time", "5s"),
         *("--out", str(folder / "run"), "--store", str(folder / "store"), "--quiet"),

@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from enginesmith.calibration import lazy_arrays
+from enginesmith.calibration.coco import check_coco, read_coco
 from enginesmith.calibration.feeds import read_feeds
 from enginesmith.calibration.images import check_images, read_images
 from enginesmith.calibration.lazy_arrays import LazyRows, Rows, cast, pieces
@@ -322,9 +323,10 @@ FORMS: tuple[Form, ...] = (
         _check_safetensors,
     ),
     Form("a .jsonl file of texts, with a tokenizer", _ends_with(".jsonl"), read_texts, check_texts),
+    Form("a .json file of images and boxes (COCO)", _ends_with(".json"), read_coco, check_coco),
     Form("an embedded set (digits/test)", is_embedded, _open_embedded, _check_embedded),
     Form(
-        "a folder of images, sub-folders being classes",
+        "a folder of images, sub-folders being classes, or images and masks",
         lambda reference: Path(reference).is_dir(),
         read_images,
         check_images,

@@ -235,14 +235,12 @@ def read_images(reference: str, request: Request) -> RawData:
         DataError: there are none, one is damaged, or the model takes something else.
         MissingCapability: Pillow is not installed.
     """
-    folder = Path(reference)
-    if len(request.inputs) != 1:
-        names = ", ".join(spec.name for spec in request.inputs)
-        raise DataError(f"{reference} holds images, and the model takes {names}", "give one array for each input")
+    spec, folder = only_input(reference, request), Path(reference)
+    if has_masks(folder):
+        return _read_masks(folder, spec, request)
     found = listing(folder)
     for path in found.files:
         size_of(path)  # so that what is no image is told now, and every file is known to have been read
-    spec = request.inputs[0]
     steps = preprocessing_for(spec, folder, request.options)
     notes = [f"images as {steps}"]
     if found.labels is not None:
@@ -259,13 +257,72 @@ def read_images(reference: str, request: Request) -> RawData:
     )
 
 
+def only_input(reference: str, request: Request) -> TensorSpec:
+    """Return the model's one input.
+
+    Raises:
+        DataError: it has several.
+    """
+    if len(request.inputs) != 1:
+        names = ", ".join(spec.name for spec in request.inputs)
+        raise DataError(f"{reference} holds images, and the model takes {names}", "give one array for each input")
+    return request.inputs[0]
+
+
 def check_images(reference: str, _: Request) -> None:
     """List the images of a folder; none is opened.
 
     Raises:
-        DataError: there are none, or some beside sub-folders of some.
+        DataError: there are none, or some beside sub-folders of some, or masks that are not those of the images.
     """
-    listing(Path(reference))
+    folder = Path(reference)
+    if has_masks(folder):
+        _pair_masks(folder)
+    else:
+        listing(folder)
+
+
+# Masks: a folder of images, and one of class maps of the same names.
+
+_IMAGES, _MASKS = "images", "masks"
+_UNLABELLED = 255
+"""Number of pixels that the mask says nothing of, as around an image that is smaller than the crop."""
+
+
+def has_masks(folder: Path) -> bool:
+    """Tell whether a folder has one of images, and one of masks."""
+    return all((folder / name).is_dir() for name in (_IMAGES, _MASKS))
+
+
+def _pair_masks(folder: Path) -> list[tuple[Path, Path]]:
+    images, masks = ({path.stem: path for path in _images_in(folder / name)} for name in (_IMAGES, _MASKS))
+    if not images:
+        raise DataError(f"the folder {folder / _IMAGES} holds no images", f"give files of {', '.join(SUFFIXES)}")
+    if lacking := sorted(images.keys() ^ masks.keys()):
+        where = _MASKS if lacking[0] in images else _IMAGES
+        raise DataError(
+            f"{len(lacking)} of the images and masks in {folder} have no other half, the first {lacking[0]!r}",
+            f"put a file of this name into {where}/, or take the other one away",
+        )
+    return [(images[name], masks[name]) for name in sorted(images)]
+
+
+def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
+    pairs = _pair_masks(folder)
+    steps = preprocessing_for(spec, folder, request.options)
+    maps = []
+    for image, mask in pairs:
+        if size_of(image) != size_of(mask):
+            raise DataError(
+                f"{image.name} is {size_of(image)} pixels, and its mask {size_of(mask)}", "give both the same size"
+            )
+        with open_image(mask) as opened:
+            maps.append(steps.apply_to_mask(opened, _UNLABELLED))
+    labels = np.stack(maps)
+    classes = [int(number) for number in np.unique(labels) if number != _UNLABELLED]
+    notes = (f"images as {steps}", f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}")
+    rows = ImageRows([image for image, _ in pairs], steps)
+    return RawData(folder.resolve().name, {spec.name: rows}, labels, notes, (folder / _IMAGES, folder / _MASKS))
 
 
 def listing(folder: Path) -> Listing:
@@ -307,17 +364,23 @@ def size_of(path: Path) -> tuple[int, int]:
         DataError: it is no image.
         MissingCapability: Pillow is not installed.
     """
-    with _open_image(path) as image:
+    with open_image(path) as image:
         return image.size[1], image.size[0]
 
 
 def _decode(path: Path, steps: Preprocessing) -> Array:
-    with _open_image(path) as image:
+    with open_image(path) as image:
         return steps.apply(image)
 
 
 @contextmanager
-def _open_image(path: Path) -> Iterator[Any]:
+def open_image(path: Path) -> Iterator[Any]:
+    """Open an image file, and translate the errors of reading it.
+
+    Raises:
+        DataError: it is damaged, or its pixels are of another kind than is needed.
+        MissingCapability: Pillow is not installed.
+    """
     if importlib.util.find_spec("PIL") is None:
         raise MissingCapability("images need the package pillow, which is not installed", install_command("pillow"))
     from PIL import Image

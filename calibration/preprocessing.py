@@ -50,6 +50,36 @@ class Preprocessing(BaseModel, frozen=True):
         parts += [] if set(self.std) == {1.0} else [f"standard deviation {_join(self.std)}"]
         return f"{', '.join(parts)} ({self.origin})"
 
+    def place(self, size: Size) -> tuple[tuple[float, float], Size]:
+        """Find where pixels of an image of this size come to lie: the factors of height and width, and what is cut off
+        above and to the left, in pixels of the sample.
+        """
+        height, width = _wanted_size(size, self)
+        cut = ((height - self.size[0]) // 2, (width - self.size[1]) // 2)
+        return (height / size[0], width / size[1]), cut
+
+    def apply_to_mask(self, image: Any, outside: int) -> Array:
+        """Turn a Pillow image of class numbers into the map of one sample, uint8[height, width] or int32.
+
+        The size is changed by the nearest pixel, so that no class comes from two others.
+
+        Raises:
+            ValueError: it has several numbers for each pixel.
+        """
+        if image.mode not in ("L", "P", "I", "I;16"):
+            raise ValueError(f"its pixels are {image.mode}, and a mask has one number for each: modes L, P or I")
+        numbers = np.asarray(image)
+        height, width = _wanted_size(numbers.shape, self)
+        (top, left) = ((height - self.size[0]) // 2, (width - self.size[1]) // 2)
+        rows, columns = (np.arange(length) + start for length, start in zip(self.size, (top, left), strict=True))
+        inside = ((rows >= 0) & (rows < height))[:, None] & ((columns >= 0) & (columns < width))
+        places = (
+            _nearest(rows, height, numbers.shape[0])[:, None],
+            _nearest(columns, width, numbers.shape[1])[None, :],
+        )
+        found: Array = np.where(inside, numbers[places], outside)
+        return found.astype(np.uint8 if int(numbers.max(initial=0)) < 256 else np.int32)
+
     def apply(self, image: Any) -> Array:
         """Turn a Pillow image into one sample.
 
@@ -80,9 +110,16 @@ def _convert(image: Any, mode: Mode) -> Any:
 
 
 def _resize(image: Any, steps: Preprocessing) -> Any:
-    width, height = image.size
+    size = image.size[::-1]
+    height, width = _wanted_size(size, steps)
+    return image if (height, width) == size else image.resize((width, height), steps.resample)
+
+
+def _wanted_size(size: Size, steps: Preprocessing) -> Size:
+    """Return the size that an image of this size is changed to, before the crop."""
+    height, width = size
     if steps.resize is None:
-        return image
+        return size
     if isinstance(steps.resize, tuple):
         wanted = steps.resize
     elif isinstance(steps.resize, int):
@@ -91,7 +128,13 @@ def _resize(image: Any, steps: Preprocessing) -> Any:
     else:
         scale = max(steps.size[0] / height, steps.size[1] / width)
         wanted = (round(height * scale), round(width * scale))
-    return image if wanted == (height, width) else image.resize((max(1, wanted[1]), max(1, wanted[0])), steps.resample)
+    return max(1, wanted[0]), max(1, wanted[1])
+
+
+def _nearest(places: Array, size: int, given: int) -> Array:
+    """Find the pixels of a side of ``given`` length that are nearest to those of one of ``size``."""
+    found: Array = ((places + 0.5) * given / size).astype(np.int64).clip(0, given - 1)
+    return found
 
 
 def _crop_centre(image: Any, size: Size) -> Any:

@@ -1,5 +1,6 @@
 """What training makes of few samples: other images of them, a rate that was tried, batches that leave enough steps."""
 
+import dataclasses
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,13 @@ from torch import nn
 
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
-from enginesmith.pipeline.passes.finetune import loop
+from enginesmith.pipeline.passes.finetune import loop, trainer
 from enginesmith.pipeline.passes.finetune.augment import augment, list_images, mirror
-from enginesmith.pipeline.passes.finetune.batches import Batch, split_data
+from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, split_data
 from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Evaluator, Work
 from enginesmith.pipeline.passes.finetune.losses import Distil, output_targets
 from enginesmith.pipeline.passes.finetune.options import Augmentation, RecoverOptions, TrainingPlan
-from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Models
+from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Models, Trainer
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 PLAN = TrainingPlan(
@@ -124,6 +125,47 @@ def test_images_are_mirrored_only_if_the_teacher_then_answers_the_same(axis: int
     assert how == Augmentation(inputs=("image",), mirror=mirrored, mix=True)
 
 
+@pytest.mark.parametrize(("fixed", "at_once"), [(None, 8), (1, 1), (5, 5)])
+def test_many_samples_are_mirrored_and_few_at_a_time(fixed: int | None, at_once: int) -> None:
+    """They are from all over the data, which may be in order of classes; memory is not planned by then."""
+    found = dataclasses.replace(work(3, augment=True), fixed=fixed)
+    seen: list[torch.Tensor] = []
+    hook = found.models.teacher.module.register_forward_hook(lambda module, given, values: seen.append(given[0]))
+    loop._choose_augmentation(found, found.material.batch(np.arange(at_once)))
+    hook.remove()
+    assert {len(images) for images in seen} == {at_once}
+    images = torch.cat(seen)
+    assert len(images) == 2 * (64 // at_once * at_once)
+    last = torch.from_numpy(found.material.data.arrays["image"][[found.material.learnt[-1]]])
+    assert bool((images == last).all((1, 2, 3)).any())
+
+
+def steps(count: int, **changes: Any) -> list[torch.Tensor]:
+    """Images that the loss is given in each of some steps."""
+    found, seen = work(), []
+
+    def loss(student: NamedForward, teacher: NamedForward, batch: Batch) -> torch.Tensor:
+        seen.append(batch.inputs["image"])
+        return student(*batch.inputs.values())[0].square().mean()
+
+    plan = PLAN.model_copy(update={"steps": count, **changes})
+    team = DataParallel(torch.device("cpu"))
+    training = Trainer(found.models, found.material, loss, found.options, plan, 0, team, lambda: None)
+    for _ in range(count):
+        training.advance()
+    return seen
+
+
+def test_a_step_learns_from_changed_images_and_the_next_one_from_others() -> None:
+    how = Augmentation(inputs=("image",), mirror=True, mix=True)
+    plain, first, second = steps(2), steps(2, augmentation=how), steps(2, augmentation=how)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(plain, first, strict=True))
+    corners = [(images[:, 0, 0, 0] == given[:, 0, 0, 0]).tolist() for images, given in zip(first, plain, strict=True)]
+    assert not torch.equal(first[0], first[1])
+    assert corners[0] != corners[1]  # other samples are left as they are
+
+
 @pytest.mark.parametrize("options", [{"augment": False}, {"augment": True, "method": "supervised"}])
 def test_images_stay_as_they_are_where_labels_are_learnt_or_it_is_switched_off(options: dict[str, Any]) -> None:
     found = work(**options)
@@ -141,6 +183,26 @@ def test_batches_become_smaller_until_there_is_time_for_enough_steps(step_second
 
 def test_batches_stay_where_the_number_of_passes_is_given() -> None:
     assert loop._affordable_batch(work(seconds=100, epochs=1), PLAN, 4.0) == PLAN
+
+
+@pytest.mark.parametrize(("taken", "batch", "paced"), [(0.1, 64, [32]), (1.6, 32, [32, 16])])
+def test_the_batch_is_that_of_all_processes(
+    taken: float, batch: int, paced: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller one is timed anew."""
+    timed: list[int] = []
+
+    def pace(training: Trainer, threads: int) -> tuple[float, int]:
+        timed.append(training.plan.batch)
+        return taken * training.plan.batch / 32, 1
+
+    monkeypatch.setattr(loop, "pace", pace)
+    found = dataclasses.replace(work(seconds=100), processes=2)
+    loop.prepare(found, checkpoints := Checkpoints(tmp_path, "data"), "data")
+    progress = checkpoints.last()
+    assert progress is not None
+    assert (progress.plan.batch, progress.plan.micro_batch) == (batch, batch // 2)
+    assert timed == paced
 
 
 def choose(found: Work, folder: Path, step_seconds: float = 1e-3) -> float:
@@ -171,6 +233,80 @@ def test_a_given_rate_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_without_time_for_trials_the_middle_rate_is_taken(tmp_path: Path) -> None:
     assert choose(work(rates=(30.0, 1e-5, 1e-7), seconds=0.3), tmp_path, step_seconds=1.0) == 1e-5
+
+
+def test_trials_are_no_longer_than_the_passes_that_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, float]] = []
+
+    def note(found: Work, plan: TrainingPlan, evaluator: Evaluator) -> float:
+        tried.append((plan.steps, plan.learning_rate))
+        return 1.0
+
+    monkeypatch.setattr(loop, "_try_plan", note)
+    rates = (1e-2, 1e-3)
+    assert choose(work(rates=rates, seconds=100, epochs=3), tmp_path) == 1e-3  # of equal ones the lowest
+    assert tried == [(12, 1e-2), (12, 1e-3)]  # four steps in a pass
+    assert choose(work(rates=rates, seconds=100, epochs=1), tmp_path) == 1e-3
+    assert len(tried) == 2  # four steps tell nothing
+
+
+def test_the_rate_that_was_chosen_stands_in_the_plan(tmp_path: Path) -> None:
+    found = work(rates=(30.0, 1e-2, 1e-7), seconds=0.5)
+    with torch.no_grad():
+        for each in (found.models.student, found.models.average):
+            each.module.model.scale.fill_(1.1)
+    loop.prepare(found, checkpoints := Checkpoints(tmp_path, "data"), "data")
+    progress = checkpoints.last()
+    assert progress is not None
+    assert progress.plan.learning_rate == 1e-2
+    assert progress.plan.steps > 1
+    assert trainer.learning_rate(progress.plan, 0, found.options) <= 1e-2
+
+
+def recovered(folder: Path, stop: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, Any]:
+    """Recover with changed images; the process may be ended once, after some steps."""
+    folder.mkdir()
+    advance = Trainer.advance
+
+    def ended(training: Trainer, *, smaller: bool = True) -> float:
+        if training.step == stop:
+            raise KeyboardInterrupt
+        return advance(training, smaller=smaller)
+
+    for each in (ended, advance) if stop else (advance,):
+        monkeypatch.setattr(Trainer, "advance", each)
+        found = work(augment=True, epochs=4, batch=16, checkpoint_seconds=0, features=False)
+        with torch.no_grad():
+            for model in (found.models.student, found.models.average):
+                model.module.model.scale.copy_(torch.linspace(0.5, 1.5, 8))
+        monkeypatch.setattr(loop, "pace", lambda training, threads: (1e-3, 1))
+        monkeypatch.setattr(loop, "_choose_samples", lambda found, plan: plan)
+        try:
+            record = loop.recover(found, DataParallel(torch.device("cpu")), folder, "data", lambda text: None)
+        except KeyboardInterrupt:
+            continue
+    return found.models.average.module.model.scale.detach(), record
+
+
+def test_a_recovery_that_goes_on_changes_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, plain = recovered(tmp_path / "whole", None, monkeypatch)
+    parts, resumed = recovered(tmp_path / "parts", 7, monkeypatch)
+    assert (
+        plain.plan.augmentation == resumed.plan.augmentation == Augmentation(inputs=("image",), mirror=True, mix=True)
+    )
+    assert plain.best_step > 0
+    assert torch.equal(whole, parts)
+    assert [point.loss for point in plain.curve] == [point.loss for point in resumed.curve]
+
+
+def test_trials_begin_as_the_training_will_where_norms_keep_their_statistics(tmp_path: Path) -> None:
+    found, counted = work(), []
+    plan = PLAN.model_copy(update={"batch": 16, "micro_batch": 8, "frozen_norms": True})
+    evaluator: Any = SimpleNamespace(find_statistics=counted.append, evaluate=lambda: (SimpleNamespace(loss=0.5), 0.0))
+    batch = found.material.batch(np.arange(8))
+    plan = plan.model_copy(update={"outputs": output_targets(found.models.teacher, batch)})
+    assert loop._try_plan(found, plan, evaluator) == 0.5
+    assert counted == [found.models.student]
 
 
 class Boxes(nn.Module):
@@ -206,3 +342,31 @@ def test_like_numbers_have_one_scale() -> None:
     teacher = LoadedModel(teacher.module, Signature(inputs=teacher.signature.inputs, outputs=(spec,)), {})
     (target,) = output_targets(teacher, work().material.batch(np.arange(64)))
     assert (target.kind, target.axis, target.scales) == ("values", None, ())
+
+
+class Rare(nn.Module):
+    """A probability that varies, and one of a class that is in no sample."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        flat = image.flatten(1)
+        return torch.stack([flat[:, :5].sigmoid(), flat[:, 5:10] * 1e-6], 1)
+
+
+@pytest.mark.parametrize(("factor", "least"), [(1.0, 1e-4), (1e-3, 0.0417e-8)])
+def test_a_number_that_hardly_varies_does_not_count_for_all(factor: float, least: float) -> None:
+    signature = loaded(2).signature
+    answer = TensorSpec(name="values", dtype="float32", shape=("batch", 2, 5))
+    module = NamedForward(nn.Sequential(Rare(), Times(factor)), ("image",), ())
+    teacher = LoadedModel(module, Signature(inputs=signature.inputs, outputs=(answer,)), {})
+    (target,) = output_targets(teacher, work().material.batch(np.arange(64)))
+    assert target.axis == 1
+    assert target.scales[1] == pytest.approx(least, rel=0.01)
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.factor

@@ -94,19 +94,11 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
     start = time.monotonic()
     checkpoints.clear()
     checkpoints.keep_best(work.models.average.module, 0)
-    plan = _fit_memory(work, _draft(work), checkpoints)
-    timed = _train_alone(work, plan)  # it stays, as its optimiser's state does while a training is evaluated
-    step_seconds, threads = pace(timed, work.threads)
-    smaller = _affordable_batch(work, timed.plan, step_seconds)
-    if smaller.batch < plan.batch:
-        _reset(work, checkpoints)
-        plan, timed = smaller, _train_alone(work, smaller)
-        step_seconds, threads = pace(timed, work.threads)
-    torch.set_num_threads(threads)
-    fitted = {name: getattr(timed.plan, name) for name in ("micro_batch", "checkpointed", "frozen_norms")}
-    plan = _choose_samples(work, plan.model_copy(update={**fitted, "threads": threads}))
+    plan, step_seconds, timed = _fit_pace(work, _fit_memory(work, _draft(work), checkpoints), checkpoints)
+    plan = _choose_samples(work, plan)
     _reset(work, checkpoints)
     evaluator, before, seconds = _evaluate_start(work, plan)
+    del timed  # its optimiser's state was there so far, as a training's is while it is evaluated
     plan = evaluator.plan
     if not math.isfinite(before.loss):
         raise ModelError(
@@ -129,6 +121,25 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
         evaluation_seconds=evaluation_seconds,
     )
     checkpoints.write(work.trainer(plan, DataParallel(work.material.device)), progress)
+
+
+def _fit_pace(work: Work, plan: TrainingPlan, checkpoints: Checkpoints) -> tuple[TrainingPlan, float, Trainer]:
+    """Measure the seconds of a step, with a smaller batch where there is time for few; return the training, too."""
+    timed = _train_alone(work, plan)
+    seconds, threads = pace(timed, work.threads)
+    smaller = _affordable_batch(work, _keep_parts(plan, timed), seconds)
+    if smaller.batch < plan.batch:
+        _reset(work, checkpoints)
+        plan, timed = smaller, _train_alone(work, smaller)
+        seconds, threads = pace(timed, work.threads)
+    torch.set_num_threads(threads)
+    return _keep_parts(plan, timed).model_copy(update={"threads": threads}), seconds, timed
+
+
+def _keep_parts(plan: TrainingPlan, timed: Trainer) -> TrainingPlan:
+    """Return the plan with the parts that fitted; the batch of the one that was timed is a single process's."""
+    fitted = ("micro_batch", "checkpointed", "frozen_norms")
+    return plan.model_copy(update={name: getattr(timed.plan, name) for name in fitted})
 
 
 def _affordable_batch(work: Work, plan: TrainingPlan, step_seconds: float) -> TrainingPlan:
@@ -156,18 +167,26 @@ def _choose_rate(
     given = work.options.learning_rate
     rates = work.rates if given is None else (given,)
     seconds = _SHARE_OF_TRIALS * work.options.seconds / len(rates) - evaluation_seconds
-    steps = int(seconds / step_seconds)
+    steps = _limit_steps(work, plan, int(seconds / step_seconds))
     if len(rates) == 1 or steps < _LEAST_TRIED:
         return rates[len(rates) // 2]
     losses: dict[float, float] = {}
     for rate in rates:
         _reset(work, checkpoints)
-        tried = _train_alone(work, plan.model_copy(update={"steps": steps, "learning_rate": rate}))
-        finite = all(math.isfinite(tried.advance()) for _ in range(steps))
-        loss = evaluator.evaluate()[0].loss if finite else math.inf
-        losses[rate] = loss if math.isfinite(loss) else math.inf
+        losses[rate] = _try_plan(work, plan.model_copy(update={"steps": steps, "learning_rate": rate}), evaluator)
     _reset(work, checkpoints)
-    return min(losses, key=lambda rate: losses[rate])
+    return min(rates, key=lambda rate: (losses[rate], rate))
+
+
+def _try_plan(work: Work, plan: TrainingPlan, evaluator: Evaluator) -> float:
+    """Train by a short plan and return the loss on held-back samples; infinity where it is not finite or cannot be."""
+    if plan.frozen_norms:
+        evaluator.find_statistics(work.models.student)
+    tried = _train_alone(work, plan)
+    if not all(math.isfinite(tried.advance()) for _ in range(plan.steps)):
+        return math.inf
+    seen = batches.within_memory(evaluator.evaluate)
+    return seen[0][0].loss if seen and math.isfinite(seen[0][0].loss) else math.inf
 
 
 def _choose_augmentation(work: Work, samples: Batch) -> Augmentation | None:
@@ -175,15 +194,23 @@ def _choose_augmentation(work: Work, samples: Batch) -> Augmentation | None:
     images = list_images(samples.inputs)
     if not images or not work.options.augment or work.options.method != "distil":
         return None
-    rows = np.asarray(work.material.learnt[: work.fixed or _MIRRORED])
-    batch, names = work.material.batch(rows), [spec.name for spec in work.models.teacher.signature.outputs]
-    answers = []
-    with torch.no_grad():
-        for each in (batch, mirror(batch, images)):
-            values = work.models.teacher.module(*each.inputs.values())
-            answers.append({name: value.float().cpu().numpy() for name, value in zip(names, values, strict=True)})
-    alike = agreement(answers[1], answers[0], None) >= _ALIKE
+    alike = _agree_mirrored(work, images, len(samples)) >= _ALIKE
     return Augmentation(inputs=images, mirror=alike, mix=len(samples.inputs) == 1)
+
+
+@torch.no_grad()
+def _agree_mirrored(work: Work, images: tuple[str, ...], at_once: int) -> float:
+    """Compute how far the teacher agrees with itself when images are mirrored, on samples from all over the data."""
+    learnt, loaded = np.asarray(work.material.learnt), work.models.teacher
+    count = max(min(_MIRRORED, len(learnt)) // at_once, 1) * at_once
+    rows = learnt[np.linspace(0, len(learnt) - 1, count).round().astype(np.int64)]
+    given = [work.material.batch(part) for part in batches.parts(rows, at_once)]
+    name = loaded.signature.outputs[0].name
+    answers = []
+    for each in (given, [mirror(batch, images) for batch in given]):
+        values = [loaded.module(*batch.inputs.values())[0].float().cpu() for batch in each]
+        answers.append({name: torch.cat(values).numpy()})
+    return agreement(answers[1], answers[0], None)
 
 
 def _draft(work: Work) -> TrainingPlan:
@@ -281,11 +308,15 @@ def _fit_time(
     left = max(0.0, _SHARE_OF_TIME * options.seconds - spent)
     evaluations = int(_SHARE_OF_EVALUATION * left / evaluation_seconds)
     evaluations = min(max(1, evaluations), options.evaluations)
-    steps = int((left - evaluations * evaluation_seconds) / step_seconds)
-    if options.epochs is not None:
-        steps = min(steps, options.epochs * work.material.order(plan.batch, work.seed).steps_per_epoch)
-    steps = max(1, steps)
+    steps = max(1, _limit_steps(work, plan, int((left - evaluations * evaluation_seconds) / step_seconds)))
     return plan.model_copy(update={"steps": steps, "evaluate_every": -(-steps // evaluations)})
+
+
+def _limit_steps(work: Work, plan: TrainingPlan, steps: int) -> int:
+    """Return the steps, or fewer if the passes over the data that are allowed have fewer."""
+    if work.options.epochs is None:
+        return steps
+    return min(steps, work.options.epochs * work.material.order(plan.batch, work.seed).steps_per_epoch)
 
 
 class _Run:

@@ -31,6 +31,9 @@ _UNLIKE, _MOST_UNLIKE = 100.0, 64
 """Ratio of mean squares from which on numbers of an output are unlike, and the longest axis that is looked at."""
 _CONSTANT = 1e-4
 """Share of the mean square that is taken for the spread of numbers that hardly vary."""
+_LEAST_SPREAD, _LEAST_SHARE = 1e-4, 0.01
+"""Smallest spread, that of a probability to a hundredth, or the share of the largest one where all are small: numbers
+that hardly vary in the samples looked at, as those of a class that is not in them, would count for all."""
 
 
 @contextmanager
@@ -97,7 +100,9 @@ def _describe(name: str, kind: Any, value: Tensor) -> Target:
     for axis in range(1, value.ndim):
         if 1 < value.shape[axis] <= _MOST_UNLIKE:
             rows = value.movedim(axis, 0).flatten(1)
-            spread = torch.maximum(rows.var(1, correction=0), _CONSTANT * rows.square().mean(1)).clamp_min(_LEAST_SCALE)
+            spread = torch.maximum(rows.var(1, correction=0), _CONSTANT * rows.square().mean(1))
+            least = min(_LEAST_SPREAD, _LEAST_SHARE * float(spread.max()))
+            spread = spread.clamp_min(max(least, _LEAST_SCALE))
             found.append((float(spread.max() / spread.min()), axis, spread.tolist()))
     ratio, place, scales = max(found, default=(0.0, 0, []))
     return target if ratio < _UNLIKE else target.model_copy(update={"axis": place, "scales": tuple(scales)})

@@ -1,0 +1,108 @@
+"""Read images with boxes, as COCO writes them: one JSON file of images, categories and annotations.
+
+https://cocodataset.org/#format-data: boxes are left, top, width and height in pixels of the image. They become corners
+in pixels of the model's input, by the same steps as the images.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginesmith.calibration.images import ImageRows, only_input, preprocessing_for, size_of
+from enginesmith.calibration.preprocessing import Preprocessing, Size
+from enginesmith.calibration.sources import RawData, Request
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.tensors import Array
+
+_KEYS = ("images", "annotations", "categories")
+_FORMAT = "give a COCO file of boxes (images, annotations, categories), or another form of data"
+_NO_BOX = -1.0
+
+
+def read_coco(reference: str, request: Request) -> RawData:
+    """Read images and boxes: labels are float32[images, boxes, 5], class and corners; class −1 where there is no box.
+
+    Classes are numbered from 0 in the order of the categories' ids. Crowds are left out, and what the crop cuts off.
+
+    Raises:
+        DataError: it is no such file, or an image is missing or damaged.
+        MissingCapability: Pillow is not installed.
+    """
+    spec, path = only_input(reference, request), Path(reference)
+    found, files = _read_file(path), {}
+    for image in found["images"]:
+        files[image["id"]] = _find_image(path, str(image["file_name"]))
+    steps = preprocessing_for(spec, path.parent, request.options)
+    numbers = {identity: number for number, identity in enumerate(sorted(each["id"] for each in found["categories"]))}
+    boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
+    sizes = {identity: size_of(file) for identity, file in files.items()}
+    for entry in found["annotations"]:
+        if entry.get("iscrowd") or not entry.get("bbox"):
+            continue
+        if entry.get("image_id") not in files or entry.get("category_id") not in numbers:
+            raise DataError(
+                f"{reference}: annotation {entry.get('id')} names an image or category that is not there", _FORMAT
+            )
+        corners = _place_box(entry["bbox"], steps, sizes[entry["image_id"]])
+        if corners is not None:
+            boxes[entry["image_id"]].append(np.append(numbers[entry["category_id"]], corners))
+    most = max(1, *map(len, boxes.values()))
+    labels = np.full((len(files), most, 5), _NO_BOX, np.float32)
+    for row, listed in enumerate(boxes.values()):
+        if listed:
+            labels[row, : len(listed)] = listed
+    notes = (
+        f"images as {steps}",
+        f"labels: {sum(map(len, boxes.values()))} boxes of {len(numbers)} categories, numbered in order of their ids",
+    )
+    folders = tuple(dict.fromkeys(file.parent.absolute() for file in files.values()))
+    return RawData(path.name, {spec.name: ImageRows(list(files.values()), steps)}, labels, notes, folders)
+
+
+def check_coco(reference: str, _: Request) -> None:
+    """Read the file, and look the images up; none is opened.
+
+    Raises:
+        DataError: it is no such file, or an image is missing.
+    """
+    for image in _read_file(Path(reference))["images"]:
+        _find_image(Path(reference), str(image["file_name"]))
+
+
+def _read_file(path: Path) -> Mapping[str, list[dict[str, Any]]]:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "check the path") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}", _FORMAT) from error
+    lacking = [key for key in _KEYS if not isinstance(found, dict) or not isinstance(found.get(key), list)]
+    if lacking:
+        raise DataError(f"{path} has no list {lacking[0]!r}, so it is no COCO file of boxes", _FORMAT)
+    if not found["images"] or not all("id" in each and "file_name" in each for each in found["images"]):
+        raise DataError(f"{path} names no images, or some without id or file_name", _FORMAT)
+    checked: Mapping[str, list[dict[str, Any]]] = found
+    return checked
+
+
+def _find_image(path: Path, name: str) -> Path:
+    """Look an image up beside the file, in a folder ``images`` there, or in the folder above."""
+    places = (path.parent / name, path.parent / "images" / name, path.parent.parent / name)
+    for place in places:
+        if place.is_file():
+            return place
+    told = f"{path} names the image {name!r}, which is not in {path.parent}, in images/ there, or in the folder above"
+    raise DataError(told, "put the images there")
+
+
+def _place_box(box: Any, steps: Preprocessing, size: Size) -> Array | None:
+    """Return left, top, right and bottom in pixels of the sample; None where nothing of the box is left."""
+    left, top, width, height = map(float, box)
+    (tall, wide), (above, before) = steps.place(size)
+    corners = np.asarray([left * wide, top * tall, (left + width) * wide, (top + height) * tall])
+    corners -= (before, above, before, above)
+    corners = corners.clip(0, (steps.size[1], steps.size[0], steps.size[1], steps.size[0]))
+    return corners if (corners[2:] > corners[:2]).all() else None
