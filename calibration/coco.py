@@ -32,9 +32,9 @@ def read_coco(reference: str, request: Request) -> RawData:
         MissingCapability: Pillow is not installed.
     """
     spec, path = only_input(reference, request), Path(reference)
-    found, files = _read_file(path), {}
+    found, files = read_file(path), {}
     for image in found["images"]:
-        files[image["id"]] = _find_image(path, str(image["file_name"]))
+        files[image["id"]] = find_image(path, str(image["file_name"]))
     steps = preprocessing_for(spec, path.parent, request.options)
     numbers = {identity: number for number, identity in enumerate(sorted(each["id"] for each in found["categories"]))}
     boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
@@ -68,11 +68,16 @@ def check_coco(reference: str, _: Request) -> None:
     Raises:
         DataError: it is no such file, or an image is missing.
     """
-    for image in _read_file(Path(reference))["images"]:
-        _find_image(Path(reference), str(image["file_name"]))
+    for image in read_file(Path(reference))["images"]:
+        find_image(Path(reference), str(image["file_name"]))
 
 
-def _read_file(path: Path) -> Mapping[str, list[dict[str, Any]]]:
+def read_file(path: Path) -> Mapping[str, list[dict[str, Any]]]:
+    """Read the lists of images, annotations and categories.
+
+    Raises:
+        DataError: it is no such file.
+    """
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -88,8 +93,12 @@ def _read_file(path: Path) -> Mapping[str, list[dict[str, Any]]]:
     return checked
 
 
-def _find_image(path: Path, name: str) -> Path:
-    """Look an image up beside the file, in a folder ``images`` there, or in the folder above."""
+def find_image(path: Path, name: str) -> Path:
+    """Look an image up beside the file, in a folder ``images`` there, or in the folder above.
+
+    Raises:
+        DataError: it is in none of them.
+    """
     places = (path.parent / name, path.parent / "images" / name, path.parent.parent / name)
     for place in places:
         if place.is_file():

@@ -1,16 +1,17 @@
 """Describe a data set for people, as far as that can be done without a model."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from enginesmith.calibration import lazy_arrays
+from enginesmith.calibration.coco import find_image, read_file
 from enginesmith.calibration.feeds import first_feed
 from enginesmith.calibration.file_formats import is_embedded, read
-from enginesmith.calibration.images import CONFIGURATION, listing, size_of
+from enginesmith.calibration.images import CONFIGURATION, has_masks, listing, pair_masks, size_of
 from enginesmith.calibration.options import AS_FOUND
 from enginesmith.calibration.sources import Request, open_arrays
 from enginesmith.calibration.text import find_tokenizer, read_lines
@@ -26,7 +27,10 @@ def is_data(reference: str) -> bool:
     """Check that a reference is of a form that can be described; a folder may be something else."""
     path = Path(reference)
     return (
-        path.is_dir() or path.suffix in (".npz", ".npy", ".jsonl") or is_embedded(reference) or is_reference(reference)
+        path.is_dir()
+        or path.suffix in (".npz", ".npy", ".jsonl", ".json")
+        or is_embedded(reference)
+        or is_reference(reference)
     )
 
 
@@ -40,6 +44,8 @@ def describe(reference: str) -> Facts:
     path = Path(reference)
     if path.is_dir():
         return _describe_images(path)
+    if path.suffix == ".json":
+        return _describe_boxes(path)
     if path.suffix == ".jsonl":
         return _describe_texts(path)
     if is_embedded(reference):
@@ -56,15 +62,31 @@ def describe(reference: str) -> Facts:
 
 
 def _describe_images(folder: Path) -> Facts:
+    if has_masks(folder):
+        images = [image for image, _ in pair_masks(folder)]
+        return {**_describe_files("images and masks", images, folder), _LABELS: "a mask for each image"}
     found = listing(folder)
-    sizes = Counter(f"{height}×{width}" for height, width in map(size_of, found.files))
+    labels = "none: there are no sub-folders" if found.labels is None else _count(found.labels, found.classes)
+    return {**_describe_files("a folder of images", found.files, folder), _LABELS: labels}
+
+
+def _describe_boxes(path: Path) -> Facts:
+    found = read_file(path)
+    images = [find_image(path, str(image["file_name"])) for image in found["images"]]
+    names = {category["id"]: str(category.get("name", category["id"])) for category in found["categories"]}
+    boxes = Counter(names.get(entry.get("category_id"), "unknown") for entry in found["annotations"])
+    labels = {name: boxes[name] for _, name in sorted(names.items())}
+    return {**_describe_files("images and boxes (COCO)", images, path.parent), "boxes": _show_first(labels.items())}
+
+
+def _describe_files(kind: str, files: Sequence[Path], folder: Path) -> Facts:
+    sizes = Counter(f"{height}×{width}" for height, width in map(size_of, files))
     places = [place for place in (folder, folder.absolute().parent) if (place / CONFIGURATION).is_file()]
     return {
-        "kind": "data set: a folder of images",
-        "samples": len(found.files),
+        "kind": f"data set: {kind}",
+        "samples": len(files),
         "sizes": _show_first(sizes.most_common()),
         "preprocessing": str(places[0] / CONFIGURATION) if places else "none: by default, or as given",
-        _LABELS: "none: there are no sub-folders" if found.labels is None else _count(found.labels, found.classes),
     }
 
 

@@ -277,7 +277,7 @@ def check_images(reference: str, _: Request) -> None:
     """
     folder = Path(reference)
     if has_masks(folder):
-        _pair_masks(folder)
+        pair_masks(folder)
     else:
         listing(folder)
 
@@ -294,7 +294,12 @@ def has_masks(folder: Path) -> bool:
     return all((folder / name).is_dir() for name in (_IMAGES, _MASKS))
 
 
-def _pair_masks(folder: Path) -> list[tuple[Path, Path]]:
+def pair_masks(folder: Path) -> list[tuple[Path, Path]]:
+    """List the images, each with its mask, in the order of their names.
+
+    Raises:
+        DataError: there are none, or one has no other half.
+    """
     images, masks = ({path.stem: path for path in _images_in(folder / name)} for name in (_IMAGES, _MASKS))
     if not images:
         raise DataError(f"the folder {folder / _IMAGES} holds no images", f"give files of {', '.join(SUFFIXES)}")
@@ -308,7 +313,7 @@ def _pair_masks(folder: Path) -> list[tuple[Path, Path]]:
 
 
 def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
-    pairs = _pair_masks(folder)
+    pairs = pair_masks(folder)
     steps = preprocessing_for(spec, folder, request.options)
     maps = []
     for image, mask in pairs:

@@ -54,7 +54,7 @@ def inspect(file: Path) -> Facts:
         raise UsageError(
             f"{file} is of no known kind",
             f"inspect reads run directories, fleets, {', '.join(sorted(readers))}, .npz, .npy, .jsonl, "
-            "folders of images, and functions that yield feeds as file.py:function",
+            ".json of boxes, folders of images, and functions that yield feeds as file.py:function",
         )
     return readers[file.suffix](file)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from enginesmith.calibration.dataset import Dataset
+from enginesmith.pipeline.errors import StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune import loop, trainer
 from enginesmith.pipeline.passes.finetune.augment import augment, list_images, mirror
@@ -197,6 +199,7 @@ def test_the_batch_is_that_of_all_processes(
         return taken * training.plan.batch / 32, 1
 
     monkeypatch.setattr(loop, "pace", pace)
+    monkeypatch.setattr(loop, "_choose_samples", lambda found, plan: plan)
     found = dataclasses.replace(work(seconds=100), processes=2)
     loop.prepare(found, checkpoints := Checkpoints(tmp_path, "data"), "data")
     progress = checkpoints.last()
@@ -250,17 +253,32 @@ def test_trials_are_no_longer_than_the_passes_that_are_allowed(tmp_path: Path, m
     assert len(tried) == 2  # four steps tell nothing
 
 
-def test_the_rate_that_was_chosen_stands_in_the_plan(tmp_path: Path) -> None:
-    found = work(rates=(30.0, 1e-2, 1e-7), seconds=0.5)
-    with torch.no_grad():
-        for each in (found.models.student, found.models.average):
-            each.module.model.scale.fill_(1.1)
+def test_trials_take_the_memory_of_one_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was planned for: what was timed before them is gone, and each goes before the next."""
+    made: list[weakref.ref[Trainer]] = []
+    make = loop._train_alone
+
+    def note(found: Work, plan: TrainingPlan) -> Trainer:
+        assert not any(each() for each in made)
+        made.append(weakref.ref(training := make(found, plan)))
+        return training
+
+    monkeypatch.setattr(loop, "_train_alone", note)
+    monkeypatch.setattr(loop, "pace", lambda training, threads: (0.02, 1))
+    loop.prepare(work(rates=(1e-2, 1e-3), seconds=10), Checkpoints(tmp_path, "data"), "data")
+    assert len(made) == 3
+
+
+def test_the_rate_that_was_chosen_stands_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = work(rates=(30.0, 1e-2))
+    monkeypatch.setattr(loop, "_choose_rate", lambda *given: 0.125)
+    monkeypatch.setattr(loop, "pace", lambda training, threads: (0.1, 1))
     loop.prepare(found, checkpoints := Checkpoints(tmp_path, "data"), "data")
     progress = checkpoints.last()
     assert progress is not None
-    assert progress.plan.learning_rate == 1e-2
-    assert progress.plan.steps > 1
-    assert trainer.learning_rate(progress.plan, 0, found.options) <= 1e-2
+    plan = progress.plan
+    assert plan.learning_rate == 0.125
+    assert max(trainer.learning_rate(plan, step, found.options) for step in range(plan.steps)) == 0.125
 
 
 def recovered(folder: Path, stop: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, Any]:
@@ -275,7 +293,7 @@ def recovered(folder: Path, stop: int | None, monkeypatch: pytest.MonkeyPatch) -
 
     for each in (ended, advance) if stop else (advance,):
         monkeypatch.setattr(Trainer, "advance", each)
-        found = work(augment=True, epochs=4, batch=16, checkpoint_seconds=0, features=False)
+        found = work(augment=True, epochs=4, batch=16, checkpoint_seconds=0, seconds=600, evaluations=4)
         with torch.no_grad():
             for model in (found.models.student, found.models.average):
                 model.module.model.scale.copy_(torch.linspace(0.5, 1.5, 8))
@@ -299,14 +317,28 @@ def test_a_recovery_that_goes_on_changes_the_same_images(tmp_path: Path, monkeyp
     assert [point.loss for point in plain.curve] == [point.loss for point in resumed.curve]
 
 
-def test_trials_begin_as_the_training_will_where_norms_keep_their_statistics(tmp_path: Path) -> None:
-    found, counted = work(), []
-    plan = PLAN.model_copy(update={"batch": 16, "micro_batch": 8, "frozen_norms": True})
-    evaluator: Any = SimpleNamespace(find_statistics=counted.append, evaluate=lambda: (SimpleNamespace(loss=0.5), 0.0))
-    batch = found.material.batch(np.arange(8))
-    plan = plan.model_copy(update={"outputs": output_targets(found.models.teacher, batch)})
-    assert loop._try_plan(found, plan, evaluator) == 0.5
-    assert counted == [found.models.student]
+def tried(evaluate: Any, **changes: Any) -> tuple[float, Work, list[LoadedModel]]:
+    """Try a plan of one step; an evaluation is as given."""
+    found = work()
+    targets = output_targets(found.models.teacher, found.material.batch(np.arange(8)))
+    plan = PLAN.model_copy(update={"batch": 16, "micro_batch": 8, "outputs": targets, **changes})
+    counted: list[LoadedModel] = []
+    evaluator: Any = SimpleNamespace(find_statistics=counted.append, evaluate=evaluate)
+    return loop._try_plan(found, plan, evaluator), found, counted
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_trials_begin_as_the_training_will_where_norms_keep_their_statistics(frozen: bool) -> None:
+    loss, found, counted = tried(lambda: (SimpleNamespace(loss=0.5), 0.0), frozen_norms=frozen)
+    assert loss == 0.5
+    assert counted == ([found.models.student] if frozen else [])
+
+
+def test_a_trial_whose_evaluation_does_not_fit_the_memory_is_passed_over() -> None:
+    def evaluate() -> Any:
+        raise StepOutOfMemory("too much")
+
+    assert tried(evaluate)[0] == math.inf
 
 
 class Boxes(nn.Module):

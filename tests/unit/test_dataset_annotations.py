@@ -1,0 +1,189 @@
+"""Images with masks or boxes: labels get the same geometry as the pixels, and what does not fit is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from enginesmith.calibration.dataset import DataOptions, open_dataset
+from enginesmith.calibration.describe import describe
+from enginesmith.calibration.file_formats import check_readable
+from enginesmith.calibration.sources import Request
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.tensors import TensorSpec
+
+RAW = TensorSpec.parse("x:uint8:batch,3,16,16")
+BOX = (8, 4, 16, 12)
+"""Left, top, width and height in an image of 32×48."""
+GEOMETRIES: list[dict[str, Any]] = [{}, {"resize": 32}, {"resize": (16, 16)}, {"resize": 12}, {"resize": 64}]
+
+
+def save(path: Path, array: Any, mode: str | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(array)
+    (image if mode is None else image.convert(mode)).save(path)
+    return path
+
+
+def scene() -> Any:
+    """A black picture with a white box."""
+    left, top, width, height = BOX
+    made = np.zeros((32, 48, 3), np.uint8)
+    made[top : top + height, left : left + width] = 255
+    return made
+
+
+def bounds(pixels: Any) -> list[int]:
+    """Left, top, right and bottom of what is white."""
+    rows, columns = np.nonzero(pixels)
+    return [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+
+
+class TestMasks:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for name in ("b", "a"):
+            save(tmp_path / "images" / f"{name}.jpg", np.zeros((32, 48, 3), np.uint8))
+            save(tmp_path / "images" / f"{name}.jpg", scene())
+            save(
+                tmp_path / "masks" / f"{name}.png", (scene()[:, :, 0] > 0).astype(np.uint8) * (3 if name == "a" else 7)
+            )
+        return tmp_path
+
+    def test_each_image_has_the_mask_of_its_name(self, folder: Path) -> None:
+        data = open_dataset(str(folder), (RAW,), options=DataOptions(resize=(16, 16)))
+        labels: Any = data.labels
+        assert (labels.shape, labels.dtype) == ((2, 16, 16), np.uint8)
+        assert [int(each.max()) for each in labels] == [3, 7]
+        assert "labels from masks: 3 classes from 0 to 7" in data.notes
+
+    @pytest.mark.parametrize("options", GEOMETRIES)
+    def test_a_mask_lies_on_its_image(self, folder: Path, options: dict[str, Any]) -> None:
+        data = open_dataset(str(folder), (RAW,), options=DataOptions(**options))
+        labels: Any = data.labels
+        white = np.asarray(data.arrays["x"][0])[0] > 127
+        mask = labels[0] == 3
+        assert (white != mask).sum() <= 0.1 * white.size
+        assert np.abs(np.subtract(bounds(white), bounds(mask))).max() <= 1
+
+    def test_outside_of_a_small_image_nothing_is_labelled(self, folder: Path) -> None:
+        labels: Any = open_dataset(str(folder), (RAW,), options=DataOptions(resize=12)).labels
+        assert set(np.unique(labels[0])) == {0, 3, 255}
+        assert (labels[0, [0, 1, -2, -1]] == 255).all()
+
+    def test_palettes_are_numbers_and_not_colours(self, folder: Path) -> None:
+        for name in "ab":
+            mask = Image.fromarray((scene()[:, :, 0] > 0).astype(np.uint8) * 2, "P")
+            mask.putpalette([200, 0, 0, 0, 200, 0, 0, 0, 200])
+            mask.save(folder / "masks" / f"{name}.png")
+        labels: Any = open_dataset(str(folder), (RAW,)).labels
+        assert set(np.unique(labels)) == {0, 2}
+
+    def test_many_classes_fit(self, folder: Path) -> None:
+        for name in "ab":
+            save(folder / "masks" / f"{name}.png", (scene()[:, :, 0] > 0).astype(np.uint16) * 900)
+        labels: Any = open_dataset(str(folder), (RAW,)).labels
+        assert int(labels.max()) == 900
+
+    @pytest.mark.parametrize(
+        ("path", "array", "message"),
+        [
+            ("masks/c.png", np.zeros((4, 4), np.uint8), "no other half, the first 'c'"),
+            ("masks/a.png", np.zeros((4, 4), np.uint8), "its mask"),
+            ("masks/a.png", np.zeros((32, 48, 3), np.uint8), "a mask has one number for each"),
+        ],
+    )
+    def test_what_is_no_mask_is_refused(self, folder: Path, path: str, array: Any, message: str) -> None:
+        save(folder / path, array)
+        with pytest.raises(DataError, match=message):
+            open_dataset(str(folder), (RAW,))
+
+    def test_a_lacking_mask_is_told_before_anything_is_read(self, folder: Path) -> None:
+        (folder / "masks" / "a.png").unlink()
+        with pytest.raises(DataError, match="put a file of this name into masks"):
+            check_readable(str(folder), Request((RAW,)))
+
+
+class TestBoxes:
+    def write(self, folder: Path, **changes: Any) -> str:
+        """Two images in ``images``, the first with two boxes and a crowd."""
+        for name in ("one.png", "two.png"):
+            save(folder / "images" / name, scene())
+        annotations = [
+            {"id": 1, "image_id": 7, "category_id": 18, "bbox": list(BOX)},
+            {"id": 2, "image_id": 7, "category_id": 3, "bbox": [0, 0, 48, 32]},
+            {"id": 3, "image_id": 7, "category_id": 3, "bbox": [0, 0, 4, 4], "iscrowd": 1},
+        ]
+        found = {
+            "images": [{"id": 7, "file_name": "one.png"}, {"id": 5, "file_name": "two.png"}],
+            "categories": [{"id": 18, "name": "dog"}, {"id": 3, "name": "car"}],
+            "annotations": annotations,
+            **changes,
+        }
+        (folder / "boxes.json").write_text(json.dumps(found))
+        return str(folder / "boxes.json")
+
+    def test_boxes_have_classes_in_the_order_of_ids(self, tmp_path: Path) -> None:
+        data = open_dataset(self.write(tmp_path), (RAW,), options=DataOptions(resize=(16, 16)))
+        labels: Any = data.labels
+        assert labels.shape == (2, 2, 5)
+        assert labels[0, :, 0].tolist() == [1, 0]
+        np.testing.assert_allclose(labels[0, 1, 1:], [0, 0, 16, 16])
+        assert (labels[1] == -1).all()
+        assert "labels: 2 boxes of 2 categories, numbered in order of their ids" in data.notes
+
+    @pytest.mark.parametrize("options", GEOMETRIES)
+    def test_a_box_lies_around_its_pixels(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        data = open_dataset(self.write(tmp_path), (RAW,), options=DataOptions(**options))
+        labels: Any = data.labels
+        white = bounds(np.asarray(data.arrays["x"][0])[0] > 127)
+        (box,) = (each for each in labels[0] if each[0] == 1)
+        assert np.abs(np.subtract(white, box[1:])).max() <= 1
+
+    def test_what_the_crop_cuts_off_is_left_out(self, tmp_path: Path) -> None:
+        edge = [{"id": 1, "image_id": 7, "category_id": 3, "bbox": [0, 0, 4, 4]}]
+        path = self.write(tmp_path, annotations=edge)
+        labels: Any = open_dataset(path, (RAW,), options=DataOptions(resize=16)).labels
+        assert labels.shape == (2, 1, 5)
+        assert (labels == -1).all()
+
+    def test_images_may_lie_beside_the_file_or_above(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path)
+        (tmp_path / "images" / "one.png").rename(tmp_path / "one.png")
+        assert len(open_dataset(path, (RAW,))) == 2
+        (tmp_path / "annotations").mkdir()
+        moved = (tmp_path / "boxes.json").rename(tmp_path / "annotations" / "boxes.json")
+        (tmp_path / "images" / "two.png").rename(tmp_path / "two.png")
+        assert len(open_dataset(str(moved), (RAW,))) == 2
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"categories": None}, "no list 'categories'"),
+            ({"images": []}, "names no images"),
+            ({"images": [{"id": 1, "file_name": "gone.png"}]}, "names the image 'gone.png'"),
+            ({"annotations": [{"id": 9, "image_id": 1, "category_id": 3, "bbox": [0, 0, 1, 1]}]}, "annotation 9 names"),
+        ],
+    )
+    def test_what_is_no_file_of_boxes_is_refused(self, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            open_dataset(self.write(tmp_path, **changes), (RAW,))
+
+    def test_text_that_is_no_json_is_refused_before_anything_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "boxes.json").write_text("{")
+        with pytest.raises(DataError, match="is not JSON"):
+            check_readable(str(tmp_path / "boxes.json"), Request((RAW,)))
+
+
+def test_sets_with_annotations_are_described(tmp_path: Path) -> None:
+    boxes = describe(TestBoxes().write(tmp_path))
+    assert (boxes["kind"], boxes["samples"]) == ("data set: images and boxes (COCO)", 2)
+    assert boxes["boxes"] == ["car: 2", "dog: 1"]
+    for name in ("one", "two"):
+        save(tmp_path / "masks" / f"{name}.png", np.zeros((32, 48), np.uint8))
+    masks = describe(str(tmp_path))
+    assert (masks["kind"], masks["samples"]) == ("data set: images and masks", 2)
+    assert masks["labels"] == "a mask for each image"
