@@ -27,7 +27,7 @@ _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
-_UNLIKE, _MOST_UNLIKE = 100.0, 64
+_UNLIKE, _MOST_UNLIKE = 100.0, 128
 """Ratio of mean squares from which on numbers of an output are unlike, and the longest axis that is looked at."""
 _CONSTANT = 1e-4
 """Share of the mean square that is taken for the spread of numbers that hardly vary."""
