@@ -13,6 +13,7 @@ import torch
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.results.run import VariantRecord
+from runs import RECOVERY
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -23,7 +24,9 @@ def museum() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         for folder in (BENCHMARKS / "nets", BENCHMARKS / "arena" / "recipes", BENCHMARKS / "arena", BENCHMARKS):
             patch.syspath_prepend(str(folder))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("museum", "harden", "attention")})
+        patch.delitem(sys.modules, "nets", raising=False)  # the tests' own file of networks, where that was loaded
+        names = ("museum", "harden", "attention", "training")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -69,3 +72,14 @@ def test_outliers_leave_the_answers_as_they_were(museum: SimpleNamespace) -> Non
         hidden = layer.mlp[0](layer.norm2(x)).abs().amax((0, 1))
         assert (layer(x) - before).abs().max() < 0.05
     assert hidden.max() > 20 * hidden.median()
+
+
+@pytest.mark.parametrize(("before", "after", "back"), [(0.8, 0.95, 0.75), (0.8, 0.8, 0.0), (1.0, 1.0, None)])
+def test_what_training_brought_back_is_a_share_of_what_was_lost(
+    museum: SimpleNamespace, before: float, after: float, back: float | None
+) -> None:
+    trained = RECOVERY.model_copy(update={"teacher": 1.0, "before": before, "after": after})
+    record = variant("openvino-int8-qat", 1.0, 0.02).model_copy(update={"recovery": (trained,)})
+    found = museum.training.describe(record)
+    assert found["back"] == (None if back is None else pytest.approx(back))
+    assert (found["drop"], found["steps"], found["batch"]) == (0.02, 20, 64)
