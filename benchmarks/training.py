@@ -62,7 +62,7 @@ def describe(record: VariantRecord) -> dict[str, Any]:
     (training,) = record.recovery
     lost = training.teacher - training.before
     return {
-        "metric": training.metric,
+        "metric": training.metric.rpartition(":")[2],
         "float": training.teacher,
         "before": training.before,
         "after": training.after,
@@ -94,7 +94,7 @@ def _lines(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         back = "nothing was lost" if case["back"] is None else f"{case['back']:.0%}"
         drop = "–" if case["drop"] is None else f"{case['drop']:+.4f} (allowed {case['max_drop']:g})"
         yield (
-            f"| {case['case']} | {case['metric'].rpartition(':')[2]} | {case['float']:.4f} | {case['before']:.4f} | "
+            f"| {case['case']} | {case['metric']} | {case['float']:.4f} | {case['before']:.4f} | "
             f"{case['after']:.4f} | {back} | {case['steps']} × {case['batch']}, {case['learning_rate']:g} | {drop} |"
         )
     yield f"\nMachine: {cases[-1]['machine']}. Command: `{cases[-1]['command']}`"
