@@ -413,6 +413,15 @@ def test_summaries_say_what_is_seen() -> None:
     assert found["memory"].summary.endswith("3 of 4 meet the budget of 50 MiB.")
 
 
+def test_a_metric_of_the_users_is_named_without_its_folders() -> None:
+    own = RECOVERY.model_copy(update={"metric": "/folders/without/end/own.py:score"})
+    trained = record("a", 1.0, 30, 0.011, prune="macs=-50%", pruning=(PRUNING,), recovery=(own,))
+    shown = small(record("eager", 2.0, 40, 0.0), trained, winner=None)
+    (chart,) = (one for one in charts(shown) if one.id == "training")
+    assert chart.title.startswith("Training: own.py:score on")
+    assert "folders" not in chart.summary
+
+
 def test_noise_is_said_and_not_drawn_as_an_interval() -> None:
     wild = Interval(median=1.0, low=0.01, high=500)
     noisy = latency(1, 1.0)

@@ -232,14 +232,17 @@ def _describe_group(group: Assignment) -> str:
 def training(cast: Cast) -> Chart:
     """Draw metric on held-back samples and loss by step, a line for each training."""
     trained = [each for each in list_trained(cast.run) if each[2].curve]
-    metric = " and ".join(dict.fromkeys(recovery.metric for _, _, recovery in trained)) or "metric"
+    names = (recovery.metric.rpartition("/")[2] for _, _, recovery in trained)  # of a file, without its folders
+    metric = " and ".join(dict.fromkeys(names)) or "metric"
     title = f"Training: {metric} on held-out samples, and training loss, by step"
     if not trained:
         why = "Pruned models were not trained back: --recover distil does it."
         none = "Nothing was trained in this run."
         return Chart("training", title, empty=why if any(variant.prune for variant in cast.run.variants) else none)
     name, _, last = trained[-1]
-    summary = f"{name} went from {last.metric} {last.before:.4f} to {last.after:.4f} in {last.steps} steps"
+    summary = (
+        f"{name} went from {last.metric.rpartition('/')[2]} {last.before:.4f} to {last.after:.4f} in {last.steps} steps"
+    )
     summary += f" ({last.reason}); the model it learns from has {last.teacher:.4f} on the same {last.held_back} samples"
     summary += f"; {len(trained) - MOST_NAMED} more are not shown." if len(trained) > MOST_NAMED else "."
     return Chart("training", title, _draw_training(cast, trained[:MOST_NAMED], metric), summary)
