@@ -32,11 +32,12 @@ def read_coco(reference: str, request: Request) -> RawData:
         MissingCapability: Pillow is not installed.
     """
     spec, path = only_input(reference, request), Path(reference)
-    found, files = read_file(path), {}
-    for image in found["images"]:
-        files[image["id"]] = find_image(path, str(image["file_name"]))
+    found = read_file(path)
+    files = {image["id"]: find_image(path, str(image["file_name"])) for image in found["images"]}
+    if len(files) < len(found["images"]):
+        raise DataError(f"{reference} gives an id to several images", _FORMAT)
     steps = preprocessing_for(spec, path.parent, request.options)
-    numbers = {identity: number for number, identity in enumerate(sorted(each["id"] for each in found["categories"]))}
+    numbers = {identity: number for number, identity in enumerate(_sorted_ids(path, found["categories"]))}
     boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
     sizes = {identity: size_of(file) for identity, file in files.items()}
     for entry in found["annotations"]:
@@ -46,7 +47,7 @@ def read_coco(reference: str, request: Request) -> RawData:
             raise DataError(
                 f"{reference}: annotation {entry.get('id')} names an image or category that is not there", _FORMAT
             )
-        corners = _place_box(entry["bbox"], steps, sizes[entry["image_id"]])
+        corners = _place_box(_check_box(reference, entry), steps, sizes[entry["image_id"]])
         if corners is not None:
             boxes[entry["image_id"]].append(np.append(numbers[entry["category_id"]], corners))
     most = max(1, *map(len, boxes.values()))
@@ -107,9 +108,25 @@ def find_image(path: Path, name: str) -> Path:
     raise DataError(told, "put the images there")
 
 
-def _place_box(box: Any, steps: Preprocessing, size: Size) -> Array | None:
+def _sorted_ids(path: Path, categories: list[dict[str, Any]]) -> list[Any]:
+    try:
+        return sorted(each["id"] for each in categories)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} has categories without an id, or with ids of several kinds", _FORMAT) from error
+
+
+def _check_box(reference: str, entry: dict[str, Any]) -> list[float]:
+    try:
+        left, top, width, height = map(float, entry["bbox"])
+    except (TypeError, ValueError) as error:
+        told = f"{reference}: annotation {entry.get('id')} has the bbox {entry['bbox']!r}, and not four numbers"
+        raise DataError(told, _FORMAT) from error
+    return [left, top, width, height]
+
+
+def _place_box(box: list[float], steps: Preprocessing, size: Size) -> Array | None:
     """Return left, top, right and bottom in pixels of the sample; None where nothing of the box is left."""
-    left, top, width, height = map(float, box)
+    left, top, width, height = box
     (tall, wide), (above, before) = steps.place(size)
     corners = np.asarray([left * wide, top * tall, (left + width) * wide, (top + height) * tall])
     corners -= (before, above, before, above)

@@ -325,6 +325,9 @@ def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
             maps.append(steps.apply_to_mask(opened, _UNLABELLED))
     labels = np.stack(maps)
     classes = [int(number) for number in np.unique(labels) if number != _UNLABELLED]
+    if not classes:
+        told = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
+        raise DataError(told, "number the classes from 0")
     notes = (f"images as {steps}", f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}")
     rows = ImageRows([image for image, _ in pairs], steps)
     return RawData(folder.resolve().name, {spec.name: rows}, labels, notes, (folder / _IMAGES, folder / _MASKS))

@@ -70,8 +70,8 @@ class Preprocessing(BaseModel, frozen=True):
             raise ValueError(f"its pixels are {image.mode}, and a mask has one number for each: modes L, P or I")
         numbers = np.asarray(image)
         height, width = _wanted_size(numbers.shape, self)
-        (top, left) = ((height - self.size[0]) // 2, (width - self.size[1]) // 2)
-        rows, columns = (np.arange(length) + start for length, start in zip(self.size, (top, left), strict=True))
+        _, cut = self.place(numbers.shape)
+        rows, columns = (np.arange(length) + start for length, start in zip(self.size, cut, strict=True))
         inside = ((rows >= 0) & (rows < height))[:, None] & ((columns >= 0) & (columns < width))
         places = (
             _nearest(rows, height, numbers.shape[0])[:, None],

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.report import comparison, fleet_tables, run_tables, sentences, tables
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
 from enginesmith.pipeline.results.comparison import Comparison
@@ -78,7 +79,7 @@ def show_explanation(run: Run, record: VariantRecord, as_json: bool) -> None:
     if losses:
         _print_table(run_tables.tabulate_group_losses(record))
     elif record.assignment:
-        click.echo("no group loses much: each has an SQNR of 25 dB or more, its inputs being exact")
+        click.echo(f"no group loses much: each has an SQNR of {WEAK_DB:g} dB or more, its inputs being exact")
     else:
         click.echo("nothing was quantized group by group, so there are no losses of single groups to tell")
     _print_table(run_tables.tabulate_search(record, "", "Trials"))

@@ -12,7 +12,7 @@ from typing import Any
 from enginesmith.pipeline.engines import title
 from enginesmith.pipeline.frameworks.records import HALF, format_percent, format_shares
 from enginesmith.pipeline.measure.statistics import TOO_NOISY, divide
-from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, FORM_WORDS
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, FORM_WORDS, WEAK_DB
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord, find_record
 from enginesmith.pipeline.system.device import Device
 
@@ -192,9 +192,6 @@ def _gpu_support(low: str, where: Device, gpus: Sequence[Mapping[str, Any]]) -> 
 
 
 # Single groups: what they lost, why, and what was done about it.
-
-WEAK_DB = 25.0
-"""SQNR of a group, its inputs being exact, below which it loses much (docs/precision.md)."""
 
 
 @dataclass(frozen=True)

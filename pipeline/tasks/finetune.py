@@ -109,9 +109,9 @@ class Recover(ResumableTask):
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
         return Effect(
             file=file,
-            summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} ({self.teacher_word} "
-            f"{record.teacher:.4f}) on "
-            f"{record.held_back} samples held out; {record.steps} steps: {record.reason}",
+            summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} "
+            f"({self.teacher_word} {record.teacher:.4f}) on {record.held_back} samples held out; "
+            f"{record.steps} steps: {record.reason}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,

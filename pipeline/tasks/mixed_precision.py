@@ -29,7 +29,7 @@ from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import diagnose, layers, precision, search
 from enginesmith.pipeline.passes.quantize.layers import require_opset
-from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, Form
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB, Form
 from enginesmith.pipeline.passes.quantize.search import (
     Candidate,
     GroupFact,
@@ -168,9 +168,6 @@ _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
 """Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
-WEAK_DB = 25.0
-"""SQNR of a group below which it loses much. In four networks that int8 suits, all groups have more than 33 dB; in four
-whose channels are uneven, one in ten has less than 13."""
 _FIDELITY = "fp16"
 """Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
 

@@ -101,6 +101,12 @@ class TestMasks:
         with pytest.raises(DataError, match=message):
             open_dataset(str(folder), (RAW,))
 
+    def test_masks_that_label_nothing_are_refused(self, folder: Path) -> None:
+        for name in "ab":
+            save(folder / "masks" / f"{name}.png", np.full((32, 48), 255, np.uint8))
+        with pytest.raises(DataError, match="label nothing"):
+            open_dataset(str(folder), (RAW,))
+
     def test_a_lacking_mask_is_told_before_anything_is_read(self, folder: Path) -> None:
         (folder / "masks" / "a.png").unlink()
         with pytest.raises(DataError, match="put a file of this name into masks"):
@@ -165,6 +171,12 @@ class TestBoxes:
             ({"categories": None}, "no list 'categories'"),
             ({"images": []}, "names no images"),
             ({"images": [{"id": 1, "file_name": "gone.png"}]}, "names the image 'gone.png'"),
+            ({"images": [{"id": 1, "file_name": "one.png"}, {"id": 1, "file_name": "two.png"}]}, "an id to several"),
+            ({"categories": [{"name": "car"}]}, "categories without an id"),
+            (
+                {"annotations": [{"id": 9, "image_id": 7, "category_id": 3, "bbox": [0, 0, 1]}]},
+                r"annotation 9 has the bbox \[0, 0, 1\]",
+            ),
             ({"annotations": [{"id": 9, "image_id": 1, "category_id": 3, "bbox": [0, 0, 1, 1]}]}, "annotation 9 names"),
         ],
     )

@@ -77,6 +77,13 @@ def test_a_quantised_graph_is_computed_as_by_onnx_runtime(graph: Path) -> None:
     np.testing.assert_allclose(output.detach().numpy(), evaluate(graph, x)["y"], atol=1e-5)
 
 
+def test_a_pair_without_a_zero_point_rounds_to_uint8(tmp_path: Path) -> None:
+    nodes = [node("QuantizeLinear", "x s", "q"), node("DequantizeLinear", "q s", "y")]
+    path, x = write_graph(tmp_path, nodes, {"s": np.float32(0.05)}, x=("batch", 4)), normal(3, 4)
+    (output,) = load_graph(path).module(torch.from_numpy(x))
+    np.testing.assert_allclose(output.numpy(), evaluate(path, x)["y"], atol=1e-6)
+
+
 def test_all_weights_are_trained_and_no_scale_is(graph: Path) -> None:
     loaded = step(graph, 0.0)
     shapes = sorted(tuple(value.shape) for value in loaded.module.parameters())

@@ -154,7 +154,7 @@ class GraphModule(nn.Module):
         if node.op_type == _QUANTIZE:
             if any(use.node.op_type != _DEQUANTIZE for use in node.outputs[0].uses()):
                 raise _explain_pair(node, "something else than DequantizeLinear reads it")
-            return _read_grid(node, edit.read(node.inputs[2])).compute()
+            return _read_grid(node, edit.read(node.inputs[2]) if len(node.inputs) > 2 else None).compute()
         if node.op_type != _DEQUANTIZE:
             return None
         given, producer = node.inputs[0], node.inputs[0].producer() if node.inputs[0] else None
