@@ -76,6 +76,16 @@ def test_nncf_makes_the_same_graph_twice(cli: Cli, tmp_path: Path) -> None:
     assert 60 <= largest <= 64
 
 
+@pytest.mark.thorough
+@pytest.mark.skipif(version("nncf") is None, reason="nncf is not installed; pip install nncf")
+def test_nncf_takes_graphs_whose_weights_lie_beside_them(cli: Cli, tmp_path: Path) -> None:
+    done = cli(
+        *("precision", "digits", "-o", tmp_path / "int8.onnx", "--precision", "int8", "--quantizer", "nncf"),
+        *("--engine", "onnxruntime", "--samples", "8", "--external-data", "1KiB", "--no-cache", "--json"),
+    )
+    assert done.code == 0, done.text
+
+
 UNEVEN = """
 import torch
 from enginesmith.models.digits import digits
