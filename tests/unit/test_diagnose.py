@@ -66,10 +66,12 @@ def quantised(*groups: Assignment, **more: Any) -> VariantRecord:
 
 
 def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
-    losses = list_losses(quantised(FINE, KEPT, WEAK))
-    assert [loss.group.group for loss in losses] == ["c1", "c2"]
-    assert [loss.remedy for loss in losses] == ["channels rescaled", "stays in fp32: the goal needs it"]
-    assert [loss.cost for loss in losses] == ["nothing", "20 % of the multiply-adds"]
+    unknown = KEPT.model_copy(update={"group": "c4", "given_sqnr_db": None, "sqnr_db": None})
+    losses = list_losses(quantised(FINE, unknown, KEPT, WEAK))
+    assert [loss.group.group for loss in losses] == ["c1", "c2", "c4"]
+    assert [loss.remedy for loss in losses[:2]] == ["channels rescaled", "stays in fp32: the goal needs it"]
+    assert losses[0].cost == "nothing"
+    assert list_losses(quantised(FINE, KEPT, WEAK))[1].cost == "20 % of the multiply-adds"
     (first, _) = run_tables.tabulate_group_losses(quantised(FINE, KEPT, WEAK)).rows
     assert first == ("net.one", "Conv", "4.0 → 36.8", "activations to 812", "channels rescaled", "nothing")
 

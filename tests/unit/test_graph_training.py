@@ -163,8 +163,9 @@ def test_levels_at_zero_stay_only_where_there_is_a_pattern(tmp_path: Path) -> No
     assert list(module._masks) == ["w"]
 
 
-def test_masks_and_numbers_are_no_weights(tmp_path: Path) -> None:
-    mask = np.asarray([0, -np.inf, 0, 0], np.float32)
+@pytest.mark.parametrize("lowest", [-np.inf, -1e5])
+def test_masks_and_numbers_are_no_weights(tmp_path: Path, lowest: float) -> None:
+    mask = np.asarray([0, lowest, 0, 0], np.float32)
     nodes = [node("Add", "x mask", "a"), node("Softmax", "a", "s"), node("Mul", "s two", "y")]
     path = write_graph(tmp_path, nodes, {"mask": mask, "two": np.float32(2)}, x=("batch", 4))
     assert not list(load_graph(path).module.parameters())

@@ -539,6 +539,23 @@ def test_a_search_trains_for_one_engine_and_only_where_it_is_allowed(asked: dict
     assert assign.task.to_train == "needed"
 
 
+def test_a_search_that_prunes_and_trains_does_not_train_what_is_pruned_in_int8() -> None:
+    search: dict[str, Any] = {"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600}
+    found = planned(**search, recovery={"seconds": 60})
+    trained = [variant for variant in found.variants if variant.name.quantizer == "qat"]
+    assert [variant.prune for variant in trained] == [None]
+
+
+def test_trainings_of_pruned_models_are_steps_of_their_own() -> None:
+    asked: dict[str, Any] = {**TRAINED, "recover": "distil", "prune": ["macs=-50%"], "sparsity": ["2:4"]}
+    found = planned(**asked, quantisation={"quantizers": ["qat"]})
+    (last,) = (variant for variant in found.variants if variant.prune and variant.sparsity)
+    assert len(last.recovered) == 3
+    for variant in found.variants:
+        leading = found.leading_to([variant.artifact])
+        assert set(variant.recovered) <= set(leading), variant.id
+
+
 def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:
     found = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=600)
     assert any(variant.prune for variant in found.variants)
