@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
-from enginesmith.pipeline.report import comparison, fleet_tables, run_tables, sentences, tables
+from enginesmith.pipeline.report import comparison, fleet_tables, run_tables, sentences, tables, training_tables
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
 from enginesmith.pipeline.results.comparison import Comparison
 from enginesmith.pipeline.results.explain import list_losses
@@ -51,8 +51,8 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             _print_lines(filter(None, (run_tables.summarize_assignment(record),)))
             if len({group.precision for group in record.assignment}) > 1:
                 _print_table(run_tables.tabulate_assignment(record), _MOST_ROWS, "report.html")
-        _print_table(run_tables.tabulate_pruning(run))
-        _print_table(run_tables.tabulate_training(run))
+        _print_table(training_tables.tabulate_pruning(run))
+        _print_table(training_tables.tabulate_training(run))
         _print_table(run_tables.tabulate_throughput(run))
         _print_table(run_tables.tabulate_limits(run))
         _print_table(run_tables.tabulate_profile(run))
@@ -83,7 +83,7 @@ def show_explanation(run: Run, record: VariantRecord, as_json: bool) -> None:
     else:
         click.echo("nothing was quantized group by group, so there are no losses of single groups to tell")
     _print_table(run_tables.tabulate_search(record, "", "Trials"))
-    _print_table(run_tables.tabulate_training(run.model_copy(update={"variants": (record,)})))
+    _print_table(training_tables.tabulate_training(run.model_copy(update={"variants": (record,)})))
 
 
 def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
@@ -155,7 +155,7 @@ def show_pruned(result: Any, as_json: bool) -> None:
     if as_json:
         return
     facts = result.pruning
-    _print_table(run_tables.tabulate_groups(facts))
+    _print_table(training_tables.tabulate_groups(facts))
     _print_lines(f"not pruned: {name}: {why}" for name, why in facts.whole.items())
     costs = {
         "channels": (facts.channels_before, facts.channels_after),

@@ -17,7 +17,16 @@ from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.report import junit, markdown, progress, run_tables, sentences, tables, terminal
+from enginesmith.pipeline.report import (
+    junit,
+    markdown,
+    progress,
+    run_tables,
+    sentences,
+    tables,
+    terminal,
+    training_tables,
+)
 from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
@@ -490,16 +499,20 @@ def pruned(name: str, **more: object) -> VariantRecord:
 
 def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
     made = pruned_run(pruned("a", recovery=(RECOVERY,)), pruned("b", recovery=(RECOVERY,)))
-    assert run_tables.tabulate_pruning(made).rows == (("macs=-50%", "l2, global", "16 → 8", "49.7%", "52.5%"),)
-    assert run_tables.tabulate_training(made).rows == (
+    assert training_tables.tabulate_pruning(made).rows == (("macs=-50%", "l2, global", "16 → 8", "49.7%", "52.5%"),)
+    assert training_tables.tabulate_training(made).rows == (
         ("macs=-50%", "distil", "20: all 20 planned steps are done", "top1", "0.4700", "0.9900", "1.0000", "240"),
     )
 
 
 def test_each_turn_of_pruning_has_its_row() -> None:
     made = pruned_run(pruned("a", pruning=(PRUNING, PRUNING), recovery=(RECOVERY, RECOVERY)))
-    assert [row[0] for row in run_tables.tabulate_pruning(made).rows] == ["macs=-50%, step 1", "macs=-50%, step 2"]
-    assert [row[0] for row in run_tables.tabulate_training(made).rows] == ["macs=-50%, turn 1", "macs=-50%, turn 2"]
+    pruned_to = [row[0] for row in training_tables.tabulate_pruning(made).rows]
+    trained = [row[0] for row in training_tables.tabulate_training(made).rows]
+    assert (pruned_to, trained) == (
+        ["macs=-50%, step 1", "macs=-50%, step 2"],
+        ["macs=-50%, turn 1", "macs=-50%, turn 2"],
+    )
 
 
 def test_each_training_is_named_after_what_was_trained() -> None:
@@ -509,12 +522,12 @@ def test_each_training_is_named_after_what_was_trained() -> None:
         variant("onnxruntime-fp32-sparse24", sparsity="2:4", recovery=(sparse,)),
         variant("onnxruntime-int8-sparse24", sparsity="2:4", recovery=(sparse,)),
     )
-    assert [row[0] for row in run_tables.tabulate_training(made).rows] == ["onnxruntime-int8-qat", "2:4"]
+    assert [row[0] for row in training_tables.tabulate_training(made).rows] == ["onnxruntime-int8-qat", "2:4"]
 
 
 def test_groups_and_curve() -> None:
-    assert run_tables.tabulate_groups(PRUNING).rows == (("conv1", "channel", "16", "8"),)
-    (row, *_) = run_tables.tabulate_training_steps(pruned_run(pruned("a", recovery=(RECOVERY,)))).rows
+    assert training_tables.tabulate_groups(PRUNING).rows == (("conv1", "channel", "16", "8"),)
+    (row, *_) = training_tables.tabulate_training_steps(pruned_run(pruned("a", recovery=(RECOVERY,)))).rows
     assert row[1:] == ("0", "–", "0.4700", "0.001")
 
 

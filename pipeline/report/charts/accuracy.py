@@ -27,8 +27,8 @@ from enginesmith.pipeline.report.charts.plotly import (
     shorten_name,
     why_none,
 )
-from enginesmith.pipeline.report.run_tables import list_trained, thin_curve
 from enginesmith.pipeline.report.tables import mark_name
+from enginesmith.pipeline.report.training_tables import list_trained, thin_curve
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, VariantRecord
 

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from enginesmith.pipeline.recipe import commented
 from enginesmith.pipeline.report import gate as gates
-from enginesmith.pipeline.report import provenance, run_tables, sentences
+from enginesmith.pipeline.report import provenance, run_tables, sentences, training_tables
 from enginesmith.pipeline.report.charts import Chart
 from enginesmith.pipeline.report.html.blocks import (
     Block,
@@ -138,17 +138,17 @@ def _assignments(run: Run) -> Iterator[Folded]:
 
 def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what pruning took away, and what training brought back."""
-    models = show_rows(run_tables.tabulate_pruning(run))
-    trained = show_rows(run_tables.tabulate_training(run))
+    models = show_rows(training_tables.tabulate_pruning(run))
+    trained = show_rows(training_tables.tabulate_training(run))
     if not (models or trained):
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
-    curves = fold("Every step of training", run_tables.tabulate_training_steps(run))
+    curves = fold("Every step of training", training_tables.tabulate_training_steps(run))
     groups = []
-    for place, record in enumerate(run_tables.list_pruned(run)):
+    for place, record in enumerate(training_tables.list_pruned(run)):
         for index, facts in enumerate(record.pruning):
             title = f"{record.prune}: what each group lost"
-            lost = run_tables.tabulate_groups(facts, f"lost-{place}-{index}", title)
+            lost = training_tables.tabulate_groups(facts, f"lost-{place}-{index}", title)
             whole = list_points(f"{group} is not pruned: {why}." for group, why in facts.whole.items())
             groups.append(Folded(title, (*show_rows(lost), *whole)))
     return (*models, *trained, drawings["training"], *curves, *groups)

@@ -1,0 +1,60 @@
+"""Compute ONNX operators with torch, so that gradients go through a graph.
+
+Each row of the tables is a function of a node's inputs, or makes one from the node and the graph's opset. Semantics:
+https://onnx.ai/onnx/operators/.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from enginesmith.pipeline.frameworks.torch.operators import (
+    elementwise,
+    pixels,
+    products,
+    recurrent,
+    reductions,
+    shapes,
+)
+from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, refuse
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+_PLAIN: Mapping[str, Compute] = {**elementwise.PLAIN, **shapes.PLAIN, **products.PLAIN}
+_MADE: Mapping[str, Make] = {
+    **elementwise.MADE,
+    **shapes.MADE,
+    **reductions.MADE,
+    **products.MADE,
+    **pixels.MADE,
+    **recurrent.MADE,
+}
+_DOMAINS = ("", "ai.onnx")
+_MICROSOFT = ("Gelu", "FastGelu", "QuickGelu", "BiasGelu")
+"""Operators of com.microsoft; others of its own have the names of standard ones, and other inputs."""
+
+
+def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]:
+    """Return the function that computes a node from its inputs.
+
+    Raises:
+        ModelError: the operator has no form in torch, or not as it is used here.
+    """
+    compute: Compute | None = None
+    if node.domain in _DOMAINS or (node.domain == "com.microsoft" and node.op_type in _MICROSOFT):
+        if node.op_type in _PLAIN:
+            compute = _PLAIN[node.op_type]
+        elif node.op_type in _MADE:
+            compute = _MADE[node.op_type](node, opset)
+    if compute is None:
+        raise refuse(node)
+    made = compute
+
+    def run(values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        found = made(*values)
+        return found if isinstance(found, tuple) else (found,)
+
+    return run

@@ -1,0 +1,176 @@
+"""Compute operators that have one answer for each element: arithmetic, comparisons, activations."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from enginesmith.pipeline.frameworks.torch.operators.attributes import (
+    Compute,
+    Make,
+    read_float,
+    read_int,
+    read_text,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def _divide(first: Tensor, second: Tensor) -> Tensor:
+    return first / second if first.is_floating_point() else torch.div(first, second, rounding_mode="trunc")
+
+
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    return torch.pow(base, exponent).to(base.dtype)
+
+
+def _fold(function: Callable[[Tensor, Tensor], Tensor]) -> Compute:
+    return lambda *values: functools.reduce(function, values)
+
+
+def _mean(*values: Tensor) -> Tensor:
+    return functools.reduce(torch.add, values) / len(values)
+
+
+def _where(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return torch.where(condition, first, second)
+
+
+def _clip(node: "ir.Node", opset: int) -> Compute:
+    least = read_float(node, "min", -math.inf) if opset < 11 else None
+    most = read_float(node, "max", math.inf) if opset < 11 else None
+
+    def compute(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+        lower, upper = least if low is None else low.item(), most if high is None else high.item()
+        return x if lower is None and upper is None else torch.clamp(x, lower, upper)
+
+    return compute
+
+
+def _gelu(node: "ir.Node", opset: int) -> Compute:
+    return functools.partial(F.gelu, approximate=read_text(node, "approximate", "none"))
+
+
+def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+def _fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+def _quick_gelu(node: "ir.Node", opset: int) -> Compute:
+    alpha = read_float(node, "alpha", 1.702)
+    return lambda x: x * torch.sigmoid(alpha * x)
+
+
+def _hard_sigmoid(node: "ir.Node", opset: int) -> Compute:
+    alpha, beta = read_float(node, "alpha", 0.2), read_float(node, "beta", 0.5)
+    return lambda x: torch.clamp(alpha * x + beta, 0.0, 1.0)
+
+
+def _selu(node: "ir.Node", opset: int) -> Compute:
+    alpha, gamma = (
+        read_float(node, "alpha", 1.67326319217681884765625),
+        read_float(node, "gamma", 1.05070102214813232421875),
+    )
+    return lambda x: gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.clamp(x, max=0.0)))
+
+
+def _threshold(node: "ir.Node", opset: int) -> Compute:
+    alpha = read_float(node, "alpha", 1.0)
+    return lambda x: torch.where(x > alpha, x, torch.zeros_like(x))
+
+
+def _with_alpha(function: Callable[[Tensor, float], Tensor], default: float) -> Make:
+    def make(node: "ir.Node", opset: int) -> Compute:
+        alpha = read_float(node, "alpha", default)
+        return lambda x: function(x, alpha)
+
+    return make
+
+
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(x >= 0, x, x * slope)
+
+
+def _mod(node: "ir.Node", opset: int) -> Compute:
+    return torch.fmod if read_int(node, "fmod", 0) else torch.remainder
+
+
+def _is_infinite(node: "ir.Node", opset: int) -> Compute:
+    positive, negative = bool(read_int(node, "detect_positive", 1)), bool(read_int(node, "detect_negative", 1))
+    return lambda x: (torch.isposinf(x) & positive) | (torch.isneginf(x) & negative)
+
+
+def _dropout(node: "ir.Node", opset: int) -> Compute:
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    if training is not None and (training.const_value is None or training.const_value.numpy().any()):
+        raise refuse(node, "training_mode is on, or computed")
+    if len(node.outputs) > 1:
+        return lambda x, *_: (x, torch.ones_like(x, dtype=torch.bool))
+    return lambda x, *_: x
+
+
+PLAIN: dict[str, Compute] = {
+    **{
+        name: getattr(torch, name.lower())
+        for name in ("Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Floor", "Ceil", "Round")
+    },
+    **{
+        name: getattr(torch, name.lower())
+        for name in ("Reciprocal", "Sign", "Sin", "Cos", "Tan", "Sinh", "Cosh", "Tanh")
+    },
+    **{name: getattr(torch, name.lower()) for name in ("Asin", "Acos", "Atan", "Asinh", "Acosh", "Atanh", "Sigmoid")},
+    "Add": torch.add,
+    "Sub": torch.sub,
+    "Mul": torch.mul,
+    "Div": _divide,
+    "Pow": _power,
+    "Relu": torch.relu,
+    "PRelu": _prelu,
+    "HardSwish": F.hardswish,
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "Mish": F.mish,
+    "BiasGelu": _bias_gelu,
+    "FastGelu": _fast_gelu,
+    "Min": _fold(torch.minimum),
+    "Max": _fold(torch.maximum),
+    "Sum": _fold(torch.add),
+    "Mean": _mean,
+    "And": torch.logical_and,
+    "Or": torch.logical_or,
+    "Xor": torch.logical_xor,
+    "Not": torch.logical_not,
+    "Equal": torch.eq,
+    "Greater": torch.gt,
+    "Less": torch.lt,
+    "GreaterOrEqual": torch.ge,
+    "LessOrEqual": torch.le,
+    "Where": _where,
+    "IsNaN": torch.isnan,
+}
+"""Operators without attributes that matter."""
+
+MADE: dict[str, Make] = {
+    "Clip": _clip,
+    "Gelu": _gelu,
+    "QuickGelu": _quick_gelu,
+    "LeakyRelu": _with_alpha(F.leaky_relu, 0.01),
+    "Elu": _with_alpha(F.elu, 1.0),
+    "Celu": _with_alpha(F.celu, 1.0),
+    "Selu": _selu,
+    "HardSigmoid": _hard_sigmoid,
+    "ThresholdedRelu": _threshold,
+    "Mod": _mod,
+    "IsInf": _is_infinite,
+    "Dropout": _dropout,
+}
+"""Operators whose function is made from their attributes."""

@@ -1,0 +1,125 @@
+"""Compute operators that change the size of pictures."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from enginesmith.pipeline.frameworks.torch.operators.attributes import (
+    Compute,
+    Make,
+    list_sizes,
+    read_float,
+    read_int,
+    read_text,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def _depth_to_space(node: "ir.Node", opset: int) -> Compute:
+    block, columns_first = read_int(node, "blocksize", 1), read_text(node, "mode", "DCR") == "CRD"
+
+    def compute(x: Tensor) -> Tensor:
+        if columns_first:
+            return F.pixel_shuffle(x, block)
+        batch, channels, height, width = x.shape
+        parts = x.reshape(batch, block, block, channels // block**2, height, width)
+        made = parts.permute(0, 3, 4, 1, 5, 2)
+        return made.reshape(batch, channels // block**2, height * block, width * block)
+
+    return compute
+
+
+def _space_to_depth(node: "ir.Node", opset: int) -> Compute:
+    block = read_int(node, "blocksize", 1)
+
+    def compute(x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        parts = x.reshape(batch, channels, height // block, block, width // block, block)
+        made = parts.permute(0, 3, 5, 1, 2, 4)
+        return made.reshape(batch, channels * block**2, height // block, width // block)
+
+    return compute
+
+
+def _resize(node: "ir.Node", opset: int) -> Compute:
+    mode = read_text(node, "mode", "nearest")
+    place = read_text(
+        node, "coordinate_transformation_mode", "half_pixel" if node.op_type == "Resize" else "asymmetric"
+    )
+    rounding = read_text(node, "nearest_mode", "round_prefer_floor" if node.op_type == "Resize" else "floor")
+    if read_int(node, "antialias", 0) or "axes" in node.attributes or mode not in ("nearest", "linear", "cubic"):
+        raise refuse(node, "antialias, axes or an unknown mode")
+    if place not in ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"):
+        raise refuse(node, f"coordinates {place}")
+    if read_text(node, "keep_aspect_ratio_policy", "stretch") != "stretch" or read_int(node, "exclude_outside", 0):
+        raise refuse(node, "keep_aspect_ratio_policy or exclude_outside")
+    if mode == "cubic" and (place == "asymmetric" or read_float(node, "cubic_coeff_a", -0.75) != -0.75):
+        raise refuse(node, "cubic with other coordinates or coefficients than torch's")
+
+    def compute(x: Tensor, *given: Tensor | None) -> Tensor:
+        scales = given[0] if node.op_type == "Upsample" or len(given) == 1 else given[1]
+        sizes = list_sizes(given[2]) if len(given) > 2 and given[2] is not None else []
+        factors = [] if scales is None or sizes else [float(each) for each in scales.tolist()]
+        wanted = sizes or [
+            int(np.float32(size) * np.float32(each)) for size, each in zip(x.shape, factors, strict=True)
+        ]
+        factors = factors or [new / old for new, old in zip(wanted, x.shape, strict=True)]
+        if wanted == list(x.shape):  # whatever the scales: as ONNX Runtime does
+            return x
+        if mode == "cubic":
+            if x.ndim != 4 or wanted[:2] != list(x.shape[:2]) or (place == "pytorch_half_pixel" and 1 in wanted[2:]):
+                raise refuse(node, "cubic over other axes than two of pixels, or to a single one")
+            made: Tensor = torch.ops.aten.upsample_bicubic2d(x, wanted[2:], place == "align_corners", *factors[2:])
+            return made
+        for axis in range(x.ndim):
+            if wanted[axis] != x.shape[axis] or factors[axis] != 1:
+                x = _resize_axis(x, axis, wanted[axis], factors[axis], mode, place, rounding)
+        return x
+
+    return compute
+
+
+def _resize_axis(x: Tensor, axis: int, size: int, factor: float, mode: str, place: str, rounding: str) -> Tensor:
+    old, new, scale = x.shape[axis], np.arange(size, dtype=np.float32), np.float32(factor)  # as ONNX Runtime has them
+    if place == "asymmetric":
+        at = new / scale
+    elif place == "align_corners":
+        at = new * (old - 1) / max(size - 1, 1)
+    else:
+        at = (new + np.float32(0.5)) / scale - np.float32(0.5)
+        at = at * 0 if place == "pytorch_half_pixel" and size == 1 else at
+    if mode == "nearest":
+        nearest = {"floor": np.floor(at), "ceil": np.ceil(at), "round_prefer_ceil": np.floor(at + 0.5)}
+        chosen = nearest.get(rounding, np.ceil(at - 0.5)).clip(0, old - 1).astype(np.int64)
+        return x.index_select(axis, torch.from_numpy(chosen).to(x.device))
+    at = at.clip(0, old - 1)
+    low = np.floor(at).astype(np.int64)
+    high = np.minimum(low + 1, old - 1)
+    share = torch.from_numpy((at - low).astype(np.float32)).to(x.device)
+    share = share.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)])
+    first, second = (x.index_select(axis, torch.from_numpy(each).to(x.device)) for each in (low, high))
+    return first + (second - first) * share
+
+
+def _grid_sample(node: "ir.Node", opset: int) -> Compute:
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
+        read_text(node, "mode", "linear"), read_text(node, "mode", "bilinear")
+    )
+    padding, align = read_text(node, "padding_mode", "zeros"), bool(read_int(node, "align_corners", 0))
+    return lambda x, grid: F.grid_sample(x, grid, mode, padding, align)
+
+
+MADE: dict[str, Make] = {
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "Resize": _resize,
+    "Upsample": _resize,
+    "GridSample": _grid_sample,
+}
+"""Operators whose function is made from their attributes."""

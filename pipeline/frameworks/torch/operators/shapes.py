@@ -1,0 +1,383 @@
+"""Compute operators on types, constants, shapes and places: what moves numbers, and what chooses among them."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.torch.operators.attributes import (
+    Compute,
+    Make,
+    list_sizes,
+    read_float,
+    read_int,
+    read_ints,
+    read_text,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def _torch_type(number: int) -> torch.dtype:
+    import onnx_ir as ir
+
+    kind = str(ir.DataType(number).name).lower()
+    names = {"float": "float32", "double": "float64"}
+    found = getattr(torch, names.get(kind, kind), None)
+    if not isinstance(found, torch.dtype):
+        raise ModelError(f"Cast to {kind} has no form in torch here", "omit --recover")
+    return found
+
+
+def _cast(node: "ir.Node", opset: int) -> Compute:
+    wanted = _torch_type(read_int(node, "to", 1))
+    return lambda x: x.to(wanted)
+
+
+def _constant(node: "ir.Node", opset: int) -> Compute:
+    for name, kind in (("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64)):
+        if name in node.attributes:
+            numbers = np.asarray(node.attributes[name].value, kind)
+            return lambda: torch.from_numpy(np.array(numbers))
+    if "value_ints" in node.attributes:
+        listed = np.asarray(node.attributes["value_ints"].value, np.int64)
+        return lambda: torch.from_numpy(np.array(listed))
+    if "value" not in node.attributes:
+        raise refuse(node, "it holds neither numbers nor a tensor")
+    tensor = np.array(node.attributes["value"].as_tensor().numpy())
+    if tensor.dtype.kind not in "biuf":
+        raise refuse(node, f"its numbers are {tensor.dtype}")
+    return lambda: torch.from_numpy(tensor)
+
+
+def _constant_of_shape(node: "ir.Node", opset: int) -> Compute:
+    given = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+    filler = torch.from_numpy(np.array(given)).reshape(())
+    return lambda shape: filler.expand(list_sizes(shape)).clone()
+
+
+def _shape(node: "ir.Node", opset: int) -> Compute:
+    start, end = read_int(node, "start", 0), node.attributes.get_int("end") if "end" in node.attributes else None
+    return lambda x: torch.tensor(x.shape[start:end], dtype=torch.int64)
+
+
+def _reshape(node: "ir.Node", opset: int) -> Compute:
+    keep = not read_int(node, "allowzero", 0)
+
+    def compute(x: Tensor, shape: Tensor) -> Tensor:
+        sizes = list_sizes(shape)
+        return x.reshape([x.shape[axis] if size == 0 and keep else size for axis, size in enumerate(sizes)])
+
+    return compute
+
+
+def _flatten(node: "ir.Node", opset: int) -> Compute:
+    axis = read_int(node, "axis", 1)
+
+    def compute(x: Tensor) -> Tensor:
+        place = axis + x.ndim if axis < 0 else axis
+        return x.reshape(math.prod(x.shape[:place]), math.prod(x.shape[place:]))
+
+    return compute
+
+
+def _transpose(node: "ir.Node", opset: int) -> Compute:
+    order = read_ints(node, "perm", ())
+    return lambda x: x.permute(order or list(range(x.ndim))[::-1])
+
+
+def _squeeze(node: "ir.Node", opset: int) -> Compute:
+    fixed = read_ints(node, "axes", ()) if "axes" in node.attributes else None
+
+    def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
+        chosen = fixed if axes is None else list_sizes(axes)
+        return x.squeeze() if chosen is None else x.squeeze(tuple(chosen)) if chosen else x
+
+    return compute
+
+
+def _unsqueeze(node: "ir.Node", opset: int) -> Compute:
+    fixed = read_ints(node, "axes", ())
+
+    def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
+        chosen = fixed if axes is None else list_sizes(axes)
+        rank = x.ndim + len(chosen)
+        for axis in sorted(axis % rank for axis in chosen):
+            x = x.unsqueeze(axis)
+        return x
+
+    return compute
+
+
+def _concat(node: "ir.Node", opset: int) -> Compute:
+    axis = read_int(node, "axis", 0)
+    return lambda *values: torch.cat(values, axis)
+
+
+def _split(node: "ir.Node", opset: int) -> Compute:
+    axis, fixed = read_int(node, "axis", 0), read_ints(node, "split", ())
+    count = read_int(node, "num_outputs", len(node.outputs))
+
+    def compute(x: Tensor, split: Tensor | None = None) -> tuple[Tensor, ...]:
+        sizes = fixed if split is None else list_sizes(split)
+        made: tuple[Tensor, ...] = torch.split(x, sizes or -(-x.shape[axis] // count), axis)
+        return made
+
+    return compute
+
+
+def _slice(node: "ir.Node", opset: int) -> Compute:
+    fixed = tuple(read_ints(node, name, ()) for name in ("starts", "ends", "axes"))
+
+    def compute(
+        x: Tensor,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        axes: Tensor | None = None,
+        steps: Tensor | None = None,
+    ) -> Tensor:
+        first, last = (
+            given if value is None else list_sizes(value) for given, value in zip(fixed, (starts, ends), strict=False)
+        )
+        chosen = (fixed[2] if axes is None else list_sizes(axes)) or list(range(len(first)))
+        for start, end, axis, step in zip(first, last, chosen, list_sizes(steps) or [1] * len(first), strict=True):
+            rows = range(x.shape[axis])[start:end:step]
+            if step == 1:
+                x = x.narrow(axis, rows.start if len(rows) else 0, len(rows))
+            else:
+                x = x.index_select(axis, torch.tensor(list(rows), dtype=torch.int64, device=x.device))
+        return x
+
+    return compute
+
+
+def _gather(node: "ir.Node", opset: int) -> Compute:
+    axis = read_int(node, "axis", 0)
+
+    def compute(x: Tensor, indices: Tensor) -> Tensor:
+        size, place = x.shape[axis], axis % x.ndim
+        chosen = indices.to(x.device, torch.int64)
+        chosen = torch.where(chosen < 0, chosen + size, chosen)
+        taken = x.index_select(place, chosen.reshape(-1))
+        return taken.reshape((*x.shape[:place], *chosen.shape, *x.shape[place + 1 :]))
+
+    return compute
+
+
+def _positive(indices: Tensor, size: int) -> Tensor:
+    indices = indices.long()
+    return torch.where(indices < 0, indices + size, indices)
+
+
+def _gather_elements(node: "ir.Node", opset: int) -> Compute:
+    axis = read_int(node, "axis", 0)
+    return lambda x, indices: x.gather(axis, _positive(indices, x.shape[axis]))
+
+
+def _gather_nd(node: "ir.Node", opset: int) -> Compute:
+    batch = read_int(node, "batch_dims", 0)
+
+    def compute(x: Tensor, indices: Tensor) -> Tensor:
+        rank = indices.ndim - 1
+        entries = [torch.arange(x.shape[axis], device=indices.device) for axis in range(batch)]
+        rows = [each.reshape([-1, *[1] * (rank - axis - 1)]) for axis, each in enumerate(entries)]
+        depth = range(indices.shape[-1])
+        return x[(*rows, *(_positive(indices[..., place], x.shape[batch + place]) for place in depth))]
+
+    return compute
+
+
+_REDUCED = {"none": "", "add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+def _scatter_elements(node: "ir.Node", opset: int) -> Compute:
+    axis, reduce = read_int(node, "axis", 0), _REDUCED[read_text(node, "reduction", "none")]
+
+    def compute(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+        places = _positive(indices, x.shape[axis])
+        if not reduce:
+            return x.scatter(axis, places, updates)
+        return x.scatter_reduce(axis, places, updates, reduce)
+
+    return compute
+
+
+def _scatter_nd(node: "ir.Node", opset: int) -> Compute:
+    reduce = _REDUCED[read_text(node, "reduction", "none")]
+
+    def compute(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+        depth = indices.shape[-1]
+        parts = tuple(_positive(indices[..., place], x.shape[place]) for place in range(depth))
+        if reduce in ("", "sum"):
+            return x.index_put(parts, updates, accumulate=bool(reduce))
+        width, row = math.prod(x.shape[depth:]), torch.zeros((), dtype=torch.int64, device=x.device)
+        for place, part in enumerate(parts):
+            row = row * x.shape[place] + part.to(x.device)
+        rows = row.reshape(-1, 1).expand(-1, width)
+        return x.reshape(-1, width).scatter_reduce(0, rows, updates.reshape(-1, width), reduce).reshape(x.shape)
+
+    return compute
+
+
+def _expand(x: Tensor, shape: Tensor) -> Tensor:
+    wanted = [1] * max(0, x.ndim - shape.numel()) + list_sizes(shape)
+    x = x.reshape([1] * (len(wanted) - x.ndim) + list(x.shape))
+    return x.expand([old if new == 1 else new for old, new in zip(x.shape, wanted, strict=True)])
+
+
+def _tile(x: Tensor, repeats: Tensor) -> Tensor:
+    return x.repeat(list_sizes(repeats))
+
+
+def _pad(node: "ir.Node", opset: int) -> Compute:
+    mode, fixed, filler = (
+        read_text(node, "mode", "constant"),
+        read_ints(node, "pads", ()),
+        read_float(node, "value", 0.0),
+    )
+    mode = {"edge": "replicate", "wrap": "circular"}.get(mode, mode)
+
+    def compute(
+        x: Tensor, pads: Tensor | None = None, value: Tensor | None = None, axes: Tensor | None = None
+    ) -> Tensor:
+        sizes = fixed if pads is None else list_sizes(pads)
+        chosen = [axis % x.ndim for axis in list_sizes(axes)] or list(range(x.ndim))
+        before, after = dict(zip(chosen, sizes, strict=False)), dict(zip(chosen, sizes[len(chosen) :], strict=True))
+        if mode == "constant":
+            number = filler if value is None else value.item()
+            flat = [size for axis in range(x.ndim)[::-1] for size in (before.get(axis, 0), after.get(axis, 0))]
+            return F.pad(x, flat, value=number)
+        for axis in chosen:
+            x = _pad_axis(x, axis, before[axis], after[axis], mode)
+        return x
+
+    return compute
+
+
+def _pad_axis(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
+    size = x.shape[axis]
+    places = torch.arange(-before, size + after, device=x.device)
+    if mode == "replicate":
+        places = places.clamp(0, size - 1)
+    elif mode == "circular":
+        places = places % size
+    else:
+        places = (size - 1) - ((size - 1) - places.abs()).abs()
+    return x.index_select(axis, places)
+
+
+def _range(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
+    return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
+
+
+def _one_hot(node: "ir.Node", opset: int) -> Compute:
+    axis = read_int(node, "axis", -1)
+
+    def compute(indices: Tensor, depth: Tensor, values: Tensor) -> Tensor:
+        count = int(depth.reshape(()).item())
+        hot = (_positive(indices, count).unsqueeze(-1) == torch.arange(count, device=indices.device)).movedim(-1, axis)
+        return torch.where(hot, values[1], values[0])
+
+    return compute
+
+
+def _top_k(node: "ir.Node", opset: int) -> Compute:
+    axis, largest, ordered = (
+        read_int(node, "axis", -1),
+        bool(read_int(node, "largest", 1)),
+        bool(read_int(node, "sorted", 1)),
+    )
+
+    def compute(x: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+        found = x.topk(int(count.reshape(()).item()), axis, largest, ordered)
+        return found.values, found.indices
+
+    return compute
+
+
+def _arg(function: Callable[..., Tensor]) -> Make:
+    def make(node: "ir.Node", opset: int) -> Compute:
+        axis, keep = read_int(node, "axis", 0), bool(read_int(node, "keepdims", 1))
+        if read_int(node, "select_last_index", 0):
+            raise refuse(node, "select_last_index")
+        return lambda x: function(x, axis, keepdim=keep)
+
+    return make
+
+
+def _cumulate(node: "ir.Node", opset: int) -> Compute:
+    exclusive, reverse = bool(read_int(node, "exclusive", 0)), bool(read_int(node, "reverse", 0))
+
+    def compute(x: Tensor, axis: Tensor) -> Tensor:
+        place = int(axis.reshape(()).item())
+        given = x.flip(place) if reverse else x
+        total = given.cumsum(place, dtype=x.dtype)
+        total = total - given if exclusive else total
+        return total.flip(place) if reverse else total
+
+    return compute
+
+
+def _triangle(node: "ir.Node", opset: int) -> Compute:
+    function = torch.triu if read_int(node, "upper", 1) else torch.tril
+    return lambda x, k=None: function(x, 0 if k is None else int(k.item()))
+
+
+def _eye_like(node: "ir.Node", opset: int) -> Compute:
+    kind = _torch_type(read_int(node, "dtype", 1)) if "dtype" in node.attributes else None
+    diagonal = read_int(node, "k", 0)
+
+    def compute(x: Tensor) -> Tensor:
+        ones = torch.ones(x.shape, dtype=kind or x.dtype, device=x.device)
+        return ones.triu(diagonal).tril(diagonal)
+
+    return compute
+
+
+PLAIN: dict[str, Compute] = {
+    "CastLike": lambda x, like: x.to(like.dtype),
+    "Identity": lambda x: x,
+    "Size": lambda x: torch.tensor(x.numel()),
+    "Expand": _expand,
+    "Tile": _tile,
+    "Range": _range,
+    "NonZero": lambda x: torch.nonzero(x).t(),
+}
+"""Operators without attributes that matter."""
+
+MADE: dict[str, Make] = {
+    "Cast": _cast,
+    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Shape": _shape,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Transpose": _transpose,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Concat": _concat,
+    "Split": _split,
+    "Slice": _slice,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Scatter": _scatter_elements,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "Pad": _pad,
+    "OneHot": _one_hot,
+    "TopK": _top_k,
+    "ArgMax": _arg(torch.argmax),
+    "ArgMin": _arg(torch.argmin),
+    "CumSum": _cumulate,
+    "Trilu": _triangle,
+    "EyeLike": _eye_like,
+}
+"""Operators whose function is made from their attributes."""

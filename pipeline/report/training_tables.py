@@ -1,0 +1,112 @@
+"""Tabulate what was pruned, and how training went."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from enginesmith.pipeline.frameworks.records import PruningFacts
+from enginesmith.pipeline.passes.finetune.options import Point, Recovery
+from enginesmith.pipeline.report.tables import Table, make_table, number_cell
+from enginesmith.pipeline.results.run import Run, VariantRecord
+
+_MOST_POINTS = 500
+
+
+def list_pruned(run: Run) -> Iterator[VariantRecord]:
+    """Iterate over one variant for each pruned model."""
+    seen: set[str] = set()
+    for record in run.variants:
+        if record.prune and record.pruning and record.prune not in seen:
+            seen.add(record.prune)
+            yield record
+
+
+def tabulate_pruning(run: Run) -> Table:
+    """List each time that a model was pruned."""
+    caption = "What pruning removed"
+    return make_table("pruned", caption, (row for record in list_pruned(run) for row in _pruning_rows(record)))
+
+
+def _pruning_rows(record: VariantRecord) -> Iterator[dict[str, str]]:
+    for index, facts in enumerate(record.pruning):
+        yield {
+            "pruned to": f"{record.prune}, step {index + 1}" if len(record.pruning) > 1 else record.prune or "",
+            "ranked by": f"{facts.importance}, {facts.scope}",
+            "channels": f"{facts.channels_before} → {facts.channels_after}",
+            "MACs left": _format_left(facts.macs_before, facts.macs_after),
+            "parameters left": _format_left(facts.parameters_before, facts.parameters_after),
+        }
+
+
+def _format_left(before: int, after: int) -> str:
+    return f"{after / before:.1%}" if before else "–"
+
+
+def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> Table:
+    """List the channels of each group of layers before and after pruning."""
+    rows = (
+        {"group": group.root, "unit": group.unit, "before": str(group.before), "after": str(group.after)}
+        for group in facts.groups
+    )
+    return make_table(name, caption, rows)
+
+
+def list_trained(run: Run) -> Iterator[tuple[str, VariantRecord, Recovery]]:
+    """Iterate over each training: the name of what was trained, one variant of it, and the record."""
+    seen: set[str] = set()
+    for record in run.variants:
+        turns: Counter[str] = Counter()
+        for recovery in record.recovery:
+            turns[recovery.subject] += 1
+            name = _name_trained(record, recovery, turns[recovery.subject])
+            if name not in seen:
+                seen.add(name)
+                yield name, record, recovery
+
+
+def _name_trained(record: VariantRecord, recovery: Recovery, turn: int) -> str:
+    if recovery.subject == "int8":
+        return record.id
+    changes = (record.sparsity,) if recovery.subject == "sparse" else (record.prune,)
+    several = sum(other.subject == recovery.subject for other in record.recovery) > 1
+    return f"{', '.join(filter(None, changes)) or record.id}{f', turn {turn}' if several else ''}"
+
+
+def tabulate_training(run: Run) -> Table:
+    """List what was trained, and what that brought back."""
+    rows = (
+        {
+            "trained": name,
+            "method": recovery.method,
+            "steps": f"{recovery.steps}: {recovery.reason}",
+            "metric": recovery.metric,
+            "before": f"{recovery.before:.4f}",
+            "after": f"{recovery.after:.4f}",
+            "of": f"{recovery.teacher:.4f}",
+            "samples held out": str(recovery.held_back),
+        }
+        for name, _, recovery in list_trained(run)
+    )
+    return make_table("trained", "What training brought back, on held-out samples", rows)
+
+
+def tabulate_training_steps(run: Run) -> Table:
+    """List loss and metric by step of each training."""
+    rows = (
+        {
+            "trained": name,
+            "step": str(point.step),
+            "loss": number_cell(point.loss, ".4g"),
+            "metric": f"{point.metric:.4f}",
+            "learning rate": f"{point.learning_rate:.2g}",
+        }
+        for name, _, recovery in list_trained(run)
+        for point in thin_curve(recovery.curve)
+    )
+    return make_table("training-by-step", "How training went", rows)
+
+
+def thin_curve(curve: Sequence[Point]) -> Sequence[Point]:
+    """Choose as many points as can be told apart, the first and the last among them."""
+    if len(curve) <= _MOST_POINTS:
+        return curve
+    return [curve[round(index * (len(curve) - 1) / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]
