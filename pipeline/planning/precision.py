@@ -43,6 +43,7 @@ _RANKING_SAMPLES = 16
 """Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""
 _LEAST_SHARE = 0.05
 """Share of the multiply-adds below which a precision that nobody listed gains too little to be tried."""
+R = TypeVar("R", bound=Recover)
 _FIRST_METHODS = ("mse", *(method for method in METHODS if method != "mse"))
 
 
@@ -114,9 +115,6 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
         search=searched,
         recovered=recovered,
     )
-
-
-R = TypeVar("R", bound=Recover)
 
 
 def train_task(recipe: Recipe, kind: type[R], turns: int = 1, **fields: object) -> R:
@@ -223,9 +221,9 @@ def _search(
         timed=FLOAT in needs,
     )  # fmt: skip
     trained = variant.name.quantizer == "qat"
-    count = (
-        options.search_steps if "own" in options.quantizers else len(forms) + 1
-    )  # only those with everything in int8
+    count = options.search_steps
+    if "own" not in options.quantizers:  # for training alone, each form is tried with everything in int8
+        count = len(forms) + 1
     for index in range(1, count + 1):
         last = Step(StepRef("search", *subject, index), trial(), dict(needs), forms)
         yield last

@@ -47,7 +47,7 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _fill_training(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Fill in int8 graphs that are trained, where training is asked for; a search takes time for it as asking, too."""
+    """Fill in int8 graphs that are trained, where training is asked for: in a search also by giving time for it."""
     quantisation, found = values.get("quantisation") or {}, values.get("variants") == "found"
     makers = [*(quantisation.get("quantizers") or ["own"])]
     timed = found and "seconds" in recipe.recovery.model_fields_set

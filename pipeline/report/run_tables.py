@@ -382,7 +382,7 @@ def tabulate_group_losses(record: VariantRecord, name: str = "", most: int | Non
             "group": loss.group.module or loss.group.group,
             "operator": loss.group.operator,
             "SQNR dB": _format_change(loss.group.given_sqnr_db, loss.group.sqnr_db),
-            "cause": loss.cause or "–",
+            "cause": loss.group.cause or "–",
             "remedy": loss.remedy,
             "cost": loss.cost,
         }

@@ -196,10 +196,9 @@ def _gpu_support(low: str, where: Device, gpus: Sequence[Mapping[str, Any]]) -> 
 
 @dataclass(frozen=True)
 class GroupLoss:
-    """Say of a group what it loses in low precision, why, what was done, and what that costs."""
+    """Say of a group that loses much in low precision what was done, and what that costs."""
 
     group: Assignment
-    cause: str
     remedy: str
     cost: str
 
@@ -233,11 +232,9 @@ def _is_weak(group: Assignment) -> bool:
 def _explain_group(group: Assignment, record: VariantRecord, low: str | None, total: int) -> GroupLoss:
     share = format_percent(group.macs / total) if group.macs is not None and total else "an unknown share"
     if narrowest_type(group.precision) != low:
-        return GroupLoss(
-            group, group.cause, f"stays in {group.precision}: {group.why}", f"{share} of the multiply-adds"
-        )
+        return GroupLoss(group, f"stays in {group.precision}: {group.why}", f"{share} of the multiply-adds")
     remedy = FORM_WORDS.get(group.form, "")
     if any(recovery.subject == "int8" for recovery in record.recovery):
         remedy = f"{remedy}, then trained" if remedy else "trained"
     cost = "a multiplication where no operator takes the factors" if group.form == "multiplied" else "nothing"
-    return GroupLoss(group, group.cause, remedy or "none: the goal is reached all the same", cost)
+    return GroupLoss(group, remedy or "none: the goal is reached all the same", cost)
