@@ -22,6 +22,8 @@ _SECONDS_EACH = 1.5
 """Time of a race for each variant, all laps together."""
 _TUNE_SECONDS = 10.0
 """Longest time for the options of one variant."""
+_MOST_TRAINING = 0.5
+"""Share of the time that was given which training in int8 may take."""
 _SEARCHING, _RACING, _TUNING, _MEASURING = 0.55, 0.1, 0.1, 0.1
 """Shares of the time that was given: until the race begins, of the race, of the options, of the latencies."""
 
@@ -203,9 +205,15 @@ def _after_race(
     return replace(variant, artifact=tune.id, verified=(*variant.verified[:-1], again)), steps
 
 
-def searching_seconds(seconds: float) -> float:
-    """Return the time until the race begins, in which variants are made, of that of the whole run."""
-    return seconds * _SEARCHING
+def searching_seconds(recipe: Recipe) -> float:
+    """Return the time until the race begins, in which variants are made; 0 for a recipe without a limit.
+
+    Training in int8 has its own time, at most half of all, and the others share the rest.
+    """
+    seconds = recipe.time_seconds or 0.0
+    trains = recipe.variants == "found" and "qat" in recipe.quantisation.quantizers
+    training = min(recipe.recovery.seconds, _MOST_TRAINING * seconds) if trains else 0.0
+    return training + (seconds - training) * _SEARCHING
 
 
 def measuring_seconds(recipe: Recipe) -> float:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 TEACHER = "teacher"
 _INT8_RATES, _SPARSE_RATES = (2e-4, 4e-5, 8e-6), (2e-3, 5e-4)
+_SHARE_OF_LEFT = 0.8
 _SAME = "fp16"
 """Row of the fidelity thresholds: a graph with rescaled channels may cut a little of what calibration did not see."""
 
@@ -73,6 +74,11 @@ class Recover(ResumableTask):
     def subject(self) -> Subject:
         """What is trained."""
         return "pruned"
+
+    @property
+    def _seconds(self) -> float:
+        """The time that was given, or what is left of the run's, less a little for loading and writing."""
+        return min(self.options.seconds, _SHARE_OF_LEFT * self.left_seconds)
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -115,6 +121,7 @@ class Recover(ResumableTask):
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,
+            incomplete=self._seconds < self.options.seconds,
         )
 
     def load(self, inputs: Inputs) -> "Models":
@@ -143,6 +150,7 @@ class Recover(ResumableTask):
         place = torch.device(str(device))
         load_libraries()
         meter = StepMeter(device, self.options.memory_bytes)
+        options = self.options.model_copy(update={"seconds": self._seconds})
         signature = inputs[MODEL].signature
         assert signature is not None
         with track_files(allow_pickle=False) as tracker:
@@ -163,7 +171,7 @@ class Recover(ResumableTask):
         material = split_data(data, self.options.held_back, self.seed, place)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
-        work = Work(models, material, self.options, metric, self.seed, threads, size, meter, fixed, self.rates)
+        work = Work(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates)
         fingerprint = json_digest([data.digest, relative_digests({path: file_digest(path) for path in files}), size])
         return Opened(work, fingerprint, (*files, *data.folders))
 

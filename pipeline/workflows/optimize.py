@@ -195,9 +195,10 @@ class OptimizeJob:
             name, own = together.takers[step.id][0]
             return self._active[name].request.out / "logs" / f"{own}.log"
 
-        times = [active.request.recipe.time_seconds for active in runs]
+        recipes = [active.request.recipe for active in runs]
+        times = [recipe.time_seconds for recipe in recipes]
         seconds = None if None in times else sum(filter(None, times))
-        search_seconds = None if seconds is None else searching_seconds(seconds)
+        search_seconds = None if seconds is None else sum(map(searching_seconds, recipes))
         runner = Runner(executor, log_of, settings.time_limit_seconds or seconds, settings.listener, search_seconds)
         given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
         steps = sorted(together.steps, key=is_optional) if runner.time_limit_seconds else together.steps

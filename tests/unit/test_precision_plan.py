@@ -20,6 +20,7 @@ from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.race import searching_seconds
 from enginesmith.pipeline.planning.single_stages import precision_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
@@ -554,6 +555,15 @@ def test_trainings_of_pruned_models_are_steps_of_their_own() -> None:
     for variant in found.variants:
         leading = found.leading_to([variant.artifact])
         assert set(variant.recovered) <= set(leading), variant.id
+
+
+@pytest.mark.parametrize(
+    ("recovery", "seconds"),
+    [({}, 0.55 * 300), ({"seconds": 90}, 90 + 0.55 * 210), ({"seconds": 280}, 150 + 0.55 * 150)],
+)
+def test_training_has_time_of_its_own_in_a_search(recovery: dict[str, Any], seconds: float) -> None:
+    asked = {"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 300}
+    assert searching_seconds(make({**asked, "recovery": recovery})) == pytest.approx(seconds)
 
 
 def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:

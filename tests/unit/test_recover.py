@@ -97,6 +97,17 @@ def test_of_split_data_it_learns_from_calibration_and_is_judged_by_choice(
     assert record.data == f"data.npz (calibration and choice: {samples} of 100)"
 
 
+def test_it_takes_no_more_time_than_is_left_and_is_made_again_with_more(
+    pair: Pair, unlabelled: Path, tmp_path: Path
+) -> None:
+    long = task(unlabelled, epochs=None, patience=99)
+    effect, record = done(long.model_copy(update={"left_seconds": 1.5}), pair, tmp_path / "short")
+    assert effect.incomplete
+    assert record.steps > 0
+    effect, _ = done(task(unlabelled, epochs=1).model_copy(update={"left_seconds": 6000.0}), pair, tmp_path / "whole")
+    assert not effect.incomplete
+
+
 def test_the_same_steps_leave_the_same_files(pair: Pair, data: Path, tmp_path: Path) -> None:
     for name in "ab":
         done(task(data, checkpoint_seconds=0 if name == "a" else 600), pair, tmp_path / name)
