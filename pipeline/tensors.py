@@ -116,6 +116,9 @@ class Signature(BaseModel, frozen=True):
     returns: JsonValue = None
     """Form in which a module returns its outputs: their names, in lists for tuples and objects for mappings and data
     classes, with null for None; null alone where it is not known."""
+    unordered: dict[str, Literal["rows", "positions"]] = {}
+    """Outputs whose rows are chosen by values: rounding may change their order and number. ``positions`` are a
+    NonMaxSuppression's own answer; which of two boxes that are nearly equal was chosen, says nothing."""
 
     @property
     def symbols(self) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
+from enginesmith.pipeline.measure.row_sets import MIN_SHARE, find_tables, pair_rows
 from enginesmith.pipeline.measure.rows import explain_missing
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 SQNR_CAP_DB = 200.0
 _CHUNK = 1 << 20
@@ -25,6 +26,11 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
     """Greatest absolute error as a share of the reference's range (max − min)."""
     min_agreement: float = 1.0
     """Share of equal elements of integer and bool outputs."""
+
+    @property
+    def row_tolerance(self) -> float:
+        """Share of the range by which rows may differ that are compared as sets: as far as the SQNR allows."""
+        return max(self.max_error_of_range, float(10 ** (-self.min_sqnr_db / 20)))
 
 
 THRESHOLDS: dict[str, Thresholds] = {
@@ -60,6 +66,8 @@ class OutputFidelity(Closeness):
     name: str
     agreement: float | None = None
     """Share of equal elements, for integer and bool outputs."""
+    paired: float | None = None
+    """Share of rows that have a partner on the other side, where rows are chosen by values; figures are of those."""
 
 
 class Fidelity(Closeness):
@@ -88,19 +96,18 @@ def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float |
     return thresholds_for("fp16" if "float16" in outputs else precision, min_sqnr_db)
 
 
-def compare(reference: Feeds, actual: Feeds, thresholds: Thresholds) -> Fidelity:
-    """Compare outputs with the reference's, by name.
-
-    Raises:
-        FidelityError: an output is missing, or has another shape or another kind of dtype.
-    """
-    return compare_calls([(reference, actual)], thresholds)
+def compare(reference: Feeds, actual: Feeds, thresholds: Thresholds, signature: Signature | None = None) -> Fidelity:
+    """Compare outputs with the reference's, by name; errors as in :func:`compare_calls`."""
+    return compare_calls([(reference, actual)], thresholds, signature)
 
 
-def compare_calls(calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds) -> Fidelity:
+def compare_calls(
+    calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds, signature: Signature | None = None
+) -> Fidelity:
     """Compare the outputs of several calls with the reference's; each is the reference's outputs and those in question.
 
-    Samples of all calls are pooled, as those of one larger batch are.
+    Samples of all calls are pooled, as those of one larger batch are. Outputs whose rows are chosen by values, as the
+    signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.
@@ -108,20 +115,25 @@ def compare_calls(calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds) 
     for reference, actual in calls:
         if set(reference) != set(actual):
             raise FidelityError(f"the outputs are {list(actual)}, and the reference's are {list(reference)}")
+    unordered = signature.unordered if signature else {}
+    tables = find_tables(signature, [reference for reference, _ in calls]) if signature and unordered else ()
+    paired = {}
+    for table in tables:
+        paired.update(dict.fromkeys(table.outputs, pair_rows(table, calls, thresholds.row_tolerance)))
+    described = {name for table in tables for name in table.outputs if unordered[name] == "rows"}
     outputs = []
     for name in calls[0][0]:
-        pairs = [(reference[name], actual[name]) for reference, actual in calls]
-        for pair in pairs:
-            floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
-            if pair[0].shape != pair[1].shape or len(floats) > 1:
-                wanted, given = (f"{array.dtype}{list(array.shape)}" for array in pair)
-                raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
-        filled = [pair for pair in pairs if pair[0].size]
-        if not filled:
-            outputs.append(explain_missing(OutputFidelity(name=name, passed=True), "the output is empty"))
+        if name in paired and described and unordered[name] == "positions":
+            output = OutputFidelity(name=name, passed=True)
+            outputs.append(explain_missing(output, "positions of boxes; the outputs taken from there are compared"))
             continue
-        compare_output = _compare_floats if np.issubdtype(filled[0][0].dtype, np.floating) else _compare_exactly
-        outputs.append(compare_output(name, filled, thresholds))
+        if name in paired:
+            outputs.append(_compare_rows(name, paired[name].pairs[name], paired[name].share, thresholds))
+            continue
+        pairs = [(reference[name], actual[name]) for reference, actual in calls]
+        if name in unordered:  # how many were chosen
+            pairs = [(wanted.astype(np.float64), given.astype(np.float64)) for wanted, given in pairs]
+        outputs.append(_compare_output(name, pairs, thresholds))
     worst: dict[str, float | None] = {}
     reasons = {}
     for field, pick in _WORST.items():
@@ -132,6 +144,28 @@ def compare_calls(calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds) 
             reasons[field] = "; ".join(why) if outputs else "there are no outputs"
     finite, passed = (all(getattr(output, field) for output in outputs) for field in ("finite", "passed"))
     return Fidelity(**worst, finite=finite, passed=passed, outputs=tuple(outputs), reasons=reasons)
+
+
+def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds) -> OutputFidelity:
+    for pair in pairs:
+        floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
+        if pair[0].shape != pair[1].shape or len(floats) > 1:
+            wanted, given = (f"{array.dtype}{list(array.shape)}" for array in pair)
+            raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
+    filled = [pair for pair in pairs if pair[0].size]
+    if not filled:
+        return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")
+    floating = np.issubdtype(filled[0][0].dtype, np.floating)
+    return (_compare_floats if floating else _compare_exactly)(name, filled, thresholds)
+
+
+def _compare_rows(name: str, pairs: "_Pairs", share: float, thresholds: Thresholds) -> OutputFidelity:
+    """Compare rows with their partners; enough rows of both sides have to have one."""
+    output = _compare_output(name, pairs, thresholds)
+    enough = share >= min(MIN_SHARE, thresholds.min_agreement)
+    reasons = {**output.reasons, "argmax_agreement": "its rows are chosen by values"}
+    changes = {"paired": share, "argmax_agreement": None, "passed": output.passed and enough, "reasons": reasons}
+    return output.model_copy(update=changes)
 
 
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {

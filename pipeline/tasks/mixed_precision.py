@@ -54,7 +54,7 @@ from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
-from enginesmith.pipeline.tasks.verify import Verify
+from enginesmith.pipeline.tasks.verify import Verify, describe_failure
 
 
 class Sensitivity(Task):
@@ -265,6 +265,8 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
                     drop, reason = quality.drop, self._judge_drop(quality)
         sqnr = worst.sqnr_db
         few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
+        if any((output.paired or 1) < 1 for output in worst.outputs) and not worst.passed:
+            few = describe_failure(worst)
         reasons = [] if worst.passed else [few]
         reasons += [reason] if reason else []
         error = drop if drop is not None and self.max_drop is not None else _FAR - (-1e3 if sqnr is None else sqnr)
@@ -287,7 +289,7 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         """Compute the worst fidelity over the points of the shape range."""
         thresholds = thresholds_for(self.threshold, self.min_sqnr_db)
         points = [
-            compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds)
+            compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds, session.signature)
             for _, feeds, expected in samples.read_calls(reference.folder)
         ]
         return min(points, key=lambda point: (point.passed, point.sqnr_db if point.sqnr_db is not None else -1e3))

@@ -132,7 +132,8 @@ class Tune(Measurement):
                 dtypes = (str(value.dtype) for value in expected[0].values())
                 thresholds = find_thresholds(dtypes, self.precision, self.min_sqnr_db)
                 answers = [session.run(call) for call in feeds]
-                if not compare_calls(list(zip(expected, answers, strict=True)), thresholds).passed:
+                pairs = list(zip(expected, answers, strict=True))
+                if not compare_calls(pairs, thresholds, session.signature).passed:
                     return "the outputs differ too much from the reference"
         if self.max_memory_bytes is None:
             return ""

@@ -175,7 +175,7 @@ class Verify(Task):
         )
         replayed = bool(getattr(self.engine, "cuda_graphs", False))
         answers = [run_once(session, call, replayed=replayed) for call in feeds]
-        result = compare_calls(list(zip(expected, answers, strict=True)), thresholds)
+        result = compare_calls(list(zip(expected, answers, strict=True)), thresholds, session.signature)
         return [
             StageFidelity(
                 stage=self.stage,
@@ -208,6 +208,8 @@ def describe_failure(fidelity: Fidelity) -> str:
     worst = next(output for output in fidelity.outputs if not output.passed)
     if not worst.finite:
         return f"output {worst.name!r} has NaN or Inf where the reference has none"
+    if worst.paired is not None and worst.paired < 1:
+        return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
     if worst.sqnr_db is None:
         return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
     return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"

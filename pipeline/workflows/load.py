@@ -207,7 +207,7 @@ class LoadedModel:
         feeds, expected = samples.read_vector(self._stored.vector)
         outputs = self._answer([feeds[name] for name in self._inputs])
         answers = {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
-        fidelity = compare(expected, answers, self._stored.thresholds)
+        fidelity = compare(expected, answers, self._stored.thresholds, self.signature)
         if not fidelity.passed:
             told = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
             raise FidelityError(told, "optimize again on this machine")

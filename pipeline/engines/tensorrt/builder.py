@@ -47,6 +47,8 @@ _UNSUPPORTED = (
 )
 _OPERATORS = {"deconv": "ConvTranspose"}
 """The compiler's word → the operator it stands for, where it names no node."""
+_NEVER_BUILT = {"tensorrt_rtx": ("NonMaxSuppression",)}
+"""Operators that the parser takes and the builder has no kernels for, on any target (TensorRT-RTX 1.7)."""
 _QUOTED = re.compile(r"'([^']+)'|\bnode (\S+?)[\s.:]|^(?:\[[^]]*\] )?(\S+?): ")
 _WHERE = re.compile(
     r"\(?\[[\w./]+\.(?:cpp|hpp|h)\b[^\]]*\]|\b[\w./]+\.(?:cpp|hpp|h):\d+:?|\w+Exception:|\bMyelin\b|I\w+::\w+:"
@@ -86,6 +88,11 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
         return BuilderFailed(told, "build once without --locked")
     if any(words in text for words in _UNSUPPORTED):
         node = _node(text, graph)
+        for operator in _NEVER_BUILT.get(flavour, ()) if not node else ():
+            if any(each.op_type == operator for each in model_file.nodes(model_file.read(graph))):
+                told = f"{flavour} has no kernel for {operator}, in any precision and for any target"
+                remedy = "end the graph before it and choose boxes behind the engine, or use onnxruntime or openvino"
+                return UnsupportedGraph(f"{told}: {said}", remedy)
         remedy = "use another precision for it, or another target; `build --check` tells which targets would do"
         return UnsupportedGraph(f"{flavour} cannot build {node or 'this graph'}: {said}", remedy)
     remedy = "try the model in another precision, or for another target"

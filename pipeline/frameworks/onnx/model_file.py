@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
+from enginesmith.pipeline.frameworks.onnx import selections
 from enginesmith.pipeline.tensors import DESCRIBED, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def signature(path: Path) -> Signature:
     return Signature(
         inputs=tuple(_spec("input", position, value) for position, value in inputs),
         outputs=tuple(_spec("output", position, value) for position, value in enumerate(graph.output)),
+        unordered=selections.find_unordered(graph),
     )
 
 

@@ -57,7 +57,7 @@ def verify(folder: Path, timeout_seconds: float | None = None, *, trust: bool = 
         answers = answer(folder, manifest, feeds, timeout_seconds)
     except MissingCapability as error:
         raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
-    result = _result(manifest, compare(expected, answers, manifest.thresholds))
+    result = _result(manifest, compare(expected, answers, manifest.thresholds, manifest.signature))
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
 

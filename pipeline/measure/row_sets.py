@@ -1,0 +1,139 @@
+"""Compare outputs whose rows are chosen by their values, as sets: the boxes that a NonMaxSuppression leaves.
+
+Rounding changes which rows are chosen, and in what order, where values are nearly equal or near a threshold. So each
+row of the reference is paired with the nearest row that was given, and the share of rows with a partner is judged.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
+
+MIN_SHARE = 0.98
+"""Share of rows that have to have a partner, where the precision does not ask for less."""
+_EVEN = 2
+"""Rows of both sides in a pair."""
+
+
+class Table(NamedTuple):
+    """Outputs that describe the same rows: a box, its score and its class."""
+
+    outputs: tuple[str, ...]
+    per_sample: bool
+    """True where rows are along the second axis, those of each sample apart."""
+
+
+class Paired(NamedTuple):
+    """Rows of one table that have a partner, of all calls."""
+
+    pairs: dict[str, list[tuple[Array, Array]]]
+    """By output: the reference's rows and their partners, call by call."""
+    share: float
+    """Rows with a partner, of all rows of both sides."""
+
+
+def find_tables(signature: Signature, references: Sequence[Feeds]) -> tuple[Table, ...]:
+    """Group the outputs whose rows are chosen by values: those that have as many rows as each other in all calls.
+
+    Rows are along the first axis, or along the second if the first is the inputs' batch. Single numbers in a fixed
+    order are no table.
+    """
+    leading = {spec.shape[0] for spec in signature.inputs if spec.shape}
+    groups: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+    open_ended = set[str]()
+    for spec in signature.outputs:
+        per_sample = len(spec.shape) > 1 and spec.shape[0] in leading
+        if spec.name not in signature.unordered or not spec.shape or spec.shape in [(size,) for size in leading]:
+            continue
+        axis = int(per_sample)
+        rows = tuple(reference[spec.name].shape[axis] for reference in references)
+        groups.setdefault((per_sample, rows), []).append(spec.name)
+        if isinstance(spec.shape[axis], str) and spec.shape[axis] not in signature.symbols:
+            open_ended.add(spec.name)
+    tables = (Table(tuple(names), per_sample) for (per_sample, _), names in groups.items())
+    return tuple(t for t in tables if _count_columns(t, references[0]) > 1 or not open_ended.isdisjoint(t.outputs))
+
+
+def _count_columns(table: Table, outputs: Feeds) -> int:
+    first = 1 + table.per_sample
+    return sum(math.prod(outputs[name].shape[first:]) for name in table.outputs)
+
+
+def pair_rows(table: Table, calls: Sequence[tuple[Feeds, Feeds]], tolerance: float) -> Paired:
+    """Pair the rows of all calls whose floats differ by at most this share of their output's range, the nearest first.
+
+    Rows that are equal in all columns count once, such as those that fill up a table of fixed size. Where a table has
+    no floats, rows have to be equal.
+    """
+    ranges = {name: _measure_range([reference[name] for reference, _ in calls]) for name in table.outputs}
+    found: dict[str, list[tuple[Array, Array]]] = {name: [] for name in table.outputs}
+    paired = rows = 0
+    for reference, actual in calls:
+        for ours, theirs in _iterate_samples(table, reference, actual):
+            ours, theirs = _drop_repeated(ours), _drop_repeated(theirs)
+            near = _find_partners(_scale(ours, ranges), _scale(theirs, ranges), tolerance)
+            paired += len(near)
+            rows += len(ours[0]) + len(theirs[0])
+            for position, name in enumerate(table.outputs):
+                found[name].append((ours[position][near[:, 0]], theirs[position][near[:, 1]]))
+    return Paired(found, _EVEN * paired / rows if rows else 1.0)
+
+
+def _iterate_samples(table: Table, reference: Feeds, actual: Feeds) -> Iterator[tuple[list[Array], list[Array]]]:
+    """Yield both sides' columns of each sample, or of the whole call: [rows, numbers] for each output."""
+    ours, theirs = ([side[name] for name in table.outputs] for side in (reference, actual))
+    if not table.per_sample:
+        yield [_as_rows(array) for array in ours], [_as_rows(array) for array in theirs]
+        return
+    for sample in range(len(ours[0])):
+        yield [_as_rows(array[sample]) for array in ours], [_as_rows(array[sample]) for array in theirs]
+
+
+def _as_rows(array: Array) -> Array:
+    return array.reshape(len(array), -1) if array.size else np.empty((0, math.prod(array.shape[1:])), array.dtype)
+
+
+def _drop_repeated(columns: list[Array]) -> list[Array]:
+    if not len(columns[0]):
+        return columns
+    joined = np.concatenate([column.astype(np.float64) for column in columns], axis=1)
+    _, first = np.unique(joined, axis=0, return_index=True)
+    return [column[np.sort(first)] for column in columns]
+
+
+def _measure_range(arrays: Sequence[Array]) -> float:
+    """Return max − min of an output's finite numbers; 0 for integers, which are no distances."""
+    if arrays[0].dtype.kind != "f":
+        return 0.0
+    finite = [array[np.isfinite(array)].astype(np.float64) for array in arrays]
+    joined = np.concatenate([array.reshape(-1) for array in finite])
+    return float(np.ptp(joined)) or float(np.abs(joined).max(initial=0.0)) or 1.0 if joined.size else 1.0
+
+
+def _scale(columns: list[Array], ranges: dict[str, float]) -> NDArray[np.float64]:
+    """Return the floats in units of their range, [rows, numbers]; all numbers of a table without floats as they are."""
+    scales = list(ranges.values())
+    if not any(scales):
+        return np.concatenate([column.astype(np.float64) for column in columns], axis=1)
+    parts = [column.astype(np.float64) / scale for column, scale in zip(columns, scales, strict=True) if scale]
+    return np.nan_to_num(np.concatenate(parts, axis=1))
+
+
+def _find_partners(ours: NDArray[np.float64], theirs: NDArray[np.float64], tolerance: float) -> NDArray[np.int64]:
+    """Pair rows one to one by the greatest difference of their numbers, the nearest first; return [pairs, 2]."""
+    if not len(ours) or not len(theirs):
+        return np.empty((0, 2), np.int64)
+    apart = np.array([np.abs(theirs - row).max(axis=1) for row in ours])
+    left, right = np.nonzero(apart <= tolerance)
+    order = np.argsort(apart[left, right], kind="stable")
+    taken_left, taken_right, pairs = set[int](), set[int](), []
+    for row, partner in zip(left[order].tolist(), right[order].tolist(), strict=True):
+        if row not in taken_left and partner not in taken_right:
+            taken_left.add(row)
+            taken_right.add(partner)
+            pairs.append((row, partner))
+    return np.array(sorted(pairs), np.int64).reshape(-1, 2)

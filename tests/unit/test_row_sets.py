@@ -1,0 +1,169 @@
+"""Comparison of outputs whose rows are chosen by their values."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from enginesmith.pipeline.errors import FidelityError
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx.selections import find_unordered
+from enginesmith.pipeline.measure.fidelity import Fidelity, compare, compare_calls, thresholds_for
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+
+RNG = np.random.default_rng(0)
+IMAGE = TensorSpec(name="image", dtype="float32", shape=("batch", 3, 8, 8))
+
+
+def signature(**shapes: tuple[int | str, ...]) -> Signature:
+    outputs = tuple(
+        TensorSpec(name=name, dtype="int64" if name in ("label", "count") else "float32", shape=shape)
+        for name, shape in shapes.items()
+    )
+    return Signature(inputs=(IMAGE,), outputs=outputs, unordered=dict.fromkeys(shapes, "rows"))
+
+
+FREE = signature(box=("n", 4), score=("n",), label=("n",))
+FIXED = signature(found=("batch", 20, 6), count=("batch",))
+
+
+def boxes(count: int) -> dict[str, Array]:
+    return {
+        "box": (100 * RNG.random((count, 4))).astype(np.float32),
+        "score": RNG.random(count).astype(np.float32),
+        "label": RNG.integers(0, 3, count),
+    }
+
+
+def take(found: dict[str, Array], rows: Any) -> dict[str, Array]:
+    return {name: value[rows] for name, value in found.items()}
+
+
+def judge(reference: dict[str, Array], actual: dict[str, Array], precision: str, form: Signature = FREE) -> Fidelity:
+    return compare(reference, actual, thresholds_for(precision), form)
+
+
+def test_order_does_not_count() -> None:
+    found = boxes(50)
+    result = judge(found, take(found, RNG.permutation(50)), "fp32")
+    assert result.passed
+    assert result.max_abs_error == 0
+    assert [output.paired for output in result.outputs] == [1.0] * 3
+
+
+def test_some_rows_may_be_missing_in_int8_and_none_in_fp32() -> None:
+    found = boxes(50)
+    fewer = take(found, slice(0, 46))
+    assert judge(found, fewer, "int8").passed
+    assert judge(found, fewer, "int8").outputs[0].paired == pytest.approx(92 / 96)
+    assert not judge(found, fewer, "fp32").passed
+    assert not judge(found, take(found, slice(0, 30)), "int8").passed
+    assert not judge(fewer, take(boxes(50), slice(0, 46)), "int8").passed
+
+
+def test_columns_of_one_row_stay_together() -> None:
+    found = boxes(50)
+    assert not judge(found, {**found, "score": found["score"][::-1]}, "int8").passed
+    assert not judge(found, {**found, "label": (found["label"] + 1) % 3}, "int8").passed
+
+
+def test_rows_moved_to_another_sample_are_missing() -> None:
+    found = np.zeros((2, 20, 6), np.float32)
+    found[0, :6], found[1, :9] = RNG.random((6, 6)), RNG.random((9, 6))
+    count = np.array([6, 9])
+    reference = {"found": found, "count": count}
+    assert judge(reference, {"found": found[:, ::-1], "count": count}, "fp32", FIXED).passed
+    assert not judge(reference, {"found": found[::-1], "count": count}, "int8", FIXED).passed
+    assert judge(reference, {"found": found, "count": np.array([6, 10])}, "int8", FIXED).passed
+    assert not judge(reference, {"found": found, "count": np.array([9, 6])}, "int8", FIXED).passed
+
+
+def test_rows_that_fill_up_count_once() -> None:
+    """Three boxes of which two are lost, in a table of twenty."""
+    found, lost = np.zeros((1, 20, 6), np.float32), np.zeros((1, 20, 6), np.float32)
+    found[0, :3] = RNG.random((3, 6)) + 1
+    lost[0, :1] = found[0, :1]
+    count = np.array([3])
+    result = judge({"found": found, "count": count}, {"found": lost, "count": count}, "int8", FIXED)
+    assert result.outputs[0].paired == pytest.approx(4 / 6)
+    assert not result.passed
+
+
+def test_numbers_in_a_fixed_order_are_compared_one_by_one() -> None:
+    """Logits behind a choice of tokens."""
+    form = signature(logits=("batch", 10))
+    logits = RNG.standard_normal((4, 10)).astype(np.float32)
+    assert not judge({"logits": logits}, {"logits": logits[:, ::-1]}, "int8", form).passed
+
+
+def test_no_rows_at_all_agree() -> None:
+    empty = boxes(0)
+    assert judge(empty, empty, "fp32").passed
+    assert not judge(empty, boxes(2), "int8").passed
+    calls = [(boxes(3), boxes(0)), (empty, empty)]
+    assert not compare_calls(calls, thresholds_for("int8"), FREE).passed
+
+
+def test_other_outputs_need_their_shape() -> None:
+    found = boxes(5)
+    with pytest.raises(FidelityError, match="the reference's is"):
+        compare(found, take(found, slice(0, 4)), thresholds_for("int8"))
+
+
+def chain(*nodes: onnx.NodeProto, outputs: tuple[str, ...], **weights: Any) -> onnx.GraphProto:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4, 10])
+    return helper.make_graph(list(nodes), "g", [image], values)
+
+
+NODE = helper.make_node
+
+
+def test_outputs_behind_a_choice_are_found() -> None:
+    graph = chain(
+        NODE("NonMaxSuppression", ["x", "x"], ["chosen"]),
+        NODE("Cast", ["chosen"], ["index"], to=TensorProto.INT32),
+        NODE("GatherND", ["x", "chosen"], ["box"]),
+        NODE("Relu", ["x"], ["plain"]),
+        NODE("ReduceMax", ["box"], ["largest"]),
+        outputs=("index", "box", "plain", "largest"),
+    )
+    assert find_unordered(graph) == {"index": "positions", "box": "rows"}
+
+
+def test_sorted_values_alone_keep_their_order() -> None:
+    top = NODE("TopK", ["x", "k"], ["values", "indices"])
+    assert find_unordered(chain(top, outputs=("values",))) == {}
+    assert find_unordered(chain(top, outputs=("values", "indices"))) == {"values": "rows", "indices": "rows"}
+
+
+def test_a_choice_among_constants_or_sizes_is_none() -> None:
+    graph = chain(
+        NODE("Shape", ["x"], ["shape"]),
+        NODE("ConstantOfShape", ["shape"], ["ones"]),
+        NODE("NonZero", ["ones"], ["places"]),
+        NODE("GatherND", ["x", "places"], ["y"]),
+        outputs=("y",),
+    )
+    assert find_unordered(graph) == {}
+
+
+def test_choices_in_subgraphs_are_found() -> None:
+    body = chain(NODE("NonZero", ["x"], ["inner"]), outputs=("inner",))
+    graph = chain(NODE("If", ["condition"], ["y"], then_branch=body, else_branch=body), outputs=("y",))
+    assert find_unordered(graph) == {"y": "rows"}
+
+
+def test_a_file_tells_it_in_its_signature(tmp_path: Path) -> None:
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 10])
+    outputs = [
+        helper.make_tensor_value_info(name, dtype, ["batch", 3])
+        for name, dtype in (("values", TensorProto.FLOAT), ("indices", TensorProto.INT64))
+    ]
+    count = helper.make_tensor("k", TensorProto.INT64, [1], [3])
+    graph = helper.make_graph([NODE("TopK", ["x", "k"], ["values", "indices"])], "g", [image], outputs, [count])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "top.onnx")
+    assert set(model_file.signature(tmp_path / "top.onnx").unordered) == {"values", "indices"}
