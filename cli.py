@@ -24,6 +24,7 @@ from enginesmith.pipeline.commands import (
     optimize,
     package,
     precision,
+    prosecute,
     prune_and_sparsify,
     report,
     resume,
@@ -38,7 +39,7 @@ _SECTIONS = {
     "Read and judge a run": (report.report, explain.explain, compare.compare, gate.gate, package.package),
     "Single stages": (
         *(export.export, simplify.simplify, precision.precision, prune_and_sparsify.prune),
-        *(prune_and_sparsify.sparsify, build.build, verify.verify, benchmark.benchmark, fit.fit),
+        *(prune_and_sparsify.sparsify, build.build, verify.verify, prosecute.prosecute, benchmark.benchmark, fit.fit),
     ),
     "Look around": (
         *(inspect.inspect_file, doctor.doctor, models_and_engines.models, models_and_engines.engines, cache.cache),

@@ -370,6 +370,17 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """Name the script that runs a bundle with the engine's own package alone; None if there is none."""
         return None
 
+    def variations(self) -> "Iterator[tuple[str, Engine]]":
+        """Yield the options that may mend a wrong answer, as people give them, with the engine that has them."""
+        yield from ()
+
+    def reproduce(self) -> str:
+        """Return lines of Python that answer ``inputs`` by the graph at ``MODEL``, as ``found``, by output name.
+
+        They need the engine's own package alone; empty where it cannot run a graph from a file.
+        """
+        return ""
+
     @classmethod
     def triton(cls) -> TritonBackend | None:
         """Describe the backend of Triton Inference Server that runs it; None if that has none."""

@@ -46,6 +46,9 @@ class OnnxRuntimeOptions(BaseModel, frozen=True, extra="forbid"):
             description="an option of ONNX Runtime's CUDA provider, such as prefer_nhwc=0,1; each value is a variant",
         )
     )
+    disabled_optimizers: Annotated[tuple[str, ...], Option("Variants", "--ort-disable", metavar="NAME")] = Field(
+        (), description="an optimization of ONNX Runtime to leave out, by its name: one that gets the model wrong"
+    )
 
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid"):

@@ -112,7 +112,7 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
     recipe, source = resolved.recipe, resolve(file)
     if source.is_torch:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
-    engine = _own_engine(source)
+    engine = own_engine(source)
     check = verify_step(recipe, "file", StepRef("file"), engine, device_for(recipe, engine), stage=Path(file).name)
     load = Step(StepRef("file"), load_task(recipe.model_copy(update={"inputs": ()}), source))
     return (*first_steps(resolved), load, check)
@@ -138,7 +138,7 @@ def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:
     recipe, source, (load, _) = resolved.recipe, resolve(engine), _onnx_steps(resolved)
     if source.form != "engine":
         raise UsageError(f"{engine} is no engine", "give the engine file that is to be refitted")
-    own = _own_engine(source)
+    own = own_engine(source)
     old = Step(StepRef("engine"), load_task(recipe, source))
     refit = Refit(engine=own, device=device_for(recipe, own))
     return load, old, Step(BUILD, refit, {"model": LOAD, "engine": old.id})
@@ -224,12 +224,12 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
     """
     recipe, device = resolved.recipe, _common_device(resolved.recipe, others)
     steps = list(first_steps(resolved))
-    engine = _own_engine(resolved.source).as_shipped(device)
+    engine = own_engine(resolved.source).as_shipped(device)
     variants = [Variant(VariantName(_label(resolved.source)), engine, AS_GIVEN, LOAD, device=device)]
     for index, source in enumerate(others, 1):
         name = StepRef(LOAD.kind, index)
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
-        engine = _own_engine(source).as_shipped(device)
+        engine = own_engine(source).as_shipped(device)
         lacking = "" if (usable := engine.available(device)).ok else f"it does not run on {device}: {usable.reason}"
         label = _distinct(VariantName(_label(source)), variants)
         variants.append(Variant(label, engine, AS_GIVEN, name, device=device, unavailable=lacking))
@@ -272,13 +272,14 @@ def _common_device(recipe: Recipe, others: Sequence[Source]) -> Device:
     """Choose where models are measured: as asked for, else where a built engine among them runs, if that is here."""
     if recipe.device:
         return recipe.where
-    engines = [_own_engine(source) for source in others if source.form == "engine"]
+    engines = [own_engine(source) for source in others if source.form == "engine"]
     places = [Device(kind=engine.kinds[0], threads=recipe.threads) for engine in engines]
     here = (place for engine, place in zip(engines, places, strict=True) if engine.available(place).ok)
     return next(here, recipe.where)
 
 
-def _own_engine(source: Source) -> Engine:
+def own_engine(source: Source) -> Engine:
+    """Choose the engine that a file of the user's is run by: its own, else the one of such models."""
     if source.form == "engine":
         return read_file(Path(source.target)).engine
     return engine_class(BASELINES["torch" if source.is_torch else "onnx"])()

@@ -149,6 +149,23 @@ def show_stage(result: Any, as_json: bool) -> None:
     _print_table(make_table("fidelity", "", rows))
 
 
+def show_prosecution(result: Any, as_json: bool) -> None:
+    """Print what was tried on an engine, and what was found."""
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+        return
+    tried = result.prosecution
+    walks = ", ".join(f"{name} {count}" for name, count in tried.walks.items())
+    click.echo(f"{result.subject}: {tried.attempts} inputs tried ({walks})")
+    if tried.finding is None:
+        click.echo("none was found on which it is wrong")
+        return
+    click.echo(tried.finding.sentence)
+    if tried.finding.unreduced:
+        click.echo(f"the graph was not reduced: {tried.finding.unreduced}")
+    click.echo(f"evidence: {result.evidence}: python {result.evidence}/repro.py, and issue.md for a tracker")
+
+
 def show_pruned(result: Any, as_json: bool) -> None:
     """Print what pruning wrote: each group before and after, what stays, and what the model costs."""
     show_stage(result, as_json)

@@ -32,6 +32,7 @@ from enginesmith.pipeline.engines.onnxruntime import profiler, providers
 from enginesmith.pipeline.engines.onnxruntime.providers import Provider
 from enginesmith.pipeline.engines.onnxruntime.session import (
     LEVELS,
+    OPTIMIZERS,
     SLOW_ON_CPU,
     SPINNING,
     THREADS,
@@ -69,6 +70,17 @@ RECORD_NODES = "session.record_ep_graph_assignment_info"
 _NO_INT8 = (
     "ONNX Runtime has no int8 kernels for Q/DQ graphs on CUDA: it dequantizes, computes in float, quantizes again"
 )
+
+
+_REPRODUCE = """
+import onnxruntime
+
+options = onnxruntime.SessionOptions()
+options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
+session = onnxruntime.InferenceSession(MODEL, options, providers=["{provider}"], disabled_optimizers={without})
+names = [value.name for value in session.get_outputs()]
+found = dict(zip(names, session.run(names, inputs)))
+"""
 
 
 class _Record(BaseModel, frozen=True):
@@ -112,6 +124,8 @@ class OnnxRuntime(Engine):
     """Options of the provider on CUDA that are not its defaults: ``prefer_nhwc=1``."""
     session_options: tuple[str, ...] = ()
     """Options of the session on the CPU that are not its defaults: ``session.intra_op.allow_spinning=0``."""
+    without: tuple[str, ...] = ()
+    """Optimisations that are left out, by ONNX Runtime's names: those that get the model wrong."""
     cuda_graphs: bool = False
     """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each node."""
     emulate: bool = False
@@ -131,7 +145,12 @@ class OnnxRuntime(Engine):
         settings = providers.parse_settings(asked.onnxruntime.provider_options, asked.engines)
         for level in asked.graph_optimization:
             for chosen, word in providers.combine_settings(cls.provider, settings):
-                engine = cls(graph_optimization=level, tf32=asked.onnxruntime.tf32, provider_options=chosen)
+                engine = cls(
+                    graph_optimization=level,
+                    tf32=asked.onnxruntime.tf32,
+                    provider_options=chosen,
+                    without=asked.onnxruntime.disabled_optimizers,
+                )
                 mode = "-".join(filter(None, ("" if level == "all" else level, word)))
                 yield Configuration(engine, precision, mode=mode)
 
@@ -167,7 +186,7 @@ class OnnxRuntime(Engine):
         session = {
             "providers": list(listed),
             "provider_options": list(listed.values()),
-            "disabled_optimizers": disabled_optimizers(main, device),
+            "disabled_optimizers": [*disabled_optimizers(main, device), *self.without],
         }
         tuned = self._tuned_session
         return {
@@ -297,7 +316,8 @@ class OnnxRuntime(Engine):
                 summary, notes = f"{summary}; {_NO_INT8}", [f"{_NO_INT8}; TensorRT has kernels for such graphs"]
             return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
         level, file, record = self.graph_optimization, out / _MODEL, _here(device)
-        open_session(artifact.path, session_options(device, level, self.memory_arena, save_to=file), device)
+        chosen = session_options(device, level, self.memory_arena, save_to=file)
+        open_session(artifact.path, chosen, device, without=self.without)
         (out / _RECORD).write_text(record.model_dump_json(indent=1))
         old, new = (Counter(model_file.summary(path).operators) for path in (artifact.path, file))
         summary = f"optimized at level {level!r}: {old.total()} → {new.total()} nodes"
@@ -320,7 +340,8 @@ class OnnxRuntime(Engine):
             return artifact.path
         self.require(device)
         chosen = session_options(device, self.graph_optimization, memory_arena=False, save_to=scratch / _MODEL)
-        open_session(artifact.path, chosen, device, self.tuned(artifact).without_graphs()._providers(device))
+        listed = self.tuned(artifact).without_graphs()._providers(device)
+        open_session(artifact.path, chosen, device, listed, without=self.without)
         return scratch / _MODEL
 
     def assign_nodes(self, artifact: Artifact, device: Device) -> dict[str, dict[str, int]]:
@@ -331,7 +352,7 @@ class OnnxRuntime(Engine):
         chosen = session_options(device, self.graph_optimization, memory_arena=False)
         chosen.add_session_config_entry(RECORD_NODES, "1")
         listed = self.tuned(artifact).without_graphs()._providers(device)
-        session = open_session(artifact.path, chosen, device, listed)
+        session = open_session(artifact.path, chosen, device, listed, without=self.without)
         return count_nodes(session.get_provider_graph_assignment_info(), (name for name, _ in listed))
 
     def tunable_options(self, graph: Path | None, device: Device) -> dict[str, tuple[str, ...]]:
@@ -350,6 +371,19 @@ class OnnxRuntime(Engine):
     def with_option(self, name: str, value: str) -> Self:
         field = "session_options" if name in (THREADS, SPINNING) else "provider_options"
         return self.model_copy(update={field: (*getattr(self, field), f"{name}={value}")})
+
+    def variations(self) -> "Iterator[tuple[str, Engine]]":
+        if self.graph_optimization == "disabled":
+            return
+        for name in OPTIMIZERS:
+            yield f"--ort-disable {name}", self.model_copy(update={"without": (*self.without, name)})
+        for level in ("extended", "basic", "disabled"):
+            yield f"--graph-optimization {level}", self.model_copy(update={"graph_optimization": level})
+
+    def reproduce(self) -> str:
+        provider = "CUDAExecutionProvider" if self.cuda_graphs or self.provider_options else "CPUExecutionProvider"
+        without = [*SLOW_ON_CPU, *self.without]
+        return _REPRODUCE.format(level=LEVELS[self.graph_optimization], provider=provider, without=without)
 
     def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:
         return self.tuned(artifact)._open(artifact, device)
@@ -393,7 +427,8 @@ class OnnxRuntime(Engine):
             make = torch.cuda.default_stream if cuda_allocator.active(device.index) else torch.cuda.Stream
             stream = make(str(device))  # memory is counted on the default stream
         listed = self._providers(device, stream and stream.cuda_stream)
-        session = open_session(path, chosen, device, listed, _emulated(path) if self.emulate else None)
+        content = _emulated(path) if self.emulate else None
+        session = open_session(path, chosen, device, listed, content, self.without)
         signature = artifact.signature or model_file.signature(path)
         kind = GraphedOnnxRuntimeSession if _GRAPHS in listed[0][1] else OnnxRuntimeSession
         return kind(session, signature, device, stream, lambda: self.load(artifact, device))

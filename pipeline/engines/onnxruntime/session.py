@@ -71,6 +71,22 @@ SLOW_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
 BERT-base in 1.31 (1 thread, sequence 128) spends 11.7 instead of 2.4 ms on the first (AVX-512 VNNI; AVX2: 13.8 instead
 of 3.5 ms), and 4.5 instead of 3.7 ms on the second."""
 
+OPTIMIZERS = (
+    *("ConstantFolding", "CommonSubexpressionElimination", "TransposeOptimizer", "ReshapeFusion", "MatMulAddFusion"),
+    *("GemmSumFusion", "GemmTransposeFusion", "GemmActivationFusion", "MatmulTransposeFusion", "MatMulScaleFusion"),
+    *("MatMulActivationFusion", "MatMulBNFusion", "ConvAddFusion", "ConvMulFusion", "ConvBNFusion"),
+    *("ConvActivationFusion", "ConvAddActivationFusion", "PadFusion", "FuseReluClip", "DivMulFusion"),
+    *("GeluFusionL1", "GeluFusionL2", "QuickGeluFusion", "FastGeluFusion", "LayerNormFusionL1", "LayerNormFusionL2"),
+    *("SimplifiedLayerNormFusion", "AttentionFusion", "EmbedLayerNormFusion", "GroupQueryAttentionFusion"),
+    *("BiasSoftmaxFusion", "BiasDropoutFusion", "GatherToSliceFusion", "GatherSliceToSplitFusion"),
+    *("ConcatSliceElimination", "CastElimination", "CastChainElimination", "ExpandElimination", "NoopElimination"),
+    *("UnsqueezeElimination", "EliminateSlice", "EliminateIdentity", "PreShapeNodeElimination", "NotWhereFusion"),
+    *("SliceConcatToSpaceToDepthFusion", "QDQPropagationTransformer", "QDQSelectorActionTransformer"),
+    *("QDQS8ToU8Transformer", "QDQFinalCleanupTransformer", "Avx2WeightS8ToU8Transformer", "WeightBiasQuantization"),
+    *("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion", "NchwcTransformer", "NhwcTransformer"),
+)
+"""Names of ONNX Runtime's optimisations that can be left out, one by one, to find the one that gets a graph wrong."""
+
 
 @functools.cache
 def _callbacks(device: int) -> dict[str, Any]:
@@ -146,10 +162,12 @@ def open_session(
     device: Device,
     providers: Sequence[tuple[str, dict[str, str]]] = ((CPU_PROVIDER, {}),),
     content: bytes | None = None,
+    without: Sequence[str] = (),
 ) -> "onnxruntime.InferenceSession":
     """Open a session that runs on the device that was asked for, or none.
 
-    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do.
+    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do. Optimisations
+    are left out by ``without``.
 
     Raises:
         MissingCapability: ONNX Runtime would run it on another device.
@@ -163,7 +181,7 @@ def open_session(
         ort.preload_dlls()
     if content is not None:
         chosen.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    left_out = disabled_optimizers(path, device) if content is None else []
+    left_out = [*(disabled_optimizers(path, device) if content is None else []), *without]
     providers = within_limit(providers, device)
     load_libraries(providers[0][0])
     given: dict[str, Any] = {"disabled_optimizers": left_out, "enable_fallback": 0}  # to the CPU

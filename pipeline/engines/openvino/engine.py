@@ -30,6 +30,14 @@ _FIXED = "FIXED_BATCHES"
 _MOST_FIXED = 4
 _PRIMING_SIDE = 64
 
+_REPRODUCE = """
+import openvino
+
+compiled = openvino.Core().compile_model(MODEL, "CPU", {{"INFERENCE_PRECISION_HINT": "{floats}"}})
+answers = compiled(inputs)
+found = {{name: answers[output] for output in compiled.outputs for name in output.get_names()}}
+"""
+
 
 class OpenVINO(Engine):
     """Run an ONNX graph; the outputs and inputs keep the model's names."""
@@ -123,6 +131,9 @@ class OpenVINO(Engine):
     @classmethod
     def infer_script(cls) -> Path:
         return Path(__file__).parents[1] / "infer.py"
+
+    def reproduce(self) -> str:
+        return _REPRODUCE.format(floats=self.floats)
 
     @classmethod
     def triton(cls) -> TritonBackend:

@@ -1,0 +1,298 @@
+"""Find the stage that made an answer wrong, and reduce its graph to the nodes that show it."""
+
+import contextlib
+import importlib.metadata
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.errors import EnginesmithError, ModelError
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.prosecution import reduction
+from enginesmith.pipeline.measure.prosecution.evidence import Finding, write_evidence
+from enginesmith.pipeline.measure.prosecution.hunt import GRAPH, Disagreement
+from enginesmith.pipeline.measure.prosecution.judging import (
+    EXACT,
+    OWN_GRAPH,
+    Answer,
+    Judge,
+    make_judge,
+    measure_scales,
+    measure_sensitivity,
+)
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Array, Feeds
+
+if TYPE_CHECKING:
+    import onnx
+
+_MOST_VARIATIONS = 80
+_NONE_FOUND = "no part of the graph alone shows it"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One form of the model on the way to the engine."""
+
+    name: str
+    answer: Answer
+    precision: str
+    """Row of the fidelity thresholds."""
+    graph: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All that is known about the engine in question."""
+
+    stages: Sequence[Stage]
+    """From the given model to the engine."""
+    engine: Engine
+    device: Device
+    seconds: float
+    """Time for reducing."""
+    truth: Path | None = None
+    """Another graph of the model, which is right where it answers like the model."""
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """A part of a graph that shows a fault."""
+
+    model: "onnx.ModelProto"
+    feeds: dict[str, Array]
+    expected: dict[str, Array]
+    nodes: tuple[str, ...]
+    whole: int
+
+
+def convict(trial: Trial, shown: Disagreement, folder: Path) -> Finding:
+    """Name the guilty stage, reduce its graph, look for an option that mends it, and write the evidence."""
+    at = find_guilty_stage(trial, shown)
+    stage = trial.stages[at]
+    reduced: _Reduced | None = None
+    reason = workaround = ""
+    is_engine = at == len(trial.stages) - 1
+    with contextlib.suppress(StopIteration):
+        stage_graph = next(each.graph for each in reversed(trial.stages[: at + 1]) if each.graph)
+        try:
+            if is_engine:
+                reduced = _reduce_engine(trial, stage_graph, shown)
+                workaround = _find_workaround(trial, reduced) if reduced else ""
+            else:
+                reduced = _reduce_graph(trial, at, shown)
+            reason = "" if reduced else _NONE_FOUND
+        except EnginesmithError as error:
+            reason = error.message
+    finding = Finding(
+        walk=shown.walk,
+        note=shown.note,
+        reason=shown.reason,
+        witness=shown.witness,
+        attempts=shown.attempts,
+        guilty=stage.name,
+        nodes=reduced.nodes if reduced else (),
+        whole=reduced.whole if reduced else None,
+        workaround=workaround,
+        versions=_list_versions(trial.engine),
+        unreduced=reason,
+    )
+    model = (
+        reduced.model.SerializeToString()
+        if reduced
+        else _whole(stage.graph or next((each.graph for each in reversed(trial.stages) if each.graph), None))
+    )
+    script = trial.engine.reproduce() if is_engine else simulation().reproduce()
+    feeds, expected = (reduced.feeds, reduced.expected) if reduced else (shown.feeds, shown.expected)
+    write_evidence(folder, finding, model, feeds, expected, script)
+    return finding
+
+
+def find_guilty_stage(trial: Trial, shown: Disagreement) -> int:
+    """Return the position of the first stage that answers otherwise than the one before it; else the engine's."""
+    last = len(trial.stages) - 1
+    if shown.witness != GRAPH:
+        before = trial.stages[0]
+        wanted = before.answer(shown.feeds)
+        for at, stage in enumerate(trial.stages[1:], 1):
+            try:
+                given = stage.answer(shown.feeds)
+            except EnginesmithError:
+                return at
+            if _differ(stage.precision, before, wanted, given, shown.feeds):
+                return at
+            before, wanted = stage, given
+    return last
+
+
+def _differ(precision: str, before: Stage, wanted: Feeds, given: Feeds, feeds: Feeds) -> bool:
+    judge = _make_judge(wanted, precision)
+    return bool(judge.find_fault(wanted, given, lambda: measure_sensitivity(before.answer, feeds, precision)))
+
+
+def _make_judge(wanted: Feeds, precision: str) -> Judge:
+    from enginesmith.pipeline.tensors import Signature, TensorSpec
+
+    outputs = tuple(TensorSpec(name=name, dtype=str(value.dtype), shape=value.shape) for name, value in wanted.items())
+    signature = Signature(inputs=(), outputs=outputs)
+    return make_judge(signature, precision, measure_scales([wanted]))
+
+
+def _whole(graph: Path | None) -> bytes | None:
+    try:
+        return reduction.read_whole(graph).SerializeToString() if graph else None
+    except EnginesmithError:
+        return None
+
+
+# What the engine makes of a graph
+
+
+def _reduce_engine(trial: Trial, graph: Path, shown: Disagreement) -> _Reduced | None:
+    """Reduce the graph that the engine was built from to nodes that the engine gets wrong.
+
+    Raises:
+        ModelError: the graph cannot be computed without optimisation.
+    """
+    model = reduction.read_whole(graph)
+    values = reduction.record_values(model, shown.feeds)
+    precision = "fp32" if trial.stages[-1].precision in EXACT else OWN_GRAPH
+    with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
+        places = (Path(scratch, str(number)) for number in itertools.count())
+
+        def fails(kept: Sequence[int]) -> bool:
+            try:
+                part, feeds = reduction.take_nodes(model, kept, values)
+                return bool(is_wrong(trial.engine, part, feeds, precision, trial.device, next(places)))
+            except ModelError:
+                return False
+
+        everything = list(range(len(model.graph.node)))
+        if not fails(everything):
+            return None
+        kept = reduction.shrink(len(everything), fails, trial.seconds)
+    part, feeds = reduction.take_nodes(model, kept, values)
+    expected = reduction.compute(part, feeds)
+    return _Reduced(part, feeds, expected, _name_nodes(model, kept), len(everything))
+
+
+def is_wrong(engine: Engine, part: "onnx.ModelProto", feeds: Feeds, precision: str, device: Device, place: Path) -> str:
+    """Say what an engine gets wrong of a graph, beside the same without any optimisation; nothing if it refuses it."""
+    wanted = reduction.compute(part, feeds)
+    with open_engine(engine, part, device, place) as answer:
+        given = answer(feeds)
+    judge = _make_judge(wanted, precision)
+    given = {name: given[name] for name in wanted if name in given}
+    return judge.find_fault(
+        wanted, given, lambda: measure_sensitivity(lambda changed: reduction.compute(part, changed), feeds, precision)
+    )
+
+
+@contextlib.contextmanager
+def open_engine(engine: Engine, model: "onnx.ModelProto", device: Device, place: Path) -> Iterator[Answer]:
+    """Build an engine of a graph in memory, and load it.
+
+    Raises:
+        ModelError: it cannot be built.
+    """
+    built = place / "engine"
+    built.mkdir(parents=True)
+    path = place / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    signature = model_file.signature(path)
+    graph = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=signature)
+    effect = engine.build(BuildRequest(graph, built, device))
+    made = Artifact(kind="engine", path=built / effect.file, sha256="", bytes=0, signature=signature)
+    with engine.load(made, device) as session:
+        yield session.run
+
+
+def _find_workaround(trial: Trial, reduced: _Reduced) -> str:
+    """Look for an option with which the engine gets the reduced graph right."""
+    precision = "fp32" if trial.stages[-1].precision in EXACT else OWN_GRAPH
+    end = time.monotonic() + trial.seconds
+    with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
+        for number, (words, other) in enumerate(itertools.islice(trial.engine.variations(), _MOST_VARIATIONS)):
+            if time.monotonic() > end:
+                break
+            with contextlib.suppress(EnginesmithError):
+                place = Path(scratch, str(number))
+                if not is_wrong(other, reduced.model, reduced.feeds, precision, trial.device, place):
+                    return words
+    return ""
+
+
+# What a graph is, beside the one that it was made from
+
+
+def _reduce_graph(trial: Trial, at: int, shown: Disagreement) -> _Reduced | None:
+    """Find the first nodes of a stage's graph that give wrong values.
+
+    Raises:
+        ModelError: a graph cannot be computed without optimisation.
+    """
+    stage, before = trial.stages[at], trial.stages[at - 1]
+    assert stage.graph is not None
+    truth_graph = before.graph or trial.truth
+    if truth_graph is None:
+        raise ModelError("there is no other graph of the model to hold its values against")
+    truth_model, model = (reduction.read_whole(path) for path in (truth_graph, stage.graph))
+    truth = reduction.record_values(truth_model, shown.feeds)
+    wanted = before.answer(shown.feeds)
+    if before.graph is None and any(
+        not reduction.are_equal(truth[name], wanted[name]) for name in wanted if name in truth
+    ):
+        raise ModelError("no graph of the model answers as the model does")
+    values = reduction.record_values(model, shown.feeds)
+    outputs = [value.name for value in model.graph.output]
+    wrong = [name for name in outputs if name in wanted and not reduction.are_equal(values[name], wanted[name])]
+    first = reduction.find_wrong_nodes(model, values, truth, wrong)
+    if not first:
+        return None
+    return _with_known_answer(model, first, values, truth) or _up_to_outputs(model, first, values, wanted, wrong)
+
+
+def _with_known_answer(model: "onnx.ModelProto", first: Sequence[int], values: Feeds, truth: Feeds) -> _Reduced | None:
+    """Take the nodes alone whose right answers are known by their names."""
+    kept = [
+        at
+        for at in first
+        if all(name in truth and truth[name].shape is not None for name in model.graph.node[at].output if name)
+    ]
+    if not kept:
+        return None
+    part, feeds = reduction.take_nodes(model, kept[:1], values)
+    expected = {value.name: truth[value.name] for value in part.graph.output}
+    if all(reduction.are_equal(values[name], right) for name, right in expected.items()):
+        return None
+    return _Reduced(part, feeds, expected, _name_nodes(model, kept[:1]), len(model.graph.node))
+
+
+def _up_to_outputs(
+    model: "onnx.ModelProto", first: Sequence[int], values: Feeds, wanted: Feeds, wrong: Sequence[str]
+) -> _Reduced:
+    """Take all nodes from the first wrong ones to the wrong outputs, whose right answers are known."""
+    kept = reduction.slice_between(model, first, wrong)
+    part, feeds = reduction.take_nodes(model, kept, values)
+    expected = {name: wanted[name] for name in wrong}
+    named = _name_nodes(model, list(first))
+    return _Reduced(part, feeds, expected, named, len(model.graph.node))
+
+
+def _name_nodes(model: "onnx.ModelProto", kept: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f"{node.op_type} {node.name}".strip() for node in (model.graph.node[at] for at in kept))
+
+
+def _list_versions(engine: Engine) -> dict[str, str]:
+    versions = {}
+    for name in ("onnx", "torch", *engine.tools):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,0 +1,210 @@
+"""Try inputs until one shows that an engine is wrong: against the model, against its own graph, against itself.
+
+An engine in fp32 has to answer like the model on every allowed input. What a lower precision loses is known for inputs
+like the samples alone: on others, the engine is held against its own graph, which is computed without any
+optimisation. And a sample has to be answered as it would be alone, whatever else is in its batch.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel
+
+from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.measure.prosecution.inputs import Attempt, InputSpace, format_sizes, generate
+from enginesmith.pipeline.measure.prosecution.judging import (
+    EXACT,
+    OWN_GRAPH,
+    Answer,
+    Judge,
+    make_judge,
+    measure_scales,
+    measure_sensitivity,
+    take_row,
+)
+from enginesmith.pipeline.tensors import Array, Feeds
+
+MODEL, GRAPH, ALONE = "model", "graph", "alone"
+"""Witnesses: the given model, the graph that the engine was built from, the engine on one sample alone."""
+
+
+class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
+    """An input on which an engine is wrong."""
+
+    walk: str
+    note: str
+    witness: str
+    reason: str
+    attempts: int
+    feeds: dict[str, Array]
+    expected: dict[str, Array]
+    found: dict[str, Array] | None
+    """None where the engine does not answer."""
+
+
+_USUAL_WALKS = ("samples", "sizes", "padding")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """An engine, and what its answers are held against."""
+
+    space: InputSpace
+    precision: str
+    engine: Answer
+    model: Answer
+    graph: Answer | None = None
+    """The engine's own graph in its precision, where there is one."""
+    rows_apart: bool = True
+    """False where the precision depends on the whole batch: ranges that are computed in each call."""
+
+    def judge(self, precision: str) -> Judge:
+        """Make a judge by a precision's thresholds."""
+        signature = self.space.signature
+        scales = measure_scales([self.model(feeds) for feeds in self.space.samples])
+        return make_judge(signature, precision, scales)
+
+
+class Hunt:
+    """Try inputs on a suspect, in an order that the seed decides."""
+
+    def __init__(self, suspect: Suspect, seed: int) -> None:
+        self.suspect, self._seed, self.attempts = suspect, seed, 0
+        self.walked: dict[str, int] = {}
+        self._judges = {name: suspect.judge(name) for name in {suspect.precision, OWN_GRAPH, "fp32"}}
+        self._rng = np.random.default_rng([seed, 1])
+        self._rows_agree: bool | None = None
+
+    def run(self, seconds: float, progress: Callable[[str], None] = lambda text: None) -> Disagreement | None:
+        """Try inputs for so long, and at least the samples; return the first that shows a fault."""
+        start = time.monotonic()
+        for attempt in self._attempts():
+            if self.attempts >= len(self.suspect.space.samples) and time.monotonic() - start > seconds:
+                break
+            progress(f"{attempt.walk}: {attempt.note}")
+            self.attempts += 1
+            self.walked[attempt.walk] = self.walked.get(attempt.walk, 0) + 1
+            if found := self.examine(attempt):
+                return found
+        return None
+
+    def _attempts(self) -> Iterator[Attempt]:
+        return generate(self.suspect.space, self._seed)
+
+    def examine(self, attempt: Attempt) -> Disagreement | None:
+        """Run one input on all sides, and say where they disagree."""
+        suspect = self.suspect
+        try:
+            expected = suspect.model(attempt.feeds)
+        except EnginesmithError:
+            return None  # the model itself does not take it
+        found: dict[str, Array] | None = None
+        try:
+            found = suspect.engine(attempt.feeds)
+        except EnginesmithError as error:
+            return self._disagree(attempt, MODEL, f"it does not answer: {error.message}", expected, found)
+        comparable = suspect.precision in EXACT or attempt.usual
+        if comparable and (
+            reason := self._find_fault(suspect.model, attempt.feeds, expected, found, suspect.precision)
+        ):
+            return self._disagree(attempt, MODEL, reason, expected, found)
+        if suspect.graph and suspect.precision not in EXACT:
+            own = suspect.graph(attempt.feeds)
+            if reason := self._find_fault(suspect.graph, attempt.feeds, own, found, OWN_GRAPH):
+                return self._disagree(attempt, GRAPH, reason, own, found)
+        return self._examine_row(attempt, expected, found)
+
+    def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:
+        judge = self._judges[precision]
+        return judge.find_fault(wanted, given, lambda: measure_sensitivity(answer, feeds, precision, self._seed))
+
+    def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
+        """Ask for one sample of the batch alone, where the model itself keeps samples apart."""
+        space = self.suspect.space
+        rows = {feeds.shape[0] for name, feeds in attempt.feeds.items() if self._is_batched(name)}
+        if not self.suspect.rows_apart or space.signature.unordered or len(rows) != 1 or rows == {1}:
+            return None
+        if space.batch is None or space.ranges[space.batch].min > 1:
+            return None
+        row = int(self._rng.integers(rows.pop()))
+        single = take_row(attempt.feeds, space.signature, row)
+        outputs = [spec.name for spec in space.signature.outputs if spec.shape[:1] == (space.batch,)]
+        if not outputs or not self._model_keeps_rows_apart(single, expected, row, outputs):
+            return None
+        try:
+            alone = self.suspect.engine(single)
+        except EnginesmithError as error:
+            shrunk = attempt._replace(feeds=single, note=f"{attempt.note}; sample {row} alone")
+            return self._disagree(
+                shrunk, MODEL, f"it does not answer: {error.message}", self.suspect.model(single), None
+            )
+        in_batch = {name: found[name][row : row + 1] for name in outputs}
+        chosen = {name: alone[name] for name in outputs}
+        precision = "fp32" if self.suspect.precision in EXACT else OWN_GRAPH
+        if reason := self._find_fault(self.suspect.engine, single, chosen, in_batch, precision):
+            told = f"sample {row} is answered in another way than alone: {reason}"
+            wanted = {**found, **{name: _with_row(found[name], row, alone[name]) for name in outputs}}
+            return self._disagree(attempt, ALONE, told, wanted, found)
+        return None
+
+    def _is_batched(self, name: str) -> bool:
+        spec = next(spec for spec in self.suspect.space.signature.inputs if spec.name == name)
+        return spec.shape[:1] == (self.suspect.space.batch,)
+
+    def _model_keeps_rows_apart(self, single: Feeds, expected: Feeds, row: int, outputs: Sequence[str]) -> bool:
+        """Tell whether the model answers a sample alone as in a batch; asked once."""
+        if self._rows_agree is None:
+            alone = self.suspect.model(single)
+            wanted = {name: alone[name] for name in outputs}
+            given = {name: expected[name][row : row + 1] for name in outputs}
+            shapes = all(wanted[name].shape == given[name].shape for name in outputs)
+            self._rows_agree = shapes and not self._find_fault(self.suspect.model, single, wanted, given, "fp32")
+        return self._rows_agree
+
+    def _disagree(
+        self, attempt: Attempt, witness: str, reason: str, expected: Feeds, found: Feeds | None
+    ) -> Disagreement:
+        return Disagreement(
+            walk=attempt.walk,
+            note=attempt.note,
+            witness=witness,
+            reason=reason,
+            attempts=self.attempts,
+            feeds=dict(attempt.feeds),
+            expected=dict(expected),
+            found=None if found is None else dict(found),
+        )
+
+    def shrink(self, shown: Disagreement) -> Disagreement:
+        """Look for smaller sizes that show a fault of the same kind, one dimension after the other."""
+        space = self.suspect.space
+        for name, range_ in space.ranges.items():
+            current = _read_size(space, shown.feeds, name)
+            for size in [each for each in (range_.min, 2, 3, 4, 8) if range_.min <= each < current]:
+                sizes = {other: _read_size(space, shown.feeds, other) for other in space.ranges} | {name: size}
+                feeds = _cut(space, shown.feeds, sizes)
+                note = f"{shown.note}; cut to {format_sizes(sizes)}"
+                smaller = self.examine(Attempt(shown.walk, note, feeds, shown.walk in _USUAL_WALKS))
+                if smaller and smaller.witness == shown.witness:
+                    shown = smaller
+                    break
+        return shown
+
+
+def _with_row(array: Array, row: int, value: Array) -> Array:
+    changed = array.copy()
+    changed[row : row + 1] = value
+    return changed
+
+
+def _read_size(space: InputSpace, feeds: Feeds, symbol: str) -> int:
+    spec = next(spec for spec in space.signature.inputs if symbol in spec.shape)
+    return int(feeds[spec.name].shape[spec.shape.index(symbol)])
+
+
+def _cut(space: InputSpace, feeds: Feeds, sizes: dict[str, int]) -> dict[str, Array]:
+    from enginesmith.pipeline.frameworks import samples
+
+    return samples.resize(feeds, space.signature, sizes)

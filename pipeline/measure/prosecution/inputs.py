@@ -1,0 +1,295 @@
+"""Generate inputs that a model allows and that nobody sampled: sizes, batches, paddings, values, mutated samples.
+
+All come from a seed, in a fixed order: a longer search tries the same inputs first. Sizes and values are walked in
+turn, so that a short search has some of each.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
+
+_SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257)
+"""Sizes at which kernels change: ends of tiles, one more and one less, and primes."""
+_MOST_ELEMENTS = 1 << 24
+"""Elements of one input, above which only the ends of the ranges are tried."""
+_JITTER = 0.02
+"""Of an input's standard deviation, which is added to rows that are repeated."""
+_OUTLIER = 10.0
+_DENORMAL = 1e-40
+
+
+class Attempt(NamedTuple):
+    """An input to try."""
+
+    walk: str
+    """Family: ``samples``, ``sizes``, ``values``, ``padding`` or ``mutations``."""
+    note: str
+    """Description for people: ``batch 7, length 13``."""
+    feeds: dict[str, Array]
+    usual: bool
+    """True where it is made of samples as they are, so that a low precision loses no more than on those."""
+
+
+@dataclass(frozen=True)
+class InputSpace:
+    """Describe the inputs that a model allows."""
+
+    signature: Signature
+    ranges: Mapping[str, ShapeRange]
+    samples: Sequence[Feeds]
+    """Feeds of the model's own data, at some allowed sizes."""
+
+    @property
+    def batch(self) -> str | None:
+        """Dynamic dimension that is the batch."""
+        return samples.batch_symbol(self.signature)
+
+    def usual_sizes(self) -> dict[str, int]:
+        """Return the usual size of each dynamic dimension."""
+        return {name: range_.opt for name, range_ in self.ranges.items()}
+
+    @functools.cached_property
+    def masks(self) -> tuple[str, ...]:
+        """Inputs that are zeros and ones in all samples: masks of what is there."""
+        return tuple(
+            spec.name
+            for spec in self.signature.inputs
+            if len(spec.shape) > 1 and all(np.isin(feeds[spec.name], (0, 1)).all() for feeds in self.samples)
+        )
+
+    @functools.cached_property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """The least and the greatest number of each input, over all samples."""
+        found = {}
+        for spec in self.signature.inputs:
+            numbers = _finite(np.concatenate([feeds[spec.name].reshape(-1) for feeds in self.samples]))
+            found[spec.name] = float(numbers.min()), float(numbers.max())
+        return found
+
+
+def _finite(values: Array) -> Array:
+    numbers = values.astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    return numbers if numbers.size else np.zeros(1)
+
+
+def generate(space: InputSpace, seed: int) -> Iterator[Attempt]:
+    """Yield inputs without end: each family in turn, and mutations once the others are through."""
+    yield from (Attempt("samples", f"sample {index}", dict(feeds), True) for index, feeds in enumerate(space.samples))
+    rng = np.random.default_rng(seed)
+    walks: list[Iterator[Attempt]] = [_walk_sizes(space, rng), _walk_values(space, rng), _walk_padding(space, rng)]
+    walks.append(_mutate(space, rng))
+    while walks:
+        for walk in list(walks):
+            try:
+                yield next(walk)
+            except StopIteration:
+                walks.remove(walk)
+
+
+def make_feeds(space: InputSpace, sizes: Mapping[str, int], rng: np.random.Generator) -> dict[str, Array]:
+    """Make usual feeds of these sizes: rows of the samples in a random order, repeated ones a little changed."""
+    given = space.samples[int(rng.integers(len(space.samples)))]
+    rows = sizes[space.batch] if space.batch else 0
+    leads = [spec.name for spec in space.signature.inputs if spec.shape[:1] == (space.batch,)]
+    feeds = dict(given)
+    if leads:
+        pool = [feeds for feeds in space.samples if _same_row_shapes(feeds, given, leads)]
+        joined = {name: np.concatenate([feeds[name] for feeds in pool]) for name in leads}
+        count = min(len(value) for value in joined.values())
+        order = np.concatenate([rng.permutation(count) for _ in range(-(-rows // count))])[:rows]
+        for name in leads:
+            feeds[name] = joined[name][order]
+            if rows > count and feeds[name].dtype.kind == "f" and name not in space.masks:
+                step = _JITTER * float(np.std(_finite(joined[name])))
+                feeds[name][count:] += (step * rng.standard_normal(feeds[name][count:].shape)).astype(feeds[name].dtype)
+    return samples.resize(feeds, space.signature, sizes)
+
+
+def _same_row_shapes(feeds: Feeds, other: Feeds, names: Sequence[str]) -> bool:
+    return all(feeds[name].shape[1:] == other[name].shape[1:] for name in names)
+
+
+# Sizes
+
+
+def _walk_sizes(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
+    """Vary each dimension alone, then go to all corners, then draw sizes at random, each set once."""
+    usual, seen = space.usual_sizes(), set[tuple[int, ...]]()
+    for sizes in itertools.chain(_single_sizes(space), _corners(space), _random_sizes(space, rng)):
+        key = tuple(sizes.values())
+        if key in seen or sizes == usual or not _fits(space, sizes):
+            continue
+        seen.add(key)
+        yield Attempt("sizes", format_sizes(sizes), make_feeds(space, sizes, rng), True)
+
+
+def list_sizes(range_: ShapeRange) -> list[int]:
+    """List the sizes of a range that are tried: both ends and next to them, ends of tiles, primes; the ends first."""
+    inner = [size for size in _SIZES if range_.min <= size <= range_.max]
+    near = [size for size in (range_.min + 1, range_.max - 1) if range_.min <= size <= range_.max]
+    return list(dict.fromkeys((range_.min, range_.max, *near, *inner)))
+
+
+def _single_sizes(space: InputSpace) -> Iterator[dict[str, int]]:
+    usual = space.usual_sizes()
+    columns = [[{**usual, name: size} for size in list_sizes(range_)] for name, range_ in space.ranges.items()]
+    yield from (sizes for row in itertools.zip_longest(*columns) for sizes in row if sizes)
+
+
+def _corners(space: InputSpace) -> Iterator[dict[str, int]]:
+    names = list(space.ranges)[:6]
+    for corner in itertools.product(*[(space.ranges[name].min, space.ranges[name].max) for name in names]):
+        yield {**space.usual_sizes(), **dict(zip(names, corner, strict=True))}
+
+
+def _random_sizes(space: InputSpace, rng: np.random.Generator, most: int = 200) -> Iterator[dict[str, int]]:
+    for _ in range(most if len(space.ranges) > 1 else 0):
+        yield {name: int(rng.choice(list_sizes(range_))) for name, range_ in space.ranges.items()}
+
+
+def _fits(space: InputSpace, sizes: Mapping[str, int]) -> bool:
+    elements = max((int(np.prod(spec.resolve(sizes))) for spec in space.signature.inputs), default=0)
+    ends = all(size in (space.ranges[name].min, space.ranges[name].max) for name, size in sizes.items())
+    return elements <= _MOST_ELEMENTS or ends
+
+
+def format_sizes(sizes: Mapping[str, int]) -> str:
+    """Write sizes for people: ``batch 7, length 13``."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
+
+
+# Values
+
+
+def _walk_values(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
+    """Set one input after the other, and all together, to patterns that samples do not have."""
+    names = [spec.name for spec in space.signature.inputs if spec.name not in space.masks]
+    for pattern in _PATTERNS:
+        for changed in dict.fromkeys(((name,) for name in names), None) if len(names) > 1 else [tuple(names)]:
+            base = make_feeds(space, space.usual_sizes(), rng)
+            feeds = {**base, **{name: _fill(pattern, base[name], space.bounds[name], rng) for name in changed}}
+            yield Attempt("values", f"{', '.join(changed)}: {pattern}", feeds, False)
+
+
+_PATTERNS = (
+    *("least", "greatest", "constant", "ties", "uniform", "checkerboard", "one place", "sorted", "zeros"),
+    *("one outlier", "all ten times as large", "denormal", "negative"),
+)
+"""All but those of the second line are within the range of the samples; zeros are its least, if it has none."""
+
+
+def _fill(pattern: str, base: Array, bounds: tuple[float, float], rng: np.random.Generator) -> Array:
+    """Fill an array like ``base`` by a pattern."""
+    low, high = bounds
+    if base.dtype.kind == "b":
+        low, high = 0, 1
+    zero = min(max(0.0, low), high)
+    flat = np.full(base.size, zero, np.float64)
+    match pattern:
+        case "least" | "greatest" | "constant":
+            flat[:] = {"least": low, "greatest": high, "constant": (low + high) / 2}[pattern]
+        case "ties":
+            step = (high - low) / 4 or 1.0
+            flat[:] = np.clip(np.round(base.reshape(-1).astype(np.float64) / step) * step, low, high)
+        case "uniform":
+            flat[:] = rng.uniform(low, high, base.size)
+        case "checkerboard":
+            flat[0::2], flat[1::2] = low, high
+        case "one place":
+            flat[rng.integers(base.size)] = high
+        case "sorted":
+            flat[:] = np.sort(base.reshape(-1).astype(np.float64))
+        case "one outlier":
+            flat[:] = base.reshape(-1)
+            flat[rng.integers(base.size)] = _OUTLIER * max(abs(low), abs(high))
+        case "all ten times as large":
+            flat[:] = _OUTLIER * base.reshape(-1).astype(np.float64)
+        case "denormal":
+            flat[:] = _DENORMAL
+        case "negative":
+            flat[:] = -base.reshape(-1).astype(np.float64)
+    if base.dtype.kind in "iub":  # of whole numbers, none that no sample has: it may not be in a vocabulary
+        flat = np.clip(np.round(flat), low, high)
+    return flat.reshape(base.shape).astype(base.dtype)
+
+
+def _walk_padding(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
+    """Cut the tails of masks off: to one place, to half, to another length for each row; and fill them."""
+    masks = space.masks
+    for note in ("all there", "one place each", "half of each", "another length each", "holes") if masks else ():
+        feeds = make_feeds(space, space.usual_sizes(), rng)
+        for name in masks:
+            feeds[name] = _pad(note, feeds[name], rng)
+        yield Attempt("padding", f"{', '.join(masks)}: {note}", feeds, True)
+
+
+def _pad(note: str, mask: Array, rng: np.random.Generator) -> Array:
+    length = mask.shape[-1]
+    rows = mask.reshape(-1, length).shape[0]
+    lengths = {
+        "all there": np.full(rows, length),
+        "one place each": np.ones(rows),
+        "half of each": np.full(rows, max(1, length // 2)),
+        "another length each": rng.integers(1, length + 1, rows),
+        "holes": np.full(rows, length),
+    }[note]
+    filled = np.arange(length)[None] < np.asarray(lengths)[:, None]
+    if note == "holes":
+        filled &= rng.random(filled.shape) < 0.5
+        filled[:, 0] = True  # a row of which nothing is there has no right answer
+    return filled.reshape(mask.shape).astype(mask.dtype)
+
+
+# Mutations of samples
+
+
+def _mutate(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
+    """Yield changed samples without end, at random allowed sizes, each value within the range of the samples."""
+    columns = {name: list_sizes(range_)[:8] for name, range_ in space.ranges.items()}
+    for number in itertools.count():
+        sizes = space.usual_sizes()
+        if number % 2:
+            sizes = {name: int(rng.choice(listed)) for name, listed in columns.items()}
+        if not _fits(space, sizes):
+            continue
+        feeds, notes = make_feeds(space, sizes, rng), []
+        for spec in space.signature.inputs:
+            if feeds[spec.name].size and spec.name not in space.masks:
+                kind = str(rng.choice(_MUTATIONS))
+                feeds[spec.name] = _change(kind, feeds[spec.name], space.bounds[spec.name], rng)
+                notes.append(f"{spec.name} {kind}")
+        yield Attempt("mutations", f"{format_sizes(sizes)}; {', '.join(notes)}", feeds, False)
+
+
+_MUTATIONS = ("with noise", "rolled", "with a block of another value", "mixed", "scaled", "shuffled", "rows alike")
+
+
+def _change(kind: str, value: Array, bounds: tuple[float, float], rng: np.random.Generator) -> Array:
+    low, high = bounds
+    changed = value.astype(np.float64)
+    if kind == "with noise":
+        changed += rng.choice((0.01, 0.1, 0.5)) * changed.std() * rng.standard_normal(changed.shape)
+    elif kind == "rolled":
+        changed = np.roll(changed, int(rng.integers(1, max(2, changed.shape[-1]))) if changed.ndim else 0, axis=-1)
+    elif kind == "with a block of another value" and changed.ndim:
+        start = int(rng.integers(changed.shape[-1]))
+        changed[..., start : start + max(1, changed.shape[-1] // 4)] = rng.uniform(low, high)
+    elif kind == "mixed" and changed.ndim:
+        changed = 0.5 * (changed + changed[::-1])
+    elif kind == "scaled":
+        changed *= rng.uniform(0.25, 2)
+    elif kind == "shuffled" and changed.ndim:
+        changed = rng.permutation(changed, axis=-1)
+    elif kind == "rows alike" and changed.ndim:
+        changed[:] = changed[:1]
+    if value.dtype.kind in "iub":
+        changed = np.round(changed)
+    return changed.clip(low, high).astype(value.dtype)

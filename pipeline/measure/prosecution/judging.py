@@ -1,0 +1,173 @@
+"""Judge an answer: whether it is further from another one than the precision and the input's own sensitivity explain.
+
+Each sample of a batch is judged alone, so that one wrong row is not hidden by the others. A difference above the
+precision's threshold is held against the sensitivity: how far the reference's answer moves if the input is changed in
+its last digits. What moves as far by itself, as where a mean of equal numbers is subtracted, is no fault.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from enginesmith.pipeline.errors import FidelityError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.fidelity import Thresholds, compare, thresholds_for
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
+
+Answer = Callable[[Feeds], dict[str, Array]]
+
+OWN_GRAPH = "own graph"
+"""Row between an engine in a low precision and its own graph, computed in float32 with the same rounding steps."""
+EXACT = ("fp32", "tf32")
+"""Precisions that answer like the model on every input."""
+_OWN_GRAPH = Thresholds(min_sqnr_db=20, max_error_of_range=0.05, min_agreement=0.95)
+"""Kernels round ties and sums in another order, and one step of int8 in one layer moves all behind it: OpenVINO's int8
+of small convnets is up to 1.2 % of the range from its graph."""
+_LEAST_PAIRED = 0.5
+"""Share of rows that are chosen likewise in a low precision: of a single sample, a few rows are many."""
+_STEPS = {OWN_GRAPH: 2.0**-9, "fp32": 2.0**-22, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7}
+"""Relative size of the change of an input, by precision: some units in the last place of what is computed in."""
+_DRAWS = 3
+_EXPLAINED = 16.0
+"""Differences up to so many times the movement are explained: what is drawn three times is seldom the worst case."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compare answers with a reference's."""
+
+    signature: Signature
+    thresholds: Thresholds
+    precision: str
+    """Key of the size of the changes by which the sensitivity is measured."""
+    scales: dict[str, float]
+    """By output of floats: how large its range is in the samples' answers."""
+
+    def find_fault(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> str:
+        """Say what is wrong with an answer, or nothing; the sensitivity is only asked for where something looks so."""
+        if set(reference) != set(actual):
+            return f"the outputs are {', '.join(actual)}, expected {', '.join(reference)}"
+        if self.signature.unordered:
+            return self._find_fault_in_rows(reference, actual, sensitivity)
+        moved: dict[str, float] | None = None
+        for name, wanted in reference.items():
+            if not (told := self._judge(name, wanted, actual[name])):
+                continue
+            moved = sensitivity() if moved is None else moved
+            if told.error > _EXPLAINED * moved.get(name, 0.0):
+                return told.text
+        return ""
+
+    def _find_fault_in_rows(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> str:
+        try:
+            result = compare(reference, actual, self.thresholds, self.signature)
+        except FidelityError as error:
+            return error.message
+        shares = [output.paired for output in result.outputs if output.paired is not None]
+        enough = min(shares, default=1.0) >= _LEAST_PAIRED and self.precision not in EXACT
+        if result.passed or enough or np.inf in sensitivity().values():
+            return ""
+        return f"the rows that were chosen are others: {100 * min(shares, default=0.0):.0f} % have a partner"
+
+    def _judge(self, name: str, wanted: Array, given: Array) -> "_Told | None":
+        if wanted.shape != given.shape or (wanted.dtype.kind == "f") != (given.dtype.kind == "f"):
+            shapes = (f"{array.dtype}{list(array.shape)}" for array in (given, wanted))
+            return _Told("output {!r} is {}, expected {}".format(name, *shapes), np.inf)
+        if not wanted.size:
+            return None
+        rows = self._rows(name, wanted), self._rows(name, given)
+        if wanted.dtype.kind != "f":
+            share = (rows[0] == rows[1]).mean(axis=1).min()
+            error = float(np.abs(rows[0].astype(np.float64) - rows[1].astype(np.float64)).max())
+            return (
+                None
+                if share >= self.thresholds.min_agreement
+                else _Told(
+                    f"{100 * (1 - share):.3g} % of the elements of output {name!r} are others in one sample", error
+                )
+            )
+        return self._judge_floats(name, *(side.astype(np.float64) for side in rows))
+
+    def _judge_floats(self, name: str, wanted: Array, given: Array) -> "_Told | None":
+        finite = np.isfinite(wanted)
+        odd = finite & ~np.isfinite(given)
+        if odd.any():
+            return _Told(
+                f"output {name!r} has {int(odd.sum())} NaN or infinite numbers where there should be none", np.inf
+            )
+        both = finite & np.isfinite(given)
+        apart = np.where(both, np.abs(np.where(both, wanted - given, 0)), 0)
+        error = apart.max(axis=1)
+        span = max(self.scales.get(name, 0.0), float(np.ptp(wanted[both])) if both.any() else 0.0) or 1.0
+        signal = np.maximum(np.sqrt((np.where(both, wanted, 0) ** 2).mean(axis=1)), span / 10)
+        noise = np.sqrt((apart**2).mean(axis=1))
+        coarse = noise > signal * 10 ** (-self.thresholds.min_sqnr_db / 20)
+        far = error > max(self.thresholds.max_error_of_range, 1e-7) * span
+        wrong = coarse & far
+        if not wrong.any():
+            return None
+        row = int(np.argmax(np.where(wrong, error, -1)))
+        where = f" of sample {row}" if len(error) > 1 else ""
+        return _Told(
+            f"output {name!r}{where} is wrong by up to {error[row]:.3g}, {100 * error[row] / span:.3g} % of its range",
+            float(error[row]),
+        )
+
+    def _rows(self, name: str, array: Array) -> Array:
+        """Return [samples, numbers]; one row where the first axis is not the batch."""
+        spec = next(spec for spec in self.signature.outputs if spec.name == name)
+        leading = {each.shape[0] for each in self.signature.inputs if each.shape}
+        batched = array.ndim > 0 and bool(spec.shape) and spec.shape[0] in leading
+        return array.reshape(len(array), -1) if batched and len(array) else array.reshape(1, -1)
+
+
+@dataclass(frozen=True)
+class _Told:
+    text: str
+    error: float
+
+
+def measure_sensitivity(answer: Answer, feeds: Feeds, precision: str, seed: int = 0) -> dict[str, float]:
+    """Measure how far each output moves if the floats of the feeds are changed in their last digits."""
+    step = _STEPS.get(precision, _STEPS["fp32"])
+    rng, first, moved = np.random.default_rng(seed), answer(feeds), dict[str, float]()
+    if not any(value.dtype.kind == "f" for value in feeds.values()):
+        return moved
+    for _ in range(_DRAWS):
+        changed = {}
+        for name, value in feeds.items():
+            changed[name] = value
+            if value.dtype.kind == "f":
+                factor = 1 + step * rng.standard_normal(value.shape)
+                changed[name] = (value.astype(np.float64) * factor).astype(value.dtype)
+        for name, value in answer(changed).items():
+            if value.shape == first[name].shape and value.size:
+                apart = np.abs(value.astype(np.float64) - first[name].astype(np.float64))
+                moved[name] = max(moved.get(name, 0.0), float(np.nan_to_num(apart, nan=0.0).max()))
+            elif value.shape != first[name].shape:
+                moved[name] = np.inf
+    return moved
+
+
+def measure_scales(answers: Sequence[Feeds]) -> dict[str, float]:
+    """Measure the range of each output of floats over some answers."""
+    scales: dict[str, float] = {}
+    for answer in answers:
+        for name, value in answer.items():
+            if value.dtype.kind == "f" and np.isfinite(value).any():
+                scales[name] = max(scales.get(name, 0.0), float(np.ptp(value[np.isfinite(value)])))
+    return scales
+
+
+def make_judge(signature: Signature, precision: str, scales: dict[str, float]) -> Judge:
+    """Make a judge by a precision's thresholds, or by those between an engine and its own graph."""
+    thresholds = _OWN_GRAPH if precision == OWN_GRAPH else thresholds_for(precision)
+    return Judge(signature, thresholds, precision, scales)
+
+
+def take_row(feeds: Feeds, signature: Signature, row: int) -> dict[str, Array]:
+    """Take one sample of a batch: of each input whose first axis is the batch."""
+    batch = samples.batch_symbol(signature)
+    batched = {spec.name for spec in signature.inputs if spec.shape[:1] == (batch,)}
+    return {name: value[row : row + 1] if name in batched else value for name, value in feeds.items()}

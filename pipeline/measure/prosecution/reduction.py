@@ -1,0 +1,222 @@
+"""Cut a graph down to the nodes that show a fault.
+
+Any set of nodes is a graph: what it reads and does not compute becomes an input, fed with the value that the whole
+graph computed there. So nodes are taken away as long as the rest shows the fault (delta debugging: Zeller and
+Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE Trans. Software Engineering 28, 2002).
+
+Where a graph as it is written is wrong, and not what an engine makes of it, its values are held against those of the
+graph that it was made from: the first node that takes right values and gives a wrong one is the fault.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginesmith.pipeline.errors import InvalidGraph, ModelError
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.tensors import Array, Feeds
+
+if TYPE_CHECKING:
+    import onnx
+
+_SAME = 1e-4
+"""Of a value's range: the project's bound for "equal"."""
+_SAME_NAMES = 0.8
+"""Share of the values whose names both graphs have, from which a name is taken to mean the same in both."""
+_LARGEST_BYTES = 1 << 30
+
+
+def read_whole(path: Path) -> "onnx.ModelProto":
+    """Read a graph with all its weights, to be cut up in memory.
+
+    Raises:
+        InvalidGraph: it is too large for that, or cannot be read.
+    """
+    import onnx
+
+    model = model_file.read(path)
+    if sum(tensor.ByteSize() for tensor in model.graph.initializer) > _LARGEST_BYTES:
+        raise InvalidGraph(f"{path.name} is too large to be cut up")
+    onnx.load_external_data_for_model(model, str(path.parent))
+    return model
+
+
+def compute(model: "onnx.ModelProto", feeds: Feeds, outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    """Compute outputs of a graph in memory as it is written, without any optimisation; those that are no arrays, not.
+
+    Raises:
+        ModelError: ONNX Runtime does not take it.
+    """
+    library, failures = evaluator.import_library()
+    options = evaluator.session_options(library, threads=1)
+    try:
+        session = library.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        taken = {value.name for value in session.get_inputs()}
+        names = list(outputs or [value.name for value in session.get_outputs()])
+        values = session.run(names, {name: value for name, value in feeds.items() if name in taken})
+    except failures as error:
+        raise ModelError(str(error).splitlines()[0][:200]) from error
+    return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
+
+
+def record_values(model: "onnx.ModelProto", feeds: Feeds) -> dict[str, Array]:
+    """Compute every value of the main graph.
+
+    Raises:
+        ModelError: as in :func:`compute`.
+    """
+    import onnx
+
+    shown, known = onnx.ModelProto(), {value.name for value in model.graph.output}
+    shown.CopyFrom(model)
+    for node in model.graph.node:
+        for name in node.output:
+            if name and name not in known:
+                shown.graph.output.append(onnx.ValueInfoProto(name=name))
+                known.add(name)
+    return {**feeds, **compute(shown, feeds)}
+
+
+def take_nodes(
+    model: "onnx.ModelProto",
+    kept: Sequence[int],
+    values: Feeds,
+    shapes: Mapping[str, Sequence[int | str]] | None = None,
+) -> tuple["onnx.ModelProto", dict[str, Array]]:
+    """Make a graph of some nodes, and the feeds for it.
+
+    Its outputs are the values that the other nodes read, or the whole graph gives. ``shapes`` are those of its inputs
+    where dimensions are dynamic.
+
+    Raises:
+        ModelError: a value that it reads is not known.
+    """
+    import onnx
+    from onnx import helper
+
+    nodes, others = [model.graph.node[at] for at in kept], set(range(len(model.graph.node))) - set(kept)
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    made = {name for node in nodes for name in node.output if name}
+    read = list(dict.fromkeys(name for node in nodes for name in list_reads(node) if name not in made))
+    if missing := [name for name in read if name not in weights and name not in values]:
+        raise ModelError(f"the value of {missing[0]} is not known")
+    wanted = {name for at in others for name in list_reads(model.graph.node[at])}
+    wanted |= {value.name for value in model.graph.output}
+    outputs = [name for node in nodes for name in node.output if name in wanted]
+    fed = [name for name in read if name not in weights]
+    inputs = [_describe(name, values[name], (shapes or {}).get(name)) for name in fed]
+    shown = [_describe(name, values[name], None, ranks=True) for name in outputs if name in values]
+    graph = helper.make_graph(nodes, "part", inputs, shown, [weights[name] for name in read if name in weights])
+    part = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    part.functions.extend(model.functions)
+    assert isinstance(part, onnx.ModelProto)
+    return part, {name: values[name] for name in fed}
+
+
+def list_reads(node: "onnx.NodeProto") -> Iterator[str]:
+    """Yield the names of the values that a node reads, also by the graphs within it."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+            own |= {name for inner in graph.node for name in inner.output}
+            read = (name for inner in graph.node for name in list_reads(inner))
+            yield from (name for name in (*read, *(value.name for value in graph.output)) if name not in own)
+
+
+def _describe(
+    name: str, value: Array, shape: Sequence[int | str] | None, *, ranks: bool = False
+) -> "onnx.ValueInfoProto":
+    from onnx import helper
+
+    dims: Sequence[int | str | None] = [None] * value.ndim if ranks else shape or value.shape
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), dims)
+
+
+def shrink(count: int, fails: Callable[[Sequence[int]], bool], seconds: float) -> list[int]:
+    """Look for a smallest part of so many nodes that still fails, as the whole does; stop after so many seconds."""
+    kept, parts, end = list(range(count)), 2, time.monotonic() + seconds
+    while len(kept) >= 2 and time.monotonic() < end:
+        size = math.ceil(len(kept) / parts)
+        chunks = [kept[at : at + size] for at in range(0, len(kept), size)]
+        rests = [[node for node in kept if node not in chunk] for chunk in map(set, chunks)] if parts > 2 else []
+        smaller = next((trial for trial in (*chunks, *rests) if time.monotonic() < end and fails(trial)), None)
+        if smaller is not None:
+            parts = 2 if len(smaller) <= size else max(parts - 1, 2)
+            kept = smaller
+        elif parts >= len(kept):
+            break
+        else:
+            parts = min(len(kept), 2 * parts)
+    return kept
+
+
+# Find the first wrong node of a graph by the values of another one
+
+
+def find_wrong_nodes(model: "onnx.ModelProto", values: Feeds, truth: Feeds, wrong_outputs: Iterable[str]) -> list[int]:
+    """List the nodes that take right values and give a wrong one, from which only wrong values lead to a wrong output.
+
+    A value is right if it equals the truth's of its name; where the graphs have other names, or there is none, if the
+    truth has any that is equal.
+    """
+    shared = {name for name, value in values.items() if name in truth and truth[name].shape == value.shape}
+    equal = {name for name in shared if are_equal(values[name], truth[name])}
+    trusted = shared if len(shared) >= _SAME_NAMES * len(values) else equal
+    right = equal | {name for name in values.keys() - trusted if _has_equal(values[name], truth)}
+    right |= {tensor.name for tensor in model.graph.initializer} | {value.name for value in model.graph.input}
+    right -= set(wrong_outputs)
+    makers = {name: at for at, node in enumerate(model.graph.node) for name in node.output if name}
+    found, seen, waiting = set[int](), set[str](), [name for name in wrong_outputs if name in makers]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        at = makers[name]
+        before = [each for each in list_reads(model.graph.node[at]) if each in makers and each not in right]
+        if before:
+            waiting += before
+        else:
+            found.add(at)
+    return sorted(found)
+
+
+def _has_equal(value: Array, truth: Feeds) -> bool:
+    return any(are_equal(value, other) for other in truth.values())
+
+
+def are_equal(value: Array, other: Array) -> bool:
+    """Tell whether two values are the same but for rounding."""
+    if value.shape != other.shape or value.dtype.kind != other.dtype.kind:
+        return False
+    if value.dtype.kind != "f":
+        return bool(np.array_equal(value, other))
+    if not np.array_equal(np.isfinite(value), np.isfinite(other)):
+        return False
+    finite = np.isfinite(other)
+    wanted, given = other[finite].astype(np.float64), value[finite].astype(np.float64)
+    if not wanted.size:
+        return True
+    span = float(np.ptp(wanted)) or float(np.abs(wanted).max()) or 1.0
+    return float(np.abs(wanted - given).max()) <= _SAME * span
+
+
+def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Iterable[str]) -> list[int]:
+    """List the nodes on the ways from some nodes to some outputs."""
+    reached, names = set(first), {name for at in first for name in model.graph.node[at].output}
+    for at, node in enumerate(model.graph.node):
+        if at not in reached and not names.isdisjoint(list_reads(node)):
+            reached.add(at)
+            names.update(node.output)
+    needed, kept = set(outputs), set[int]()
+    for at in range(len(model.graph.node) - 1, -1, -1):
+        node = model.graph.node[at]
+        if at in reached and not needed.isdisjoint(node.output):
+            kept.add(at)
+            needed.update(list_reads(node))
+    return sorted(kept)

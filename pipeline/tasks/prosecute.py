@@ -1,0 +1,118 @@
+"""Prosecute an engine: look for allowed inputs on which it is wrong, and reduce what is found to a proof."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, SerializeAsAny
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.prosecution.evidence import Finding
+from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
+from enginesmith.pipeline.measure.prosecution.hunt import Hunt, Suspect
+from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
+from enginesmith.pipeline.measure.prosecution.judging import EXACT
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+
+GIVEN, TRUTH = "given", "truth"
+"""Roles of the model as it is given, and of another graph of it that should be right."""
+EVIDENCE = "finding"
+"""Folder of the evidence, beside the record."""
+_REDUCING_SHARE = 0.5
+_LEAST_REDUCING_SECONDS = 30.0
+
+
+class Prosecution(BaseModel, frozen=True):
+    """Report what was tried on an engine, and what was found."""
+
+    seconds: float
+    attempts: int
+    walks: dict[str, int]
+    """Inputs by family."""
+    finding: Finding | None = None
+
+
+class GraphStage(BaseModel, frozen=True):
+    """A graph between the model and the engine."""
+
+    role: str
+    """Role of its artifact in the task."""
+    name: str
+    precision: str = "fp32"
+
+
+class Prosecute(Task):
+    """Try inputs on an engine until one shows a fault, or the time is up."""
+
+    title: ClassVar[str] = "prosecute"
+    produces: ClassVar[Kind] = "record"
+    time_share: ClassVar[float] = 0.8
+
+    engine: SerializeAsAny[Engine]
+    given_engine: SerializeAsAny[Engine]
+    """Runs the model as it is given."""
+    device: Device
+    precision: str
+    graphs: tuple[GraphStage, ...] = ()
+    """Graphs on the way, in their order."""
+    seconds: float
+    seed: int = 0
+    rows_apart: bool = True
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.engine.tools, *self.given_engine.tools, "onnx")))
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        with contextlib.ExitStack() as stack:
+            stages = [stack.enter_context(stage) for stage in self._open_stages(inputs)]
+            suspect = self._suspect(inputs, stages)
+            hunt = Hunt(suspect, self.seed)
+            shown = hunt.run(self.seconds, progress)
+            finding = None
+            if shown is not None:
+                progress(f"reducing: {shown.reason}")
+                truth = inputs[TRUTH].path if TRUTH in inputs else None
+                seconds = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
+                trial = Trial(stages, self.engine, self.device, seconds, truth)
+                finding = convict(trial, hunt.shrink(shown), out / EVIDENCE)
+                finding = finding.model_copy(update={"folder": EVIDENCE})
+        made = Prosecution(seconds=self.seconds, attempts=hunt.attempts, walks=hunt.walked, finding=finding)
+        write_records(out, [made])
+        tried = f"{made.attempts} inputs tried ({', '.join(f'{count} {name}' for name, count in made.walks.items())})"
+        if finding is None:
+            return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong")
+        return Effect(file=RECORDS, summary=f"{tried}: {finding.sentence}", rejected=finding.sentence)
+
+    def _open_stages(self, inputs: Inputs) -> "Iterator[contextlib.AbstractContextManager[Stage]]":
+        yield _open(self.given_engine, inputs[GIVEN], Device(), "model", "fp32", None)
+        for graph in self.graphs:
+            if graph.role in inputs:
+                made = inputs[graph.role]
+                yield _open(simulation(), made, Device(), graph.name, graph.precision, made.path)
+        yield _open(self.engine, inputs["model"], self.device, "engine", self.precision, None)
+
+    def _suspect(self, inputs: Inputs, stages: Sequence[Stage]) -> Suspect:
+        reference = inputs["reference"].folder
+        feeds = [call for _, calls, _ in samples.read_calls(reference) for call in calls]
+        signature = inputs["model"].signature or inputs[GIVEN].signature
+        assert signature is not None
+        graph = stages[-2].answer if len(stages) > 2 and stages[-2].precision == self.precision else None
+        space = InputSpace(signature, samples.read(reference).ranges, feeds)
+        if self.precision in EXACT:
+            graph = None
+        return Suspect(space, self.precision, stages[-1].answer, stages[0].answer, graph, self.rows_apart)
+
+
+@contextlib.contextmanager
+def _open(
+    engine: Engine, artifact: Artifact, device: Device, name: str, precision: str, graph: Path | None
+) -> Iterator[Stage]:
+    with engine.load(artifact, device) as session:
+        yield Stage(name, session.run, precision, graph)

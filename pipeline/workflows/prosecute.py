@@ -1,0 +1,85 @@
+"""Prosecute an engine: a file against its model, or a variant of a run."""
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from enginesmith.pipeline.artifact import replace_folder
+from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_file_steps, prosecute_variant_steps
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.tasks.base import read_models
+from enginesmith.pipeline.tasks.prosecute import EVIDENCE, Prosecution
+from enginesmith.pipeline.workflows.stages import try_steps
+
+
+class ProsecutionResult(BaseModel, frozen=True):
+    """Report a prosecution, with the folder of the evidence if there is some."""
+
+    subject: str
+    prosecution: Prosecution
+    evidence: str | None = None
+
+
+def prosecute_file(
+    recipe: Recipe, file: Path, precision: str | None, seconds: float, out: Path, settings: Settings
+) -> ProsecutionResult:
+    """Look for inputs on which a file is wrong, beside the recipe's model.
+
+    Raises:
+        EnginesmithError: the model or the file cannot be loaded.
+    """
+    steps = prosecute_file_steps(resolve_recipe(recipe), str(file), precision, seconds)
+    return _run(str(file), steps, recipe, out, settings)
+
+
+def prosecute_variant(
+    run: Path, variant: str | None, seconds: float, out: Path, settings: Settings
+) -> ProsecutionResult:
+    """Look for inputs on which a variant of a run is wrong; by default the winner.
+
+    Raises:
+        UsageError: there is no run, no such variant, or its model is not where it was.
+    """
+    found = runs.read(run)
+    chosen = variant or found.winner
+    folder = Path(found.environment.get("folder") or "/nowhere")
+    try:
+        with contextlib.chdir(folder):
+            resolve(found.recipe.model)
+    except (OSError, SourceError):
+        folder = Path.cwd()
+    out = out.absolute()
+    with contextlib.chdir(folder):
+        resolved = resolve_recipe(found.recipe)
+        planned = plan(resolved, kept=[each.id for each in found.variants])
+        able = {each.id: each for each in planned.variants}
+        if chosen is None or chosen not in able:
+            told = f"{run} has no variant {chosen!r}" if chosen else f"{run} has no winner"
+            raise UsageError(told, f"name one of {', '.join(able)}")
+        steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds)
+        return _run(chosen, steps, found.recipe, out, settings)
+
+
+def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, settings: Settings) -> ProsecutionResult:
+    outcomes = try_steps(steps, settings, recipe)
+    for outcome in outcomes.values():
+        if outcome.error:
+            raise outcome.error
+    made = outcomes[PROSECUTE].artifact
+    assert made is not None
+    (prosecution,) = read_models(made, Prosecution)
+    if prosecution.finding is None:
+        return ProsecutionResult(subject=subject, prosecution=prosecution)
+    with storage_errors(f"the output {out}"), replace_folder(out) as whole:
+        shutil.copytree(made.folder / EVIDENCE, whole)
+    return ProsecutionResult(subject=subject, prosecution=prosecution, evidence=str(out))
