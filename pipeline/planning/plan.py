@@ -165,6 +165,8 @@ class Variant:
     work: StepRef | None = None
     """The step that counted what one inference has to do."""
     profile: StepRef | None = None
+    prosecuted: StepRef | None = None
+    """The step that looked for inputs on which it is wrong."""
     audits: tuple[StepRef, ...] = ()
     """Steps that look at what the graph asks for and, where the engine shows it, what is really executed."""
 

@@ -34,6 +34,7 @@ from enginesmith.pipeline.planning.plan import (
     verify_step,
 )
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
+from enginesmith.pipeline.planning.prosecution import prosecute_step
 from enginesmith.pipeline.planning.race import measuring_seconds, plan_race
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_references, list_variants
 from enginesmith.pipeline.recipe import Recipe
@@ -130,6 +131,10 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
         variants.append(checked)
         steps += more
     for index, variant in enumerate(variants):
+        if recipe.prosecute_seconds and variant.verified and not variant.reference:
+            step = prosecute_step(resolved, steps, variant, recipe.prosecute_seconds)
+            steps.append(step)
+            variant = replace(variant, verified=(*variant.verified, step.id), prosecuted=step.id)
         its_graph = built_from.get(variant.artifact, stands_for_it)
         variants[index], more = measurements(recipe, variant, its_graph, baseline=original.name)
         steps += more

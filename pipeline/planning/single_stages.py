@@ -7,7 +7,9 @@ from pathlib import Path
 from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, read_file, simulation, with_files
 from enginesmith.pipeline.engines.base import PORTABLE, Engine
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning.compression import pruning_steps
@@ -34,16 +36,18 @@ from enginesmith.pipeline.planning.planner import (
     shapes_step,
 )
 from enginesmith.pipeline.planning.precision import Lowered, lower_precision
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_task
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, BuildProbe, Refit, Transform
 from enginesmith.pipeline.tasks.measure import Memory
+from enginesmith.pipeline.tasks.prosecute import GIVEN, TRUTH, GraphStage
 from enginesmith.pipeline.tasks.prune import Prune
 
 EXPORT, SIMPLIFY, SPARSIFY = StepRef("export"), StepRef("simplify"), StepRef("sparsify")
 BUILD, MEMORY = StepRef("build"), StepRef("memory")
-VERIFY_FILE = StepRef("verify", "file")
+VERIFY_FILE, _GIVEN_FILE = StepRef("verify", "file"), StepRef("file")
 
 
 def export_steps(resolved: ResolvedRecipe, *, simplify: bool = False) -> tuple[Step, ...]:
@@ -116,6 +120,40 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
     check = verify_step(recipe, "file", StepRef("file"), engine, device_for(recipe, engine), stage=Path(file).name)
     load = Step(StepRef("file"), load_task(recipe.model_copy(update={"inputs": ()}), source))
     return (*first_steps(resolved), load, check)
+
+
+def prosecute_file_steps(
+    resolved: ResolvedRecipe, file: str, precision: str | None, seconds: float
+) -> tuple[Step, ...]:
+    """Plan to hold an ONNX file or an engine's file against the recipe's model.
+
+    Raises:
+        UsageError: the file is neither.
+    """
+    recipe, source = resolved.recipe, resolve(file)
+    if source.is_torch:
+        raise UsageError(f"{file} is neither an ONNX file nor an engine", "give such a file, or a run and its variant")
+    engine = own_engine(source)
+    kind = precision or _read_precision(source, engine)
+    needs = {"model": _GIVEN_FILE, GIVEN: LOAD, REFERENCE: REFERENCE}
+    stages: tuple[GraphStage, ...] = ()
+    others: list[Step] = []
+    optional: dict[str, StepRef] = {}
+    if source.form == "onnx":
+        stages = (GraphStage(role="graph", name="graph", precision=kind),)
+        needs["graph"] = _GIVEN_FILE
+        truth, _, steps = graph_steps(resolved) if resolved.source.is_torch else (LOAD, (), [])
+        others = [step for step in steps if isinstance(step.task, Transform)]
+        optional[TRUTH] = truth
+    task = prosecute_task(resolved.source, recipe.seed, engine, kind, stages, seconds)
+    task = task.model_copy(update={"device": device_for(recipe, engine)})
+    load = Step(_GIVEN_FILE, load_task(recipe.model_copy(update={"inputs": ()}), source))
+    return (*first_steps(resolved), load, *others, Step(PROSECUTE, task, needs, optional))
+
+
+def _read_precision(source: Source, engine: Engine) -> str:
+    found = model_file.precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
+    return found if found in THRESHOLDS else "fp32"
 
 
 def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:

@@ -112,6 +112,11 @@ class Recipe(EngineOptions, ModelOptions):
     min_sqnr_db: Annotated[float | None, Option("Budgets", "--min-sqnr", metavar="DB")] = Field(
         None, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"
     )
+    prosecute_seconds: Annotated[Seconds | None, Option("Budgets", "--prosecute")] = Field(
+        None,
+        description="time for each variant to look for allowed inputs, beside the samples, on which it is wrong; one "
+        "that is fails (`enginesmith prosecute` shows the proof)",
+    )
     seed: Annotated[int, Option(_INPUTS)] = Field(
         0, ge=0, description="seed of random weights, of the choice of samples, and of the order of measuring"
     )

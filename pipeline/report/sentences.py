@@ -35,6 +35,7 @@ def list_footnotes(run: Run) -> list[str]:
         *_explain_p99(run),
         *_explain_references(run),
         *_describe_search(run),
+        *_describe_prosecution(run),
         *_explain_groups(run),
         *filter(None, [describe_data(run)]),
         *(["a negative drop is an improvement over the original model"] if negative else []),
@@ -116,6 +117,18 @@ def _describe_search(run: Run) -> Iterator[str]:
     yield f"search: {count_words(len(run.requested), 'variant')}: {', '.join(parts)}"
     if untried := [record.id for record in raced if record.untried]:
         yield f"search: with as much time again, `enginesmith resume` tries {', '.join(untried)}"
+
+
+def _describe_prosecution(run: Run) -> Iterator[str]:
+    """Tell how many inputs beside the samples were tried, and on which variants one was found."""
+    tried = [record for record in run.requested if record.prosecution]
+    if not tried:
+        return
+    attempts = [record.prosecution.attempts for record in tried if record.prosecution]
+    few = f"{min(attempts)} to {max(attempts)}" if min(attempts) < max(attempts) else f"{attempts[0]}"
+    wrong = [record.id for record in tried if record.prosecution and record.prosecution.finding]
+    told = f"wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)" if wrong else ""
+    yield f"inputs beside the samples: {few} tried on each variant; {told or 'none found on which one is wrong'}"
 
 
 def _compare_with_reference(run: Run) -> str:

@@ -15,6 +15,7 @@ from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.frameworks.source import content_digest
+from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import floor
 from enginesmith.pipeline.measure.rows import (
@@ -114,6 +115,7 @@ def make_record(
         fidelity=tuple(
             fidelity
             for check in variant.verified
+            if check != variant.prosecuted
             for fidelity in read_models(artifact_of(outcomes, check), StageFidelity)
         ),
         **measurements,
@@ -126,6 +128,7 @@ def make_record(
         **audits,
         assignment=assignment,
         search=_search(variant, outcomes, len(assignment) or None),
+        prosecution=next(iter(read_models(artifact_of(outcomes, variant.prosecuted), Prosecution)), None),
         synthetic_calibration=_has_synthetic_ranges(variant, outcomes),
         reasons=_explain_missing(variant, plan, outcomes, measurements) | reasons,
     )

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
+from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import (
     DeviceLimits,
@@ -192,6 +193,8 @@ class VariantRecord(BaseModel, frozen=True):
     search: tuple[SearchStep, ...] = ()
     synthetic_calibration: bool = False
     """True where ranges were taken from made-up data: then its accuracy says nothing of real data."""
+    prosecution: Prosecution | None = None
+    """Inputs beside the samples that were tried on it, and one on which it is wrong; None if it was not asked for."""
     remarks: tuple[str, ...] = ()
     """Sentences on the gain of the low precision, with the evidence."""
     reasons: dict[str, str] = {}

@@ -11,7 +11,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.prosecution.evidence import Finding
+from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
 from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
 from enginesmith.pipeline.measure.prosecution.hunt import Hunt, Suspect
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
@@ -26,16 +26,6 @@ EVIDENCE = "finding"
 """Folder of the evidence, beside the record."""
 _REDUCING_SHARE = 0.5
 _LEAST_REDUCING_SECONDS = 30.0
-
-
-class Prosecution(BaseModel, frozen=True):
-    """Report what was tried on an engine, and what was found."""
-
-    seconds: float
-    attempts: int
-    walks: dict[str, int]
-    """Inputs by family."""
-    finding: Finding | None = None
 
 
 class GraphStage(BaseModel, frozen=True):

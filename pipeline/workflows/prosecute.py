@@ -11,14 +11,16 @@ from enginesmith.pipeline.artifact import replace_folder
 from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_file_steps, prosecute_variant_steps
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
+from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.tasks.base import read_models
-from enginesmith.pipeline.tasks.prosecute import EVIDENCE, Prosecution
+from enginesmith.pipeline.tasks.prosecute import EVIDENCE
 from enginesmith.pipeline.workflows.stages import try_steps
 
 

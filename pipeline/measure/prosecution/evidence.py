@@ -49,6 +49,17 @@ class Finding(BaseModel, frozen=True):
         return f"wrong on {self.walk} ({self.note}): {self.reason}; guilty: {self.guilty}{reduced}{mended}"
 
 
+class Prosecution(BaseModel, frozen=True):
+    """Report what was tried on an engine, and what was found."""
+
+    seconds: float
+    """Time for trying inputs."""
+    attempts: int
+    walks: dict[str, int]
+    """Inputs by family."""
+    finding: Finding | None = None
+
+
 def write_evidence(
     folder: Path,
     finding: Finding,

@@ -1,0 +1,310 @@
+"""Inputs that are tried on engines, the judgement of their answers, and the reduction of graphs."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.measure.prosecution import reduction
+from enginesmith.pipeline.measure.prosecution.evidence import Finding, load_arrays, write_evidence
+from enginesmith.pipeline.measure.prosecution.hunt import ALONE, GRAPH, MODEL, Disagreement, Hunt, Suspect
+from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate, list_sizes
+from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
+
+RNG = np.random.default_rng(0)
+Function = Callable[[Feeds], dict[str, Array]]
+
+
+def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+SIGNATURE = Signature(inputs=(spec("x", "float32", "batch", 6),), outputs=(spec("y", "float32", "batch", 6),))
+SPACE = InputSpace(
+    SIGNATURE,
+    {"batch": ShapeRange.parse("1:4:9")},
+    [{"x": RNG.standard_normal((4, 6)).astype(np.float32)} for _ in range(2)],
+)
+TOKENS = InputSpace(
+    Signature(
+        inputs=(spec("ids", "int64", "batch", "length"), spec("mask", "int64", "batch", "length")),
+        outputs=(spec("y", "float32", "batch", 2),),
+    ),
+    {"batch": ShapeRange.parse("1:2:4"), "length": ShapeRange.parse("2:8:33")},
+    [{"ids": RNG.integers(3, 50, (2, 8)), "mask": np.array([[1] * 8, [1] * 5 + [0] * 3])}],
+)
+
+
+# Inputs
+
+
+def test_the_same_seed_gives_the_same_inputs() -> None:
+    first, again, other = (list(itertools.islice(generate(SPACE, seed), 60)) for seed in (1, 1, 2))
+    assert [each.note for each in first] == [each.note for each in again]
+    assert all(np.array_equal(a.feeds["x"], b.feeds["x"]) for a, b in zip(first, again, strict=True))
+    assert any(
+        not np.array_equal(a.feeds["x"], b.feeds["x"])
+        for a, b in zip(first[10:], other[10:], strict=False)
+        if a.feeds["x"].shape == b.feeds["x"].shape
+    )
+
+
+@pytest.mark.parametrize("space", [SPACE, TOKENS])
+def test_inputs_are_allowed(space: InputSpace) -> None:
+    for attempt in itertools.islice(generate(space, 0), 300):
+        space.signature.check(attempt.feeds)
+        for name, value in attempt.feeds.items():
+            if value.dtype.kind == "i":
+                low, high = space.bounds[name]
+                assert value.min() >= low
+                assert value.max() <= high
+        for name, range_ in space.ranges.items():
+            size = next(
+                attempt.feeds[each.name].shape[each.shape.index(name)]
+                for each in space.signature.inputs
+                if name in each.shape
+            )
+            assert range_.min <= size <= range_.max
+
+
+def test_all_families_come_early_and_sizes_reach_both_ends() -> None:
+    tried = list(itertools.islice(generate(TOKENS, 0), 80))
+    assert {each.walk for each in tried} == {"samples", "sizes", "values", "padding", "mutations"}
+    lengths = {each.feeds["ids"].shape[1] for each in tried if each.walk == "sizes"}
+    assert {2, 33, 31, 32, 17} <= lengths
+    tails = [each.feeds["mask"] for each in tried if each.walk == "padding"]
+    assert all(mask.any(axis=1).all() for mask in tails)
+    assert len({tuple(mask.sum(axis=1)) for mask in tails}) > 2
+
+
+def test_sizes_are_ends_tiles_and_primes() -> None:
+    assert list_sizes(ShapeRange.parse("1:8:64"))[:4] == [1, 64, 2, 63]
+    assert {7, 15, 16, 17, 31, 33} <= set(list_sizes(ShapeRange.parse("1:8:64")))
+    assert list_sizes(ShapeRange.parse("5:5:5")) == [5]
+
+
+# Judgement
+
+
+def no_movement() -> dict[str, float]:
+    return {}
+
+
+def test_one_wrong_sample_of_many_is_seen() -> None:
+    wanted = {"y": RNG.standard_normal((64, 6)).astype(np.float32)}
+    wrong = {"y": wanted["y"].copy()}
+    wrong["y"][17] *= 1.5
+    for precision in ("fp32", OWN_GRAPH):
+        told = make_judge(SIGNATURE, precision, {"y": 4.0}).find_fault(wanted, wrong, no_movement)
+        assert "of sample 17" in told
+    assert not make_judge(SIGNATURE, "fp32", {}).find_fault(
+        wanted, {"y": wanted["y"] * np.float32(1 + 1e-6)}, no_movement
+    )
+
+
+def test_what_the_inputs_last_digits_explain_is_no_fault() -> None:
+    """A mean of equal numbers is subtracted, and the rest is normalized: any digit may come out."""
+
+    def normalize(feeds: Feeds) -> dict[str, Array]:
+        centered = feeds["x"] - feeds["x"].mean(axis=1, keepdims=True)
+        return {"y": centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-12)}
+
+    feeds = {"x": np.full((2, 6), 1000, np.float32) + RNG.standard_normal((2, 6)).astype(np.float32) * 1e-3}
+    wanted = normalize(feeds)
+    other = {"y": wanted["y"] + np.float32(0.2)}
+    judge = make_judge(SIGNATURE, "fp32", {})
+    assert judge.find_fault(wanted, other, no_movement)
+    assert not judge.find_fault(wanted, other, lambda: measure_sensitivity(normalize, feeds, "fp32"))
+    calm = {"x": RNG.standard_normal((2, 6)).astype(np.float32)}
+    wanted = normalize(calm)
+    assert judge.find_fault(
+        wanted, {"y": wanted["y"] + np.float32(0.2)}, lambda: measure_sensitivity(normalize, calm, "fp32")
+    )
+
+
+def test_new_nan_and_other_shapes_are_faults() -> None:
+    wanted = {"y": np.ones((2, 6), np.float32)}
+    odd = {"y": wanted["y"].copy()}
+    odd["y"][1, 2] = np.nan
+    judge = make_judge(SIGNATURE, "fp32", {})
+    assert "NaN" in judge.find_fault(wanted, odd, no_movement)
+    assert not judge.find_fault(odd, odd, no_movement)
+    assert "expected" in judge.find_fault(wanted, {"y": wanted["y"][:1]}, no_movement)
+    assert "outputs" in judge.find_fault(wanted, {"z": wanted["y"]}, no_movement)
+    assert "elements" in judge.find_fault({"y": np.array([[1], [2]])}, {"y": np.array([[1], [3]])}, no_movement)
+
+
+# The hunt
+
+
+def double(feeds: Feeds) -> dict[str, Array]:
+    return {"y": 2 * feeds["x"]}
+
+
+def hunt(engine: Function, precision: str = "fp32", **more: Any) -> Disagreement | None:
+    search = Hunt(Suspect(SPACE, precision, engine, double, **more), seed=0)
+    for attempt in itertools.islice(generate(SPACE, 0), 150):
+        search.attempts += 1
+        if found := search.examine(attempt):
+            return search.shrink(found)
+    return None
+
+
+def test_a_right_engine_is_not_accused() -> None:
+    assert hunt(lambda feeds: {"y": feeds["x"] + feeds["x"]}) is None
+    coarse = hunt(
+        lambda feeds: {"y": np.round(feeds["x"] * 2, 1)}, "int8", graph=lambda feeds: {"y": np.round(feeds["x"] * 2, 1)}
+    )
+    assert coarse is None
+
+
+def test_a_wrong_size_is_found() -> None:
+    def wrong_at_7(feeds: Feeds) -> dict[str, Array]:
+        return {"y": feeds["x"] * (3 if len(feeds["x"]) == 7 else 2)}
+
+    found = hunt(wrong_at_7)
+    assert found is not None
+    assert (found.witness, len(found.feeds["x"])) == (MODEL, 7)
+
+
+def test_samples_that_depend_on_their_batch_are_found_in_a_low_precision() -> None:
+    """By so little that the precision explains the difference from the model."""
+
+    def mixes(feeds: Feeds) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] + np.float32(0.8) * np.roll(feeds["x"], 1, axis=0) * (len(feeds["x"]) > 2)}
+
+    found = hunt(mixes, "int4")
+    assert found is not None
+    assert found.witness in (ALONE, MODEL)
+    apart = Hunt(Suspect(SPACE, "int4", mixes, double, rows_apart=False), seed=0)
+    samples = list(itertools.islice(generate(SPACE, 0), 2))
+    assert all((seen := apart.examine(each)) is None or seen.witness == MODEL for each in samples)
+
+
+def test_what_a_low_precision_loses_on_unusual_values_is_no_fault_unless_its_own_graph_does_not() -> None:
+    def saturates(feeds: Feeds) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"].clip(-2.8, 2.8)}
+
+    assert hunt(saturates, "int8", graph=saturates) is None
+    found = hunt(saturates, "int8", graph=double)
+    assert found is not None
+    assert found.witness == GRAPH
+
+
+def test_an_engine_that_refuses_an_allowed_input_is_found() -> None:
+    def refuses(feeds: Feeds) -> dict[str, Array]:
+        if len(feeds["x"]) > 8:
+            raise ModelError("no room")
+        return double(feeds)
+
+    found = hunt(refuses)
+    assert found is not None
+    assert found.found is None
+    assert "no room" in found.reason
+
+
+# Reduction
+
+
+def chain(*nodes: onnx.NodeProto, **weights: Array) -> onnx.ModelProto:
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
+    tensors = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(list(nodes), "g", ends[:1], ends[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+NODE = helper.make_node
+SOUND = (
+    NODE("Relu", ["x"], ["a"], name="first"),
+    NODE("Mul", ["a", "two"], ["b"], name="second"),
+    NODE("Add", ["b", "x"], ["c"], name="third"),
+    NODE("Tanh", ["c"], ["y"], name="last"),
+)
+TWO = {"two": np.float32(2)}
+FEEDS = {"x": RNG.standard_normal((3, 4)).astype(np.float32)}
+
+
+def test_any_nodes_are_a_graph() -> None:
+    model = chain(*SOUND, **TWO)
+    values = reduction.record_values(model, FEEDS)
+    for kept in ([1], [0, 2], [2, 3], [0, 1, 2, 3]):
+        part, feeds = reduction.take_nodes(model, kept, values)
+        onnx.checker.check_model(part, full_check=True)
+        for name, value in reduction.compute(part, feeds).items():
+            np.testing.assert_allclose(value, values[name])
+    with pytest.raises(ModelError, match="not known"):
+        reduction.take_nodes(model, [3], FEEDS)
+
+
+def test_shrinking_finds_the_nodes_that_fail_together() -> None:
+    for culprits in ({41}, {3, 77}, {0, 50, 99}):
+        calls = []
+
+        def fails(kept: Any, culprits: set[int] = culprits, calls: list[int] = calls) -> bool:
+            calls.append(len(kept))
+            return culprits <= set(kept)
+
+        assert set(reduction.shrink(100, fails, seconds=60)) == culprits
+        assert len(calls) < 400
+    assert reduction.shrink(10, lambda kept: True, seconds=0) == list(range(10))
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_the_first_wrong_node_is_found_by_names_and_without(renamed: bool) -> None:
+    truth = reduction.record_values(chain(*SOUND, **TWO), FEEDS)
+    if renamed:
+        truth = {name if name in "xy" else f"other_{name}": value for name, value in truth.items()}
+    wrong = chain(SOUND[0], NODE("Mul", ["a", "three"], ["b"], name="second"), *SOUND[2:], three=np.float32(3))
+    values = reduction.record_values(wrong, FEEDS)
+    assert reduction.find_wrong_nodes(wrong, values, truth, ["y"]) == [1]
+    assert reduction.slice_between(wrong, [1], ["y"]) == [1, 2, 3]
+
+
+def test_a_dropped_activation_is_named_although_another_value_equals_its_own() -> None:
+    truth = reduction.record_values(chain(*SOUND, **TWO), FEEDS)
+    wrong = chain(NODE("Identity", ["x"], ["a"], name="first"), *SOUND[1:], **TWO)
+    assert reduction.find_wrong_nodes(wrong, reduction.record_values(wrong, FEEDS), truth, ["y"]) == [0]
+
+
+def test_subgraphs_count_as_read() -> None:
+    body = helper.make_graph(
+        [NODE("Mul", ["outer", "own"], ["z"])],
+        "body",
+        [],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.float32(1), "own")],
+    )
+    branch = NODE("If", ["condition"], ["y"], then_branch=body, else_branch=body)
+    assert set(reduction.list_reads(branch)) == {"condition", "outer"}
+
+
+# Evidence
+
+
+def test_the_script_shows_the_fault_alone(tmp_path: Path) -> None:
+    model = chain(*SOUND, **TWO)
+    finding = Finding(walk="sizes", note="batch 3", reason="wrong", witness=MODEL, attempts=3, guilty="engine")
+    script = """
+import onnxruntime
+session = onnxruntime.InferenceSession(MODEL, providers=["CPUExecutionProvider"])
+found = {"y": session.run(["y"], inputs)[0]}
+"""
+    right = reduction.compute(model, FEEDS)
+    for name, expected, code in (("right", right, 0), ("wrong", {"y": right["y"] + 1}, 1)):
+        folder = tmp_path / name
+        write_evidence(folder, finding, model.SerializeToString(), FEEDS, expected, script)
+        done = subprocess.run([sys.executable, "-I", folder / "repro.py"], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert load_arrays(folder / "inputs.npz").keys() == FEEDS.keys()
+        assert "batch 3" in (folder / "issue.md").read_text()
+    write_evidence(tmp_path / "bare", finding, None, FEEDS, right, script)
+    assert not (tmp_path / "bare" / "repro.py").exists()
