@@ -16,7 +16,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
             Model("upscaler", "dense:upscaler", trained("upscaler"), "psnr", max_drop=0.1),
             "without normalization the ranges of pictures differ, and each level that is lost is noise in the answer",
         ),
-        Case(MODELS["silero_vad"], "a spectrum's range of many powers of ten, and a state that is fed back"),
+        Case(replace(MODELS["silero_vad"], rows=(300, 300, 304)), "a spectrum's range of many powers of ten, and a state that is fed back"),
         Case(
             Model("gauge", "dense:gauge", trained("gauge"), "closeness", rows=MANY),
             "answers from 1 to 10 000 of which the relative error counts: a step of int8 is larger than the small ones",
