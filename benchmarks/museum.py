@@ -111,7 +111,10 @@ CASES: dict[str, Case] = {
             Model("upscaler", "dense:upscaler", trained("upscaler"), "psnr", max_drop=0.1),
             "without normalization the ranges of pictures differ, and each level that is lost is noise in the answer",
         ),
-        Case(replace(MODELS["silero_vad"], rows=(300, 300, 304)), "a spectrum's range of many powers of ten, and a state that is fed back"),
+        Case(
+            replace(MODELS["silero_vad"], rows=(300, 300, 304)),
+            "a spectrum's range of many powers of ten, and a state that is fed back",
+        ),
         Case(
             Model("gauge", "dense:gauge", trained("gauge"), "closeness", rows=MANY),
             "answers from 1 to 10 000 of which the relative error counts: a step of int8 is larger than the small ones",

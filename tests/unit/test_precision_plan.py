@@ -470,7 +470,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
         computed.append(given)
         return SimpleNamespace(drop=0.02), {}, ()
 
-    monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0))
+    monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0, outputs=()))
     goal = Goal.model_construct(max_drop=0.01, quality=SimpleNamespace(judge=judge, data_options=None))
     engine = SimpleNamespace(load=lambda *given: contextlib.nullcontext())
     judged, _ = goal.judge(engine, None, Device(), {"reference": None, "baseline": None}, print)  # type: ignore[arg-type, dict-item]

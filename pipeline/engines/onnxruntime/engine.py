@@ -208,7 +208,14 @@ class OnnxRuntime(Engine):
         given = providers.packaged_settings(cls.provider, options)
         entries = {THREADS: options.get(THREADS) or None, SPINNING: options.get("config_entries", {}).get(SPINNING)}
         tuned = tuple(f"{name}={value}" for name, value in entries.items() if value is not None)
-        return cls(graph_optimization=level, save_optimized=False, provider_options=given, session_options=tuned)
+        left_out = tuple(options.get("session", {}).get("disabled_optimizers", ()))
+        return cls(
+            graph_optimization=level,
+            save_optimized=False,
+            provider_options=given,
+            session_options=tuned,
+            without=left_out,
+        )
 
     @classmethod
     def infer_script(cls) -> Path:

@@ -1,0 +1,149 @@
+"""Prosecution from the command line: a sound engine, faults in a graph, and a fault of the runtime's own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from enginesmith.pipeline.execution.settings import Settings
+    from enginesmith.pipeline.recipe import make
+    from enginesmith.pipeline.workflows import stages
+
+    file = tmp_path_factory.mktemp("prosecuted") / "digits.onnx"
+    stages.export(make({"model": "digits"}), file, Settings())
+    return file
+
+
+def prosecute(cli: Cli, *words: object, out: Path) -> dict[str, Any]:
+    done = cli("prosecute", *words, "--time", "1s", "-o", out, "--json", "--quiet")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.code == (1 if found["prosecution"]["finding"] else 0), done.text
+    return found["prosecution"]  # type: ignore[no-any-return]
+
+
+def test_a_sound_file_is_not_accused(exported: Path, cli: Cli, tmp_path: Path) -> None:
+    made = prosecute(cli, "digits", exported, out=tmp_path / "finding")
+    assert made["finding"] is None
+    assert made["attempts"] >= 9
+    assert not (tmp_path / "finding").exists()
+
+
+@pytest.mark.parametrize("fault", ["bias", "batch"])
+def test_a_fault_is_found_named_and_shown(exported: Path, cli: Cli, tmp_path: Path, fault: str) -> None:
+    model = onnx.load(exported)
+    node = next(node for node in model.graph.node if node.op_type == "Gemm")
+    if fault == "bias":
+        bias = next(tensor for tensor in model.graph.initializer if tensor.name == node.input[2])
+        bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(0.01), bias.name))
+    else:  # what it gives is another for batches of five
+        name, node.output[0] = node.output[0], "right"
+        for key, value in {"first": np.int64(0), "five": np.int64(5), "factor": np.float32(1.01)}.items():
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), key))
+        model.graph.node.extend(
+            [
+                helper.make_node("Shape", [model.graph.input[0].name], ["sizes"]),
+                helper.make_node("Gather", ["sizes", "first"], ["batch"]),
+                helper.make_node("Equal", ["batch", "five"], ["here"]),
+                helper.make_node("Mul", ["right", "factor"], ["wrong"]),
+                helper.make_node("Where", ["here", "wrong", "right"], [name]),
+            ]
+        )
+    onnx.save(model, tmp_path / "wrong.onnx")
+    finding = prosecute(cli, "digits", tmp_path / "wrong.onnx", out=tmp_path / "finding")["finding"]
+    assert finding["guilty"] == "graph"
+    assert finding["nodes"][0].split()[0] == ("Gemm" if fault == "bias" else "Shape")
+    assert len(finding["nodes"]) <= 6
+    shown = subprocess.run([sys.executable, "-I", tmp_path / "finding" / "repro.py"], capture_output=True, check=False)
+    assert shown.returncode == 1, shown.stderr
+    assert "Expected outputs" in (tmp_path / "finding" / "issue.md").read_text()
+
+
+def test_a_variant_of_a_run_is_prosecuted(digits_run: Path, cli: Cli, tmp_path: Path) -> None:
+    made = prosecute(cli, digits_run, "onnxruntime-fp32", out=tmp_path / "finding")
+    assert made["finding"] is None
+    assert {"samples", "sizes", "values", "mutations"} <= made["walks"].keys()
+    refused = cli("prosecute", digits_run, "openvino-fp8")
+    assert refused.code == 2
+    assert "onnxruntime-fp32" in refused.stderr
+
+
+def test_what_cannot_be_prosecuted_is_refused(cli: Cli) -> None:
+    alone = cli("prosecute", "digits")
+    assert (alone.code, "no engine is named" in alone.stderr) == (2, True)
+
+
+def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None:
+    """An engine that computes a Tanh as its argument, as a fusion might."""
+    from enginesmith.pipeline.engines import engine_class
+    from enginesmith.pipeline.engines.base import BuildRequest, Engine
+    from enginesmith.pipeline.frameworks.onnx import model_file
+    from enginesmith.pipeline.measure.prosecution import reduction
+    from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
+    from enginesmith.pipeline.measure.prosecution.hunt import MODEL, Disagreement
+    from enginesmith.pipeline.system.device import Device
+
+    kind: Any = engine_class("onnxruntime")
+
+    class Wrong(kind):  # type: ignore[misc]
+        tanh: bool = True
+
+        def build(self, request: BuildRequest) -> Any:
+            model = onnx.load(request.artifact.path)
+            for node in model.graph.node if self.tanh else ():
+                node.op_type = "Identity" if node.op_type == "Tanh" else node.op_type
+            onnx.save(model, request.artifact.path)
+            return kind.build(self, request)
+
+        def variations(self) -> Any:
+            yield "a useless option", self
+            yield "--without tanh", self.model_copy(update={"tanh": False})
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
+    names = ["x", *(f"v{index}" for index in range(9)), "y"]
+    operators = ["Relu", "Neg", "Abs", "Neg", "Tanh", "Relu", "Neg", "Abs", "Neg", "Softplus"]
+    nodes = [
+        helper.make_node(operator, [names[index]], [names[index + 1]], name=operator + str(index))
+        for index, operator in enumerate(operators)
+    ]
+    nodes[5].op_type = "Neg"
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", ends[:1], ends[1:]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)}
+
+    def right(given: Any) -> dict[str, Any]:
+        return reduction.compute(model, given)
+
+    engine: Engine = Wrong()
+    stages = [
+        Stage("model", right, "fp32"),
+        Stage("export", right, "fp32", tmp_path / "model.onnx"),
+        Stage("engine", lambda given: {"y": right(given)["y"] + 1}, "fp32"),
+    ]
+    shown = Disagreement(
+        walk="samples",
+        note="",
+        witness=MODEL,
+        reason="wrong",
+        attempts=1,
+        feeds=feeds,
+        expected=right(feeds),
+        found=None,
+    )
+    assert model_file.signature(tmp_path / "model.onnx")
+    finding = convict(Trial(stages, engine, Device(), 30), shown, tmp_path / "finding")
+    assert (finding.guilty, finding.nodes, finding.whole) == ("engine", ("Tanh Tanh4",), 10)
+    assert finding.workaround == "--without tanh"
