@@ -198,7 +198,9 @@ model_argument, run_argument, file_argument = (
 store_option = option("--store", metavar="FOLDER|URL", help="Store (cache of results); default $ENGINESMITH_STORE.")
 output_option = option("-o", "--output", type=PATH, required=True, help="File to write.")
 
-what_to_load = recipe_options("inputs", "shapes", "batch", "eval_data", "data_options", "seed", "allow_pickle")
+what_to_load = recipe_options(
+    "inputs", "prepend", "append", "shapes", "batch", "eval_data", "data_options", "seed", "allow_pickle"
+)
 how_to_export = recipe_options("export")
 how_to_calibrate = recipe_options(
     "calibration", "samples", "quantisation", "metric", "budgets.max_drop", "synthetic_calibration", "eval_samples"

@@ -215,4 +215,7 @@ def content_digest(folder: Path) -> str:
     record = json.loads((folder / SAVED).read_bytes())
     code = sorted(digest for _, digest in record["code"])
     tensors = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
-    return json_digest([code, tensors, *(record[key] for key in ("signature", "output_names", "surgery"))])
+    described = [record[key] for key in ("signature", "output_names", "surgery")]
+    if record.get("processing"):
+        described.append(record["processing"])
+    return json_digest([code, tensors, *described])

@@ -200,8 +200,14 @@ def load_task(recipe: Recipe, source: Source) -> Task:
     if source.form == "engine":
         return LoadEngine(source=source)
     if not source.is_torch:
-        return LoadOnnx(source=source, inputs=recipe.specs)
-    return Load(source=source, inputs=recipe.specs, seed=recipe.seed, allow_pickle=recipe.allow_pickle)
+        return LoadOnnx(source=source, inputs=recipe.specs, processing=recipe.processing)
+    return Load(
+        source=source,
+        inputs=recipe.specs,
+        seed=recipe.seed,
+        allow_pickle=recipe.allow_pickle,
+        processing=recipe.processing,
+    )
 
 
 def baseline_of(source: Source) -> Engine:

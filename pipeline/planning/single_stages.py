@@ -118,7 +118,7 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
     engine = own_engine(source)
     check = verify_step(recipe, "file", StepRef("file"), engine, device_for(recipe, engine), stage=Path(file).name)
-    load = Step(StepRef("file"), load_task(recipe.model_copy(update={"inputs": ()}), source))
+    load = Step(StepRef("file"), load_task(recipe.for_file(), source))
     return (*first_steps(resolved), load, check)
 
 
@@ -147,7 +147,7 @@ def prosecute_file_steps(
         optional[TRUTH] = truth
     task = prosecute_task(resolved.source, recipe.seed, engine, kind, stages, seconds)
     task = task.model_copy(update={"device": device_for(recipe, engine)})
-    load = Step(_GIVEN_FILE, load_task(recipe.model_copy(update={"inputs": ()}), source))
+    load = Step(_GIVEN_FILE, load_task(recipe.for_file(), source))
     return (*first_steps(resolved), load, *others, Step(PROSECUTE, task, needs, optional))
 
 
@@ -266,7 +266,7 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
     variants = [Variant(VariantName(_label(resolved.source)), engine, AS_GIVEN, LOAD, device=device)]
     for index, source in enumerate(others, 1):
         name = StepRef(LOAD.kind, index)
-        steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
+        steps.append(Step(name, load_task(recipe.for_file(), source)))
         engine = own_engine(source).as_shipped(device)
         lacking = "" if (usable := engine.available(device)).ok else f"it does not run on {device}: {usable.reason}"
         label = _distinct(VariantName(_label(source)), variants)

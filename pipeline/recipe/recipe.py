@@ -9,6 +9,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import needs_cuda
 from enginesmith.pipeline.engines.options import EngineOptions
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.measure.quality import DEFAULT_METRIC
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
@@ -41,6 +42,16 @@ class ModelOptions(Part):
     model: str = Field(description="zoo model, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
     inputs: Annotated[tuple[str, ...], Option(_INPUTS, "--input", everyday=True, metavar="NAME:DTYPE:DIMS")] = Field(
         (), description="an input, such as x:float32:batch,3,224,224"
+    )
+    prepend: Annotated[tuple[str, ...], Option(_INPUTS, everyday=True, metavar="WORD[=VALUE]")] = Field(
+        (),
+        description="computation before the model, as part of it: uint8, nhwc, resize[=HEIGHTxWIDTH], scale[=255], "
+        "normalize[=imagenet|MEANS/STDS]; data and callers then give the raw input",
+    )
+    append: Annotated[tuple[str, ...], Option(_INPUTS, everyday=True, metavar="WORD[=VALUE]")] = Field(
+        (),
+        description="computation behind the model, as part of it: softmax, sigmoid, argmax, topk[=5] or "
+        "nms[=iou:0.5,score:0.25,max:100]; softmax:OUTPUT where there are several outputs",
     )
     shapes: Annotated[dict[str, str], Option(_INPUTS, "--shape", everyday=True, metavar="DIM=MIN:OPT:MAX")] = Field(
         {}, description="range of each dynamic dimension: min:opt:max"
@@ -242,6 +253,26 @@ class Recipe(EngineOptions, ModelOptions):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"the input {twice!r} is given twice", "give each input once, all its dimensions together")
         return specs
+
+    @property
+    def processing(self) -> ProcessingRequest:
+        """What is computed before and after the model.
+
+        Raises:
+            UsageError: a word cannot be read, or training is asked for behind outputs that were computed from others.
+        """
+        request = ProcessingRequest(prepend=self.prepend, append=self.append)
+        request.check()
+        if self.append and self.recover:
+            raise UsageError(
+                "--append does not go together with --recover: training needs the outputs of the model itself",
+                "prune and train the model first, and optimize the result with --append",
+            )
+        return request
+
+    def for_file(self) -> Self:
+        """Describe no inputs and no computation around them, as for a file that has its own."""
+        return self.model_copy(update={"inputs": (), "prepend": (), "append": ()})
 
     @property
     def largest_batch(self) -> int:

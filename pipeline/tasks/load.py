@@ -10,15 +10,17 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks import processing, samples
+from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import Array, ShapeRange, TensorSpec
+from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
 
 SHAPES = "shapes"
 """Role of the record of :class:`Shapes` in a task that takes it."""
 _FILE = "shapes.json"
+_PICTURE_RANK = 4
 _EXAMPLE_SIZE = 8
 """Along a dynamic dimension of an ONNX file, which brings no example."""
 
@@ -30,6 +32,7 @@ class _FromSource(Task):
 
     source: Source
     inputs: tuple[TensorSpec, ...] = ()
+    processing: ProcessingRequest = ProcessingRequest()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -57,7 +60,9 @@ class Load(_FromSource):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         from enginesmith.pipeline.frameworks.torch import module, saved
 
-        options = module.LoadOptions(inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle)
+        options = module.LoadOptions(
+            inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle, processing=self.processing
+        )
         progress(f"building {self.source.text}")
         if self.source.form == "saved":
             loaded = saved.read_saved(Path(self.source.target), options, out)
@@ -102,20 +107,42 @@ class LoadOnnx(_FromSource):
         progress(f"checking {path.name}")
         model_file.check(path)
         signature = model_file.signature(path)
-        if self.inputs and self.inputs != signature.inputs:
+        if self.inputs and not self.processing.prepend and self.inputs != signature.inputs:
             raise SignatureError(
                 f"--input says {', '.join(map(str, self.inputs))}, and the file has "
                 f"{', '.join(map(str, signature.inputs))}",
                 "omit --input: an ONNX file names its own inputs",
             )
-        model_file.copy(path, out / "model.onnx")
-        facts = model_file.summary(path)
+        if self.processing:
+            progress("adding what is computed before and after the model")
+            signature = self._extend(path, signature, out)
+        else:
+            model_file.copy(path, out / "model.onnx")
+        facts = model_file.summary(out / "model.onnx")
         return Effect(
             file="model.onnx",
             summary=f"{facts.nodes} nodes, opset {facts.opset}, {facts.parameters:,} parameters",
             signature=signature,
             reads=(path, *(path.parent / name for name in model_file.external_files(path))),
         )
+
+    def _extend(self, path: Path, core: Signature, out: Path) -> Signature:
+        """Write the graph with the computation around it, and compare it with PyTorch's on drawn feeds.
+
+        Raises:
+            UsageError: the computation does not fit the graph.
+            ModelError: the answers differ.
+        """
+        from enginesmith.pipeline.frameworks.onnx import edit, model_file
+        from enginesmith.pipeline.frameworks.onnx.processing import extend
+        from enginesmith.pipeline.frameworks.torch.processing import check_graph
+
+        fitted = processing.fit(self.processing, core, self.inputs)
+        model = edit.load(path)
+        extend(model, fitted)
+        edit.save(model, out)
+        check_graph(fitted, path, out / edit.FILE, _draw_feeds(fitted.signature, _EXAMPLE_SIZE))
+        return model_file.signature(out / edit.FILE)
 
 
 class Shapes(Task):
@@ -166,9 +193,16 @@ def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
         }
         return feeds, sizes
     sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
+    return _draw_feeds(model.signature, _EXAMPLE_SIZE), sizes
+
+
+def _draw_feeds(signature: Signature, size: int) -> dict[str, Array]:
+    """Draw normal floats, pixels, and zeros and ones for other integers, which every vocabulary has."""
+    sizes = dict.fromkeys(signature.symbols, size)
     rng, feeds = np.random.default_rng(0), {}
-    for spec in specs:  # normal floats; zeros and ones for integers, which every vocabulary has
+    for spec in signature.inputs:
         shape = spec.resolve(sizes)
-        drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else rng.integers(0, 2, shape)
+        whole = rng.integers(0, 256 if spec.dtype == "uint8" and len(shape) == _PICTURE_RANK else 2, shape)
+        drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
         feeds[spec.name] = drawn.astype(spec.dtype)
-    return feeds, sizes
+    return feeds

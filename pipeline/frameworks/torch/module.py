@@ -17,9 +17,12 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError, UsageError
+from enginesmith.pipeline.frameworks import processing
+from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.tensors import DTYPES, Signature, TensorSpec, check_feeds
 
 # Find out by running a model which dimensions may vary, and which output dimension follows which input.
@@ -180,22 +183,33 @@ class LoadOptions(BaseModel, frozen=True):
     inputs: tuple[TensorSpec, ...] = ()
     seed: int = 0
     allow_pickle: bool = False
+    processing: ProcessingRequest = ProcessingRequest()
+    """What is computed before and after the model; ``inputs`` are then the raw ones."""
 
 
 class NamedForward(nn.Module):
     """The user's module as a function of tensors in order: names in, a flat tuple out."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        extension: Extension | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.extension = extension
         self.training = False
         self.outputs = outputs
         self._keywords = inputs if _takes_keywords(model, inputs) else None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors in the order of the signature's inputs → tensors in the order of its outputs."""
-        flat = flatten(self.call(*tensors))[0]
-        return tuple(flat[name] for name in self.outputs) if self.outputs else tuple(flat.values())
+        given = self.extension.prepare(tensors) if self.extension else tensors
+        flat = flatten(self.call(*given))[0]
+        outputs = tuple(flat[name] for name in self.outputs) if self.outputs else tuple(flat.values())
+        return self.extension.complete(outputs) if self.extension else outputs
 
     def call(self, *tensors: Tensor) -> Any:
         """Call the user's module, and return what it returns."""
@@ -280,6 +294,19 @@ class LoadedModel:
         """Size of the example along each dynamic dimension."""
         return sizes_of(self.signature.inputs, self.example)
 
+    @property
+    def without_processing(self) -> Self:
+        """The model by itself, without what is computed before and after it."""
+        extension = self.module.extension
+        if extension is None:
+            return self
+        core, names = extension.processing.core, tuple(self.example)
+        with torch.no_grad():
+            values = extension.prepare(tuple(self.example.values()))
+        module = NamedForward(self.module.model, names, self.module.outputs)
+        example = dict(zip(names, values, strict=True))
+        return dataclasses.replace(self, module=module, signature=core, example=example, answers=())
+
 
 def load(source: Source, options: LoadOptions) -> LoadedModel:
     """Build a source's module and find out its signature by running it.
@@ -293,8 +320,40 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
         if source.form == "pt2":
             tracker.add(source.target)  # torch opens it below Python, where no audit event tells
         built = factories.build(source)
-        loaded = _infer_signature(source, options, built)
+        loaded = _infer_signature(source, _describe_core(options, built), built)
+        if options.processing:
+            loaded = extend(loaded, options)
     return dataclasses.replace(loaded, files=tuple(sorted(tracker.files)), packages=tracker.packages())
+
+
+def _describe_core(options: LoadOptions, built: factories.Built) -> LoadOptions:
+    """Return the options with the model's own inputs, where ``--input`` describes raw ones."""
+    if not (options.inputs and options.processing.prepend):
+        return options
+    own = {spec.name: spec for spec in built.inputs}
+    if not own and built.example is not None:
+        example = _example(built, options)
+        own = {spec.name: spec for spec in default_specs(example)}
+    core = processing.describe_core(options.inputs, options.processing, own)
+    return options.model_copy(update={"inputs": core})
+
+
+def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
+    """Put the computation that the options ask for before and after a loaded model.
+
+    Raises:
+        UsageError: it does not fit the model.
+    """
+    fitted = processing.fit(options.processing, loaded.signature, options.inputs)
+    example = dict(loaded.example)
+    if fitted.prepared:
+        name = fitted.prepared.core.name
+        example[name] = make_raw_example(fitted.prepared, example[name])
+    module = NamedForward(loaded.module.model, tuple(example), loaded.module.outputs, Extension(fitted))
+    with torch.inference_mode():
+        answers = module(*example.values())
+    # sizes in outputs stay as they were found: neither resizing nor a selection changes which of them may vary
+    return dataclasses.replace(loaded, module=module, signature=fitted.signature, example=example, answers=answers)
 
 
 def _infer_signature(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:

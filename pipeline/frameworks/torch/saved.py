@@ -22,10 +22,18 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_errno
+from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
-from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, same_answers
+from enginesmith.pipeline.frameworks.torch.module import (
+    LoadedModel,
+    LoadOptions,
+    NamedForward,
+    extend,
+    same_answers,
+)
+from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
 from enginesmith.pipeline.store.inputs import from_portable_path, to_portable_path
 from enginesmith.pipeline.tensors import Array, Signature
@@ -83,6 +91,13 @@ class _Record(BaseModel):
     """The factory has to draw its random weights, although others replace them: something is made of them."""
     surgery: Surgery | None = None
     """Changes that pruning made to the module that the factory builds."""
+    processing: Processing | None = None
+    """Computation before and after the module."""
+
+    @property
+    def extension(self) -> Extension | None:
+        """The module that computes the processing."""
+        return Extension(self.processing) if self.processing else None
 
 
 def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -> None:
@@ -100,6 +115,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         output_names=loaded.module.outputs,
         packages=loaded.packages,
         tied=tied,
+        processing=loaded.module.extension.processing if loaded.module.extension else None,
     )
     _write(state, out / _STATE)
     record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
@@ -149,7 +165,9 @@ def _same_bits(tensor: Tensor, other: Tensor) -> bool:
 def _answer(model: nn.Module, loaded: LoadedModel, record: _Record) -> tuple[Tensor, ...]:
     """Run a rebuilt module on the example."""
     with torch.inference_mode():
-        return NamedForward(model, tuple(loaded.example), record.output_names).forward(*loaded.example.values())
+        return NamedForward(model, tuple(loaded.example), record.output_names, record.extension).forward(
+            *loaded.example.values()
+        )
 
 
 def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
@@ -198,7 +216,7 @@ def _load_files(folder: Path, record: _Record) -> LoadedModel:
     model = _build_around(folder / _STATE, record)
     example = load_file(folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
-    module = NamedForward(model, tuple(ordered), record.output_names)
+    module = NamedForward(model, tuple(ordered), record.output_names, record.extension)
     return LoadedModel(module, record.signature, ordered)
 
 
@@ -282,7 +300,12 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         record = read_record(folder)
     except ValueError as error:
         raise SourceError(f"{folder / RECORD} is no record of a saved model", "prune the model again") from error
-    if options.inputs and options.inputs != record.signature.inputs:
+    if options.processing and record.processing:
+        raise SourceError(
+            f"the saved model {folder} has what --prepend and --append added already",
+            "omit these options, or prune the model again without them",
+        )
+    if options.inputs and not options.processing.prepend and options.inputs != record.signature.inputs:
         raise SignatureError(
             f"--input says {', '.join(map(str, options.inputs))}, and the model was saved with "
             f"{', '.join(map(str, record.signature.inputs))}",
@@ -305,6 +328,12 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
             loaded = _load_files(out, record)
         except SafetensorError as error:
             raise SourceError(f"the saved model {folder} is damaged: {error}", "prune the model again") from error
+    if options.processing:
+        loaded = extend(loaded, options)
+        assert loaded.module.extension is not None
+        changed = {"processing": loaded.module.extension.processing, "signature": loaded.signature}
+        (out / RECORD).write_text(record.model_copy(update=changed).model_dump_json(indent=1))
+        _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
     own = {path for path in tracker.files if path.is_relative_to(out.absolute())}
     files = {*tracker.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
     return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=tracker.packages())

@@ -60,17 +60,20 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         ExportError: neither exporter can do it, or a dynamic dimension would come out fixed.
     """
     from enginesmith.pipeline.frameworks.onnx import model_file
+    from enginesmith.pipeline.frameworks.onnx.processing import extend
     from enginesmith.pipeline.frameworks.torch.module import by_operators
     from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 
     with warnings.catch_warnings(), by_operators():
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
-        model, exporter, notes = _capture(loaded, out, options, progress)
+        model, exporter, notes = _capture(loaded.without_processing, out, options, progress)
         edit.tidy(model, wrapper="model")
         if options.attention == "decomposed":
             decompose_attention(model)
         else:
             spread_masks(model)
+        if loaded.module.extension:
+            extend(model, loaded.module.extension.processing)
         progress("writing")
         edit.save(model, out, options.external_data_bytes)
     count, opset = edit.node_count(model), model.opset_imports[""]
@@ -208,6 +211,13 @@ def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
     """
     import torch
     from torch.fx.experimental import _config
+
+    extension = loaded.module.extension
+    if extension and any(step.word == "nms" for step in extension.processing.appended):
+        raise ExportError(
+            "torch.export cannot capture --append nms: how many boxes are compared depends on their scores",
+            "use an engine that is made from ONNX",
+        )
 
     from enginesmith.pipeline.frameworks.torch.module import by_operators
 

@@ -1,0 +1,239 @@
+"""What --prepend and --append add: the nodes of a graph compute what PyTorch does, and what does not fit is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from enginesmith.pipeline.errors import ModelError, SignatureError, UsageError
+from enginesmith.pipeline.frameworks import processing
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx.processing import extend
+from enginesmith.pipeline.frameworks.processing import Processing, ProcessingRequest
+from enginesmith.pipeline.frameworks.torch.processing import Extension, check_graph, make_raw_example
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+
+RNG = np.random.default_rng(5)
+PICTURE = ("image:float32:batch,3,6,8",)
+
+
+def request(prepend: str = "", append: str = "") -> ProcessingRequest:
+    return ProcessingRequest(prepend=(prepend,) if prepend else (), append=(append,) if append else ())
+
+
+def write_copies(path: Path, inputs: tuple[str, ...], opset: int = 17) -> Path:
+    """Write a graph whose outputs y0, y1, ... are its inputs, times one."""
+    specs = [TensorSpec.parse(text) for text in inputs]
+    kind = TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("Mul", [spec.name, "one"], [f"y{index}"]) for index, spec in enumerate(specs)],
+        "copies",
+        [helper.make_tensor_value_info(spec.name, kind, spec.shape) for spec in specs],
+        [helper.make_tensor_value_info(f"y{index}", kind, spec.shape) for index, spec in enumerate(specs)],
+        [helper.make_tensor("one", kind, [], [1.0])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8), path)
+    return path
+
+
+def build(folder: Path, asked: ProcessingRequest, *inputs: str) -> tuple[Processing, Path, Path]:
+    """Return what fits, the graph as it was, and the extended one."""
+    path = write_copies(folder / "core.onnx", inputs)
+    fitted = processing.fit(asked, model_file.signature(path))
+    model = edit.load(path)
+    extend(model, fitted)
+    out = folder / "extended"
+    out.mkdir()
+    edit.save(model, out)
+    onnx.checker.check_model(onnx.load(out / edit.FILE), full_check=True)
+    return fitted, path, out / edit.FILE
+
+
+def compare(folder: Path, asked: ProcessingRequest, feeds: dict[str, Array], *inputs: str) -> list[Array]:
+    """Run the extended graph, which has to answer as PyTorch does to 1e-5 of the range; return its answers."""
+    fitted, core, extended = build(folder, asked, *inputs)
+    own = model_file.signature(extended)
+    assert own.outputs == fitted.signature.outputs
+    assert own.inputs == fitted.signature.inputs
+    assert own.unordered == fitted.signature.unordered
+    check_graph(fitted, core, extended, feeds)
+    extension = Extension(fitted)
+    prepared = extension.prepare([torch.from_numpy(feeds[spec.name]) for spec in fitted.signature.inputs])
+    answers = evaluator.run_graph(extended, feeds)
+    expected = [value.numpy() for value in extension.complete(prepared)]
+    assert evaluator.largest_difference(expected, answers) < 1e-5
+    return answers
+
+
+@pytest.mark.parametrize("sides", [(6, 8), (13, 5), (1, 1), (64, 48)])
+def test_raw_pixels_are_prepared_as_in_pytorch(tmp_path: Path, sides: tuple[int, int]) -> None:
+    raw = RNG.integers(0, 256, (2, *sides, 3)).astype(np.uint8)
+    (answer,) = compare(tmp_path, request("normalize=imagenet,resize,nhwc,uint8,scale"), {"image": raw}, *PICTURE)
+    assert answer.shape == (2, 3, 6, 8)
+    if sides == (6, 8):
+        mean, deviation = (np.array(each, np.float32) for each in processing.IMAGENET)
+        np.testing.assert_allclose(answer, ((raw / 255 - mean) / deviation).transpose(0, 3, 1, 2), atol=1e-5)
+
+
+def test_numbers_are_scaled_for_all_channels_or_for_each(tmp_path: Path) -> None:
+    value = RNG.standard_normal((4, 3)).astype(np.float32)
+    (answer,) = compare(tmp_path, request("scale=2,normalize=1,2,3/0.5"), {"x": value}, "x:float32:batch,3")
+    np.testing.assert_allclose(answer, (value / 2 - [1, 2, 3]) / 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "shape", "axis"), [("softmax", "4,7", 1), ("softmax", "4,5,7", 2), ("softmax", "4,5,2,7", 1)]
+)
+def test_classes_are_the_second_axis_and_of_tokens_the_last(tmp_path: Path, words: str, shape: str, axis: int) -> None:
+    value = RNG.standard_normal([int(size) for size in shape.split(",")]).astype(np.float32)
+    (answer,) = compare(tmp_path, request(append=words), {"x": value}, f"x:float32:{shape}")
+    np.testing.assert_allclose(answer.sum(axis), 1, rtol=1e-5)
+
+
+def test_selections_come_behind_activations_and_of_the_named_output(tmp_path: Path) -> None:
+    feeds = {name: RNG.standard_normal((4, 7)).astype(np.float32) for name in ("a", "b")}
+    inputs = ("a:float32:batch,7", "b:float32:batch,7")
+    first, best, places = compare(tmp_path, request(append="topk:y1=3,sigmoid:y1"), feeds, *inputs)
+    assert np.array_equal(first, feeds["a"])
+    assert np.array_equal(places, np.argsort(-feeds["b"], axis=1)[:, :3])
+    assert ((best > 0) & (best < 1)).all()
+
+
+def test_argmax_gives_one_class_for_each_place(tmp_path: Path) -> None:
+    value = RNG.standard_normal((2, 5, 3, 4)).astype(np.float32)
+    (answer,) = compare(tmp_path, request(append="argmax"), {"x": value}, "x:float32:batch,5,3,4")
+    assert np.array_equal(answer, value.argmax(1))
+
+
+# NonMaxSuppression
+
+
+def draw_boxes(count: int, classes: int) -> tuple[Array, Array]:
+    """Draw centres, extents and scores of two images: many boxes overlap."""
+    centres = RNG.uniform(0, 30, (2, count, 2))
+    extents = RNG.uniform(4, 12, (2, count, 2))
+    scores = RNG.uniform(0, 1, (2, classes, count))
+    return np.concatenate([centres, extents], 2).astype(np.float32), scores.astype(np.float32)
+
+
+@pytest.mark.parametrize("options", ["nms", "nms=iou:0.3,score:0.01,max:7", "sigmoid,nms=max:2000,score:0.6,iou:0.9"])
+@pytest.mark.parametrize("boxes", ["60", "cells"])
+def test_one_output_with_centres_is_suppressed_as_in_onnx(tmp_path: Path, options: str, boxes: str) -> None:
+    found, scores = draw_boxes(60, 3)
+    value = np.concatenate([found.transpose(0, 2, 1), scores], 1)
+    (table,) = compare(tmp_path, request(append=options), {"x": value}, f"x:float32:batch,7,{boxes}")
+    rows = table[0][table[0][:, 4] > 0]
+    assert len(rows) > 5
+    assert (np.diff(rows[:, 4]) <= 0).all()
+    assert (table[0][len(rows) :] == 0).all()
+
+
+def test_boxes_by_corners_in_any_order_have_scores_of_their_own(tmp_path: Path) -> None:
+    found, scores = draw_boxes(50, 2)
+    corners = np.concatenate([found[..., :2] + found[..., 2:], found[..., :2]], 2)  # the larger ones first
+    inputs = ("scores:float32:batch,2,50", "boxes:float32:batch,50,4")
+    feeds = {"scores": scores, "boxes": corners}
+    (table,) = compare(tmp_path, request(append="nms=iou:0.4,max:30"), feeds, *inputs)
+    assert table.shape == (2, 30, 6)
+
+
+def test_more_boxes_than_are_compared_at_once_are_suppressed_in_order() -> None:
+    from enginesmith.pipeline.frameworks.torch import processing as computed
+
+    found, scores = (torch.from_numpy(each) for each in draw_boxes(1500, 1))
+    order = scores[0, 0].argsort(descending=True)
+    corners = torch.cat([found[0, :, :2], found[0, :, :2] + found[0, :, 2:]], 1)[order]
+    kept = computed._find_best(corners, torch.zeros(1500, dtype=torch.int64), 0.5)
+    expected: list[int] = []
+    overlaps = computed._overlap(corners, torch.zeros(1500), torch.arange(1500), torch.arange(1500), 0.5)
+    for index in range(1500):
+        if not overlaps[expected, index].any():
+            expected.append(index)
+    assert kept.tolist() == expected
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("prepend", "append", "inputs", "message"),
+    [
+        ("blur", "", PICTURE, "does not know 'blur'"),
+        ("scale,scale=2", "", PICTURE, "scale is given twice"),
+        ("resize=0", "", PICTURE, "cannot read --prepend resize=0"),
+        ("resize=7x7", "", PICTURE, "does not fit"),
+        ("normalize=0.5", "", PICTURE, "means/standard deviations"),
+        ("normalize=1,2/1", "", PICTURE, "2 numbers, and the input has 3 channels"),
+        ("normalize=0/0", "", PICTURE, "not above 0"),
+        ("scale=big", "", PICTURE, "is no number"),
+        ("uint8=3", "", PICTURE, "takes no value"),
+        ("resize", "", ("x:float32:batch,3",), "needs one input of floats with 4 axes"),
+        ("scale", "", ("a:float32:batch,3", "b:float32:batch,3"), "the model has 2 among"),
+        ("", "softmax,sigmoid", PICTURE, "do not go together"),
+        ("", "topk,nms", PICTURE, "do not go together"),
+        ("", "softmax=1", PICTURE, "takes no value"),
+        ("", "softmax", ("x:float32:batch",), "needs floats of shape"),
+        ("", "softmax", ("a:float32:batch,3", "b:float32:batch,3"), "the model has 2 outputs"),
+        ("", "softmax:z", ("a:float32:batch,3",), "no output 'z'"),
+        ("", "topk=9", ("a:float32:batch,3",), "has 3 classes"),
+        ("", "topk=x", ("a:float32:batch,3",), "cannot read"),
+        ("", "nms", ("a:float32:batch,3",), "needs outputs boxes"),
+        ("", "nms", ("a:float32:batch,9,4", "b:float32:batch,2,8"), "needs outputs boxes"),
+        ("", "nms=size:3", ("a:float32:batch,9,4",), "cannot read 'size:3'"),
+        ("", "nms=iou:2", ("a:float32:batch,9,4",), "out of range"),
+        ("", "nms=boxes:round", ("a:float32:batch,9,4",), "out of range"),
+    ],
+)
+def test_what_does_not_fit_is_refused(prepend: str, append: str, inputs: tuple[str, ...], message: str) -> None:
+    specs = tuple(TensorSpec.parse(text) for text in inputs)
+    asked = request(prepend, append)
+
+    def fit() -> Any:
+        asked.check()
+        return processing.fit(asked, Signature(inputs=specs, outputs=specs))
+
+    with pytest.raises(UsageError, match=message):
+        fit()
+
+
+def test_old_graphs_are_refused(tmp_path: Path) -> None:
+    path = write_copies(tmp_path / "old.onnx", ("x:float32:batch,3",), opset=11)
+    fitted = processing.fit(request(append="softmax"), model_file.signature(path))
+    with pytest.raises(UsageError, match="opset 13 or newer"):
+        extend(edit.load(path), fitted)
+
+
+def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    fitted, core, extended = build(tmp_path, request("scale=2"), "x:float32:batch,3")
+    assert fitted.prepared is not None
+    other = fitted.model_copy(update={"prepared": fitted.prepared.model_copy(update={"factors": (0.4,)})})
+    with pytest.raises(ModelError, match="differs from PyTorch"):
+        check_graph(other, core, extended, {"x": np.ones((2, 3), np.float32)})
+
+
+def test_raw_inputs_are_as_input_says() -> None:
+    asked = request("uint8,nhwc,resize=6x8")
+    raw = (TensorSpec.parse("image:uint8:batch,480,640,3"),)
+    core = processing.describe_core(raw, asked, {})
+    assert core == (TensorSpec.parse("image:float32:batch,3,6,8"),)
+    fitted = processing.fit(asked, Signature(inputs=core, outputs=core), raw)
+    assert fitted.signature.inputs == raw
+    with pytest.raises(SignatureError, match="uint8"):
+        processing.describe_core(core, asked, {})
+    other = (TensorSpec.parse("image:uint8:batch,480,640,4"),)
+    with pytest.raises(SignatureError, match="--input says"):
+        processing.fit(asked, Signature(inputs=core, outputs=core), other)
+
+
+def test_a_raw_example_gives_the_models_example_back() -> None:
+    core = (TensorSpec.parse(PICTURE[0]),)
+    fitted = processing.fit(request("nhwc,scale,normalize"), Signature(inputs=core, outputs=core))
+    assert fitted.prepared is not None
+    example = torch.from_numpy(RNG.standard_normal((2, 3, 6, 8)).astype(np.float32))
+    raw = make_raw_example(fitted.prepared, example)
+    assert raw.shape == (2, 6, 8, 3)
+    torch.testing.assert_close(Extension(fitted).prepare((raw,))[0], example, rtol=1e-4, atol=1e-4)
