@@ -225,8 +225,8 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def _zoo_data(self) -> str | None:
-        """The data that comes with the zoo's model."""
-        entry = MODELS.get(self.model.partition("(")[0])
+        """The data that comes with the zoo's model, which is no raw input."""
+        entry = None if self.prepend else MODELS.get(self.model.partition("(")[0])
         return entry.data if entry else None
 
     def options_for(self, part: PartName) -> DataOptions:

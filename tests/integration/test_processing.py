@@ -49,12 +49,13 @@ def raw_digits(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("int8", marks=pytest.mark.thorough)])
+def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, cli: Cli, precision: str) -> None:
     run, raw = raw_digits / "run", raw_digits / "raw.npz"
     done = cli(
         *("optimize", "digits", "--prepend", "uint8,nhwc,scale", "--prepend", "normalize=0/1", "--append", "softmax"),
-        *("--data", raw, "--metric", "top1", "--precision", "fp32", "--precision", "int8", "--engine", "onnxruntime"),
-        *("--engine", "aotinductor", "--measure-time", "200ms", "--out", run, "--quiet"),
+        *("--data", raw, "--metric", "top1", "--precision", precision, "--engine", "onnxruntime"),
+        *("--measure-time", "200ms", "--out", run, "--quiet"),
     )
     assert done.code == 0, done.text
     document = json.loads((run / "run.json").read_text())
@@ -63,14 +64,17 @@ def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, c
     assert {variant["status"] for variant in document["variants"]} == {"measured"}
     accuracies = [variant["quality"]["value"] for variant in document["variants"]]
     assert min(accuracies) > 0.9
-    int8 = next(variant for variant in document["variants"] if variant["precision"] == "int8")
-    assert int8["coverage"]["macs"]["int8"] > 0.9
+    made = next(variant for variant in document["variants"] if variant["engine"] == "onnxruntime")
+    assert made["coverage"]["macs"][precision] > 0.9
     bundle = raw_digits / "bundle"
-    assert cli("package", run, "-f", "bundle", "--variant", int8["id"], "-o", bundle).code == 0
+    assert cli("package", run, "-f", "bundle", "--variant", made["id"], "-o", bundle).code == 0
     assert cli("verify", bundle).code == 0
     image = np.load(raw)["image"][:4]
-    for model in (runpy.run_path(str(bundle / "infer.py"))["Model"](bundle), enginesmith.load(bundle)):
-        (answer,) = model({"image": image}).values()
+    answers = (
+        runpy.run_path(str(bundle / "infer.py"))["Model"](bundle)({"image": image})["logits"],
+        enginesmith.load(bundle)(image),
+    )
+    for answer in answers:
         np.testing.assert_allclose(answer.sum(1), 1, rtol=1e-4)
         assert np.array_equal(answer.argmax(1), np.load(raw)["labels"][:4])
 
@@ -83,8 +87,7 @@ def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkey
     done = cli(
         *("optimize", "detector.py:build", "--prepend", "uint8,nhwc,resize,scale", "--append", "nms=score:0.4,max:20"),
         *("--input", "image:uint8:batch,48,40,3", "--data", "pages.npz", "--engine", "onnxruntime"),
-        *("--precision", "fp32", "--precision", "int8", "--batch", "2", "--measure-time", "200ms", "--out", "run"),
-        "--quiet",
+        *("--precision", "fp32", "--batch", "2", "--measure-time", "200ms", "--out", "run", "--quiet"),
     )
     assert done.code == 0, done.text
     document = json.loads(Path("run/run.json").read_text())
@@ -95,8 +98,7 @@ def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkey
     assert fp32["status"] == "measured"
     assert min(entry["sqnr_db"] for entry in fp32["fidelity"]) > 60
     assert cli("package", "run", "-f", "bundle", "--variant", fp32["id"], "-o", "bundle").code == 0
-    model = enginesmith.load(Path("bundle"))
-    table = model({"image": image[:2]})["detections"]
+    table = enginesmith.load(Path("bundle"))(image[:2])
     assert table.shape == (2, 20, 6)
     assert (table[:, 0, 4] > 0.4).all()
 
@@ -115,6 +117,28 @@ def test_onnx_files_are_extended_too(tmp_path: Path, cli: Cli) -> None:
     assert cli("verify", file, "--against", "digits", *words, *shapes).code == 0
     other = cli("verify", file, "--against", core, "--prepend", "resize=8,uint8,scale", "--append", "topk=3", *shapes)
     assert other.code == 1
+
+
+@pytest.mark.thorough
+def test_engines_that_take_the_module_have_it_too(raw_digits: Path, cli: Cli) -> None:
+    run = raw_digits / "run"
+    done = cli(
+        *(
+            "optimize",
+            "digits",
+            "--prepend",
+            "uint8,nhwc,scale",
+            "--append",
+            "topk=3",
+            "--data",
+            raw_digits / "raw.npz",
+        ),
+        *("--engine", "aotinductor", "--engine", "compiled", "--engine", "eager", "--precision", "fp32"),
+        *("--precision", "bf16", "--measure-time", "200ms", "--out", run, "--quiet"),
+    )
+    assert done.code == 0, done.text
+    document = json.loads((run / "run.json").read_text())
+    assert {variant["status"] for variant in document["variants"]} == {"measured"}
 
 
 @pytest.mark.parametrize(
