@@ -132,9 +132,8 @@ def _suppress(step: Appended, boxes: Tensor, scores: Tensor) -> Tensor:
         order = scores[image, classes, places].argsort(descending=True, stable=True)
         classes, places = classes[order], places[order]
         chosen = _find_best(_sort_corners(step, corners[image, places]), classes, step.suppression.iou)
-        classes, places = classes[chosen], places[chosen]
-        within = _count_before(classes) < step.suppression.max
-        kept[image, classes[within], places[within]] = scores[image, classes[within], places[within]]
+        classes, places = classes[chosen], places[chosen]  # those beyond a class's `max` are not among the best `max`
+        kept[image, classes, places] = scores[image, classes, places]
     flat = kept.flatten(1)
     best, index = flat.sort(dim=1, descending=True, stable=True)
     rows = min(step.suppression.max, flat.shape[1])
@@ -180,13 +179,3 @@ def _overlap(corners: Tensor, classes: Tensor, first: Tensor, second: Tensor, io
     union = areas[0] + areas[1] - both
     sound = (areas[0] > 0) & (areas[1] > 0) & (union > 0) & (both > 0)
     return sound & (both / union > iou) & (classes[first][:, None] == classes[second][None])
-
-
-def _count_before(classes: Tensor) -> Tensor:
-    """Count for each box those of its class before it."""
-    order = classes.argsort(stable=True)
-    ordered = classes[order]
-    starts = torch.searchsorted(ordered, ordered)
-    counts = torch.empty_like(order)
-    counts[order] = torch.arange(len(order), device=classes.device) - starts
-    return counts
