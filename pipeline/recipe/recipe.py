@@ -43,12 +43,12 @@ class ModelOptions(Part):
     inputs: Annotated[tuple[str, ...], Option(_INPUTS, "--input", everyday=True, metavar="NAME:DTYPE:DIMS")] = Field(
         (), description="an input, such as x:float32:batch,3,224,224"
     )
-    prepend: Annotated[tuple[str, ...], Option(_INPUTS, everyday=True, metavar="WORD[=VALUE]")] = Field(
+    prepend: Annotated[tuple[str, ...], Option(_INPUTS, metavar="WORD[=VALUE]")] = Field(
         (),
         description="computation before the model, as part of it: uint8, nhwc, resize[=HEIGHTxWIDTH], scale[=255], "
         "normalize[=imagenet|MEANS/STDS]; data and callers then give the raw input",
     )
-    append: Annotated[tuple[str, ...], Option(_INPUTS, everyday=True, metavar="WORD[=VALUE]")] = Field(
+    append: Annotated[tuple[str, ...], Option(_INPUTS, metavar="WORD[=VALUE]")] = Field(
         (),
         description="computation behind the model, as part of it: softmax, sigmoid, argmax, topk[=5] or "
         "nms[=iou:0.5,score:0.25,max:100]; softmax:OUTPUT where there are several outputs",
