@@ -7,7 +7,7 @@ against what went in; if it is not provably as good, the graph is passed on as i
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -261,6 +261,7 @@ def rewrite(model: "ir.Model") -> int:
     from onnxscript import optimizer, rewriter
 
     declared = [(value.name, value.shape) for value in model.graph.outputs]
+    given = [value if value.producer() is None else None for value in model.graph.outputs]
     edit.flatten(model)
     common.ShapeInferencePass(strict_mode=False)(model)
     left = edit.node_count(model)
@@ -285,10 +286,23 @@ def rewrite(model: "ir.Model") -> int:
         common.RemoveUnusedOpsetsPass(),
         common.OutputFixPass(),
     )(model)
+    _restore_given_outputs(model, given)
     for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
         value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
     common.NameFixPass()(model)
     return pooled
+
+
+def _restore_given_outputs(model: "ir.Model", given: "Sequence[ir.Value | None]") -> None:
+    """Make outputs again of inputs and weights that are outputs as they are; the library puts Identity nodes there.
+
+    An output needs another name than its input then, which would change the signature.
+    """
+    for place, (value, output) in enumerate(zip(given, list(model.graph.outputs), strict=True)):
+        node = output.producer()
+        if value is not None and node is not None and node.op_type == "Identity" and node.inputs[0] is value:
+            model.graph.outputs[place] = value
+            model.graph.remove(node, safe=True)
 
 
 def _should_fold(node: "ir.Node") -> bool | None:

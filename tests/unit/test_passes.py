@@ -89,6 +89,14 @@ def test_shape_arithmetic_disappears_and_dimensions_stay_dynamic(tmp_path: Path)
     assert evaluator.run_graph(tmp_path / "out" / edit.FILE, feeds)[0].shape == (5, 7, 3, 4)
 
 
+def test_an_input_that_is_an_output_as_it_is_keeps_its_name(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["same"]), helper.make_node("Relu", ["same"], ["y"])]
+    outputs = [tensor("y", ["batch", 3]), tensor("x", ["batch", 3])]
+    model, notes = simplified(saved(tmp_path, nodes, [tensor("x", ["batch", 3])], outputs))
+    assert operators(model) == ["Relu"]
+    assert not notes
+
+
 @pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
 def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
     weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), **NUMBERS}

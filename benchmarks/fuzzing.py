@@ -1,0 +1,472 @@
+"""Run random graphs through every pass, and see that each keeps what it promises, or refuses in words.
+
+    python benchmarks/fuzzing.py --from 0 --to 10000        # goes on where it ended; --again starts anew
+    python benchmarks/fuzzing.py --seed 17 --stop           # one graph, with the traceback of what is raised
+
+Graphs are made by nets/random_graphs.py, computed by ONNX Runtime without optimisation, and run through the passes as
+the tasks of a plan run them, in a process that is started again where it crashes or hangs. Passes that keep the answer
+in float32 are judged by the thresholds and the sensitivity by which `prosecute` judges engines, float16 and bfloat16
+likewise; fewer bits by a noise above the signal; and lossy ones by shapes, dtypes and finite numbers alone where a
+graph chooses by value. What ONNX Runtime with optimisation and OpenVINO make of the graphs is noted, and is no finding.
+Numbers go to benchmarks/results/fuzzing.json and fuzzing.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from enginesmith.calibration.dataset import Dataset
+from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
+from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.measure.fidelity import Thresholds
+from enginesmith.pipeline.measure.prosecution.judging import make_judge, measure_scales, measure_sensitivity
+from enginesmith.pipeline.passes.base import Pass
+from enginesmith.pipeline.passes.export.attention import DecomposeAttention
+from enginesmith.pipeline.passes.float16.emulation import emulate
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.rescale.equalize import CrossLayerEqualization
+from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
+from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.passes.simplify import Simplify
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
+from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder, Feeding
+from enginesmith.pipeline.tensors import Array, Feeds
+
+sys.path.append(str(Path(__file__).parent / "nets"))
+import random_graphs
+
+RESULTS = Path(__file__).parent / "results" / "fuzzing.json"
+LOG = Path(tempfile.gettempdir()) / "enginesmith-fuzzing.jsonl"
+BATCHES = (1, 3)
+_CALIBRATION_ROWS = 8
+_HANG_SECONDS = 60.0
+_ENGINES_EVERY = 10
+"""Every so many seeds, the engines run the graphs, too."""
+FINDINGS = ("wrong", "traceback", "hang", "crash")
+_COARSE = ("int8", "fp8", "int4")
+_BROKEN = Thresholds(min_sqnr_db=0, max_error_of_range=0.5, min_agreement=0)
+"""How coarse few bits are is found out by the search, and no pass promises it; noise above the signal is a fault."""
+_CHOOSING = frozenset(
+    {
+        *("ArgMax", "ArgMin", "TopK", "Greater", "Less", "GreaterOrEqual", "Floor", "QuantizeLinear", "If", "Cast"),
+        *("ThresholdedRelu", "Where"),
+    }
+)
+"""Operators whose result jumps where a number moves a little."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A pass with its parameters, and what it promises of the answer."""
+
+    step: Pass
+    precision: str
+    """Row of the thresholds; empty where the answer may change at will."""
+
+
+def _precision(precision: str, threshold: str, **fields: Any) -> Trial:
+    return Trial(Precision.model_validate({"precision": precision, **fields}), threshold)
+
+
+TRIALS: Mapping[str, Trial] = {
+    "simplify": Trial(Simplify(), "fp32"),
+    "decompose-attention": Trial(DecomposeAttention(), "fp32"),
+    "sparsify 2:4": Trial(Sparsify(), ""),
+    "sparsify unstructured": Trial(Sparsify(pattern="unstructured", ratio=0.6), ""),
+    "equalise": Trial(CrossLayerEqualization(), "fp32"),
+    "smooth": Trial(Smooth(), "fp32"),
+    "smooth, multiplications": Trial(Smooth(insert=True), "fp32"),
+    "awq": Trial(Smooth(mode="awq", insert=True), "fp32"),
+    "fp16": _precision("fp16", "fp16"),
+    "fp16, inputs and outputs too": _precision("fp16", "fp16", keep_io_types=False),
+    "bf16": _precision("bf16", "bf16"),
+    "fp8": _precision("fp8", "fp8"),
+    "int8, tensorrt_rtx": _precision("int8", "int8", placement="inputs"),
+    "int8, onnxruntime": _precision("int8", "int8", placement="inputs+outputs"),
+    "int8, onnxruntime, 7 bits": _precision(
+        "int8", "int8", placement="inputs+outputs", weight_bits=7, bias_correction=True
+    ),
+    "int8, openvino": _precision("int8", "int8", placement="inputs+read outputs", bias_correction=True),
+    "int8+fp16": _precision("int8+fp16", "int8"),
+    "int8-dynamic": _precision("int8-dynamic", "int8", placement="inputs+outputs"),
+    "int4-weights": _precision("int4-weights", "int4"),
+    "int4-weights, float32": _precision("int4-weights", "int4", placement="inputs+outputs"),
+}
+CHEAP = ("simplify", "sparsify 2:4", "equalise", "smooth, multiplications", "fp16", "int8, onnxruntime", "int8-dynamic")
+"""Those of the quick test."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a pass over a graph."""
+
+    seed: int
+    trial: str
+    kind: str
+    """``right``, ``unchanged``, ``refused``, one of the findings, or of an engine ``engine: …``."""
+    text: str = ""
+
+
+class RandomFeeder(Feeder):
+    """Feed random numbers to a random graph."""
+
+    data: str | None = None
+    samples: int = _CALIBRATION_ROWS
+    seed: int = 0
+
+    def open(self, model: Artifact, reference: Artifact) -> tuple[Feeding, tuple[Path, ...]]:
+        assert model.signature is not None
+        proto = onnx.load(model.path)
+        fixed = not model.signature.symbols
+        calls = [random_graphs.make_feeds(proto, _CALIBRATION_ROWS, 100 + index) for index in range(4 if fixed else 1)]
+        rows = {name: np.concatenate([call[name] for call in calls]) for name in calls[0]}
+        data = Dataset("random", rows)
+        return Feeding(data, data.provenance(self.seed, len(calls[0][next(iter(rows))]) if fixed else 1)), ()
+
+
+def describe(path: Path) -> Artifact:
+    """Make an artifact of a graph's file."""
+    signature = model_file.signature(path)
+    return Artifact(kind="onnx", path=path, sha256=file_digest(path), bytes=path.stat().st_size, signature=signature)
+
+
+class Answerer:
+    """A graph in ONNX Runtime without optimisation; half types are emulated."""
+
+    def __init__(self, path: Path, *, emulated: bool = False, optimized: bool = False) -> None:
+        library, self._failures = evaluator.import_library()
+        options = evaluator.session_options(library, 1)
+        options.log_severity_level = 4
+        if optimized:
+            options.graph_optimization_level = library.GraphOptimizationLevel.ORT_ENABLE_ALL
+        if emulated:
+            model = edit.load(path)
+            if emulate(model):
+                path = path.parent / "emulated" / edit.FILE
+                path.parent.mkdir(exist_ok=True)
+                edit.save(model, path.parent)
+        self._session = library.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._names = [value.name for value in self._session.get_outputs()]
+        self._inputs = {value.name: value.type for value in self._session.get_inputs()}
+
+    def __call__(self, feeds: Feeds) -> dict[str, Array]:
+        """Compute the outputs, by name; floats are cast to what the graph takes."""
+        given = {name: value for name, value in feeds.items() if name in self._inputs}
+        halves = {name for name, kind in self._inputs.items() if kind == "tensor(float16)"}
+        given = {name: value.astype(np.float16) if name in halves else value for name, value in given.items()}
+        return dict(zip(self._names, self._session.run(None, given), strict=True))
+
+
+@dataclass
+class Subject:
+    """A random graph with its answers."""
+
+    seed: int
+    artifact: Artifact
+    folder: Path
+    answer: Answerer
+    feeds: list[dict[str, Array]]
+    wanted: list[dict[str, Array]]
+    chooses: bool
+    """It chooses by value, so that its answer may jump."""
+    ranges: Artifact | None
+    refusal: str
+
+    def find_fault(self, path: Path, trial: Trial) -> str:
+        """Say what is wrong with a graph that a pass made, or nothing."""
+        given = Answerer(path, emulated=trial.precision not in ("", "fp32"))
+        assert self.artifact.signature is not None
+        sides = self.artifact.signature, model_file.signature(path)
+        if trial.step.model_dump().get("keep_io_types", True) and sides[0] != sides[1]:
+            return f"the signature became {sides[1]}"
+        precision = trial.precision or "int4"
+        judge = make_judge(self.artifact.signature, precision, measure_scales(self.wanted))
+        if precision in _COARSE:
+            judge = replace(judge, thresholds=_BROKEN)
+        for feeds, wanted in zip(self.feeds, self.wanted, strict=True):
+            actual = given(feeds)
+            if not trial.precision or (self.chooses and trial.precision != "fp32"):
+                if text := _compare_forms(wanted, actual, finite=bool(trial.precision)):
+                    return text
+                continue
+            step = {"fp32": "fp16" if self.chooses else "fp32", "fp16": "fp16"}.get(precision, "bf16")
+            text = judge.find_fault(wanted, actual, lambda: measure_sensitivity(self.answer, feeds, step))  # noqa: B023
+            if text:
+                return text
+        return ""
+
+
+def _compare_forms(wanted: Feeds, actual: Feeds, *, finite: bool) -> str:
+    for name, array in wanted.items():
+        given = actual[name]
+        if array.shape != given.shape or (array.dtype.kind == "f") != (given.dtype.kind == "f"):
+            return f"output {name!r} is {given.dtype}{list(given.shape)}, expected {array.dtype}{list(array.shape)}"
+        if finite and array.dtype.kind == "f" and not np.isfinite(given[np.isfinite(array)]).all():
+            return f"output {name!r} has NaN or infinite numbers where there should be none"
+    return ""
+
+
+def prepare(seed: int, folder: Path) -> Subject:
+    """Make the graph of a seed, compute its answers, and calibrate it; every second one is simplified before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = random_graphs.make_graph(seed)
+    path = folder / "given.onnx"
+    onnx.save(model, path)
+    model_file.check(path)
+    artifact = describe(path)
+    answer = Answerer(path)
+    batches = BATCHES if artifact.signature is not None and artifact.signature.symbols else (1,)
+    feeds = [random_graphs.make_feeds(model, batch, seed) for batch in batches]
+    wanted = [answer(each) for each in feeds]
+    if seed % 2:
+        out = folder / "simplified"
+        out.mkdir(exist_ok=True)
+        effect = run_pass(Simplify(), artifact, out, _ignore, {})
+        artifact = describe(out / effect.file)
+    chooses = any(node.op_type in _CHOOSING for node in model_file.nodes(model))
+    ranges, refusal = _calibrate(artifact, folder / "ranges")
+    return Subject(seed, artifact, folder, answer, feeds, wanted, chooses, ranges, refusal)
+
+
+def _calibrate(artifact: Artifact, out: Path) -> tuple[Artifact | None, str]:
+    out.mkdir(exist_ok=True)
+    try:
+        effect = Calibrate(feeder=RandomFeeder()).run({"model": artifact, "reference": artifact}, out, _ignore)
+    except EnginesmithError as error:
+        return None, f"calibrate: {error.message}"
+    file = out / effect.file
+    return Artifact(kind="record", path=file, sha256=file_digest(file), bytes=file.stat().st_size), ""
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def apply(subject: Subject, name: str, out: Path) -> Outcome:
+    """Run one pass over a graph, and judge what it made; what is raised beside refusals is left to the caller."""
+    trial = TRIALS[name]
+    out.mkdir(parents=True, exist_ok=True)
+    records = {} if subject.ranges is None else {"ranges": subject.ranges}
+    try:
+        effect = run_pass(trial.step, subject.artifact, out, _ignore, records)
+    except EnginesmithError as error:
+        return Outcome(subject.seed, name, "refused", error.message)
+    if text := subject.find_fault(out / effect.file, trial):
+        return Outcome(subject.seed, name, "wrong", text)
+    note = _find_reason(effect)
+    return Outcome(subject.seed, name, "unchanged" if note else "right", note)
+
+
+def _find_reason(effect: Effect) -> str:
+    """Find the reason why a pass passed the graph on as it was."""
+    return next((note for note in effect.notes if note.startswith("passed on unchanged")), "")
+
+
+def fuzz(seed: int, names: list[str], folder: Path, begin: Callable[[str], None], *, stop: bool) -> Iterator[Outcome]:
+    """Run passes over the graph of a seed; ``begin`` is told what comes next."""
+    try:
+        begin("prepare")
+        subject = prepare(seed, folder)
+    except Exception as error:
+        if stop:
+            raise
+        kind = "wrong" if isinstance(error, EnginesmithError) else "traceback"
+        yield Outcome(seed, "prepare", kind, _shorten(error))
+        return
+    for index, name in enumerate(names):
+        out = folder / str(index)
+        try:
+            begin(name)
+            yield apply(subject, name, out)
+        except Exception as error:
+            if stop:
+                raise
+            yield Outcome(seed, name, "traceback", _shorten(error))
+        if seed % _ENGINES_EVERY == 0 and (out / edit.FILE).is_file():
+            for engine, run in _ENGINES.items():
+                begin(f"engine: {engine}")
+                yield Outcome(seed, f"engine: {engine}", f"engine: {_try_engine(run, out / edit.FILE, subject)}", name)
+
+
+def _try_engine(run: Callable[[Path, Feeds], None], path: Path, subject: Subject) -> str:
+    try:
+        run(path, subject.feeds[-1])
+    except Exception as error:  # noqa: BLE001 - engines raise what they like
+        return f"{type(error).__name__}"
+    return "ran"
+
+
+def _run_onnxruntime(path: Path, feeds: Feeds) -> None:
+    Answerer(path, optimized=True)(feeds)
+
+
+def _run_openvino(path: Path, feeds: Feeds) -> None:
+    import openvino
+
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_NUM_THREADS": 1})
+    read = {name for port in compiled.inputs for name in port.names}
+    compiled({name: value for name, value in feeds.items() if name in read})
+
+
+_ENGINES: Mapping[str, Callable[[Path, Feeds], None]] = {"onnxruntime": _run_onnxruntime, "openvino": _run_openvino}
+
+
+def _shorten(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "benchmarks" not in frame.filename]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name})" if frames else ""
+    own = [frame for frame in frames if "/pipeline/" in frame.filename]
+    where = f" under {Path(own[-1].filename).name} {own[-1].name}" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}{where}"
+
+
+# Processes.
+
+
+def _work(first: int, last: int, names: list[str], log: Path) -> None:
+    """Fuzz seeds in this process; each line of the log is an outcome, or what begins."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    done = {entry["seed"] for entry in _read(log) if entry.get("done")}
+    with log.open("a", buffering=1) as stream:
+        for seed in (one for one in range(first, last) if one not in done):
+            with tempfile.TemporaryDirectory() as folder:
+
+                def begin(what: str, seed: int = seed) -> None:
+                    stream.write(json.dumps({"seed": seed, "begin": what}) + "\n")
+
+                for outcome in fuzz(seed, names, Path(folder), begin, stop=False):
+                    stream.write(json.dumps(outcome.__dict__) + "\n")
+            stream.write(json.dumps({"seed": seed, "done": True}) + "\n")
+
+
+def _supervise(first: int, last: int, log: Path) -> None:
+    """Have seeds fuzzed by a process, and start another one behind the seed where it crashed or hung."""
+    seed = first
+    while seed < last:
+        command = [sys.executable, __file__, "--from", str(seed), "--to", str(last), "--log", str(log), "--worker"]
+        process = subprocess.Popen(command)
+        kind = "crash"
+        while process.poll() is None:
+            time.sleep(1)
+            if log.exists() and time.time() - log.stat().st_mtime > _HANG_SECONDS:
+                process.kill()
+                kind = "hang"
+        if process.returncode == 0:
+            return
+        entry = _read(log)[-1]
+        seed = int(entry["seed"]) + 1
+        if not entry.get("done"):
+            what = entry.get("begin", entry.get("trial", ""))
+            kind = f"engine: {kind}" if what.startswith("engine") else kind
+            with log.open("a") as stream:
+                lost = Outcome(seed - 1, what, kind, f"the process ended with {process.returncode}")
+                stream.write(json.dumps(lost.__dict__) + "\n" + json.dumps({"seed": seed - 1, "done": True}) + "\n")
+
+
+def _read(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def _report(log: Path) -> None:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    findings, reasons, seeds = [], Counter[str](), set()
+    for entry in _read(log):
+        if entry.get("done"):
+            seeds.add(entry["seed"])
+        if "kind" not in entry:
+            continue
+        counts[entry["trial"]][entry["kind"]] += 1
+        if entry["kind"] in FINDINGS:
+            findings.append(entry)
+        if entry["kind"] in ("refused", "unchanged"):
+            reasons[f"{entry['trial']}: {entry['text'][:100]}"] += 1
+    document = {
+        "seeds": len(seeds),
+        "first": min(seeds, default=0),
+        "last": max(seeds, default=0),
+        "passes": {name: dict(one) for name, one in counts.items()},
+        "findings": findings,
+        "refusals": dict(reasons.most_common(100)),
+    }
+    previous = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    document["mended"] = previous.get("mended", [])
+    RESULTS.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    RESULTS.with_suffix(".md").write_text("\n".join(_write_lines(document)) + "\n")
+
+
+def _write_lines(document: dict[str, Any]) -> Iterator[str]:
+    yield f"# {document['seeds']} random graphs through every pass"
+    yield ""
+    yield f"Seeds {document['first']} to {document['last']}; `python benchmarks/fuzzing.py` made this."
+    yield ""
+    kinds = ("right", "unchanged", "refused", *FINDINGS)
+    yield f"| pass | {' | '.join(kinds)} |"
+    yield "| --- " * (len(kinds) + 1) + "|"
+    for name, one in document["passes"].items():
+        if not name.startswith("engine"):
+            yield f"| {name} | {' | '.join(str(one.get(kind, 0)) for kind in kinds)} |"
+    yield ""
+    yield "What engines made of the graphs is no finding:"
+    yield ""
+    for name, one in document["passes"].items():
+        if name.startswith("engine"):
+            told = ", ".join(f"{kind.removeprefix('engine: ')} {count}" for kind, count in one.items())
+            yield f"- {name.removeprefix('engine: ')}: {told}"
+    yield ""
+    yield "## Open findings"
+    yield ""
+    for entry in document["findings"]:
+        yield f"- seed {entry['seed']}, {entry['trial']}: {entry['kind']}: {entry['text']}"
+    if not document["findings"]:
+        yield "None."
+    yield ""
+    yield "## Found and mended"
+    yield ""
+    for entry in document["mended"]:
+        yield f"- seed {entry['seed']}, {entry['pass']}: {entry['text']}"
+
+
+def main() -> None:
+    """Fuzz the seeds that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="first", type=int, default=0)
+    parser.add_argument("--to", dest="last", type=int, default=10_000)
+    parser.add_argument("--passes", nargs="*", default=list(TRIALS), choices=list(TRIALS))
+    parser.add_argument("--seed", type=int, help="one graph, in this process")
+    parser.add_argument("--stop", action="store_true", help="with --seed: let what is raised through")
+    parser.add_argument("--log", type=Path, default=LOG, help="outcomes, which a later call goes on with")
+    parser.add_argument("--again", action="store_true", help="forget the outcomes of earlier calls")
+    parser.add_argument("--report", action="store_true", help="write the report of the outcomes so far, and end")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            for outcome in fuzz(arguments.seed, arguments.passes, Path(folder), _ignore, stop=arguments.stop):
+                print(f"{outcome.trial:32} {outcome.kind:10} {outcome.text}")
+        return
+    if arguments.worker:
+        _work(arguments.first, arguments.last, arguments.passes, arguments.log)
+        return
+    if arguments.again:
+        arguments.log.unlink(missing_ok=True)
+    if not arguments.report:
+        _supervise(arguments.first, arguments.last, arguments.log)
+    _report(arguments.log)
+
+
+if __name__ == "__main__":
+    main()
