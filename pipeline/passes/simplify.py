@@ -57,6 +57,7 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
         try:
             progress("rewriting the graph")
             model = edit.load(path)
+            edit.flatten(model)  # a function's nodes count where it is called, as they do afterwards
             given = edit.node_count(model)
             pooled = rewrite(model)
             left = edit.node_count(model)

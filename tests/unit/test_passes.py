@@ -97,6 +97,18 @@ def test_an_input_that_is_an_output_as_it_is_keeps_its_name(tmp_path: Path) -> N
     assert not notes
 
 
+def test_a_function_that_is_called_often_does_not_keep_a_graph_as_it_is(tmp_path: Path) -> None:
+    calls = [helper.make_node("F", [start], [end], domain="own") for start, end in ("xa", "ab", "bc")]
+    path = saved(tmp_path, [*calls, helper.make_node("Identity", ["c"], ["y"])], [tensor("x", [3])], [tensor("y", [3])])
+    model = onnx.load(path)
+    body = [helper.make_node("Tanh", ["u"], ["v"]), helper.make_node("Add", ["v", "v"], ["w"])]
+    model.functions.append(helper.make_function("own", "F", ["u"], ["w"], body, [helper.make_opsetid("", 23)]))
+    onnx.save(model, path)
+    changed, notes = simplified(path)
+    assert operators(changed) == ["Tanh", "Add"] * 3
+    assert not notes
+
+
 @pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
 def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
     weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), **NUMBERS}
