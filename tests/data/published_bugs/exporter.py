@@ -1,0 +1,67 @@
+"""PyTorch's exporter and onnxscript, which rewrites what it exports."""
+
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
+from published_bugs import probes
+from published_bugs.case import Graphs, graph, known_bug
+
+
+def _weights(**shapes: tuple[int, ...]) -> list[TensorProto]:
+    rng = np.random.default_rng(0)
+    return [
+        numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), key) for key, shape in shapes.items()
+    ]
+
+
+def _two_convolutions(first: str, second: str) -> Graphs:
+    """Make two convolutions with biases; the wrong graph takes other names for them."""
+    head = "(float[N,3,6,6] x) => (float[N,4,6,6] y)"
+    text = "{{ p = Conv<pads=[1,1,1,1]>(x, w1, {}) q = Relu(p) y = Conv<pads=[1,1,1,1]>(q, w2, {}) }}"
+    weights = _weights(w1=(4, 3, 3, 3), w2=(4, 4, 3, 3), b1=(4,), b2=(4,))
+    return Graphs(
+        graph(head + text.format("b1", "b2"), 18, *weights), graph(head + text.format(first, second), 18, *weights)
+    )
+
+
+@known_bug(
+    "pytorch/pytorch#166797",
+    "the exporter gives a convolution the bias of another one when it folds BatchNorm (ResNet-50)",
+    "onnxscript",
+    "torch of November 2025",
+)
+def bias_of_another() -> Graphs:
+    return _two_convolutions("b1", "b1")
+
+
+@known_bug(
+    "pytorch/pytorch#169178",
+    "ResNet-18 exported with a dynamic batch is right for no picture; rebuilt as two biases that changed places",
+    "onnxscript",
+    "torch 2.9.1, onnxscript 0.5.6",
+)
+def biases_swapped() -> Graphs:
+    return _two_convolutions("b2", "b1")
+
+
+@known_bug(
+    "microsoft/onnxscript#3027",
+    "folding BatchNorm into a Gemm forgets beta in the bias, and applies it to the folded bias instead",
+    "onnxscript",
+    "September 2026, before #3027",
+    affected="<0.7.2",
+    probe=probes.differs(probes.run_rewritten, probes.run_unoptimized),
+)
+def gemm_beta() -> Graphs:
+    head = "(float[N,6] x) => (float[N,4] y)"
+    rng = np.random.default_rng(1)
+    folded = {"w": rng.standard_normal((6, 4)), "b": rng.standard_normal(4), "scale": rng.uniform(0.5, 2, 4)}
+    folded |= {"shift": rng.standard_normal(4), "mean": rng.standard_normal(4), "var": rng.uniform(0.5, 2, 4)}
+    factor = folded["scale"] / np.sqrt(folded["var"] + 1e-5)
+    bias = (folded["b"] - folded["mean"]) * factor + folded["shift"]
+    tensors = [numpy_helper.from_array(value.astype(np.float32), key) for key, value in folded.items()]
+    made = [("w", folded["w"] * factor), ("b", bias)]
+    wrong = [numpy_helper.from_array(value.astype(np.float32), key) for key, value in made]
+    gemm = "Gemm<beta=2.0>(x, w, b)"
+    normalized = f"{{ p = {gemm} y = BatchNormalization(p, scale, shift, mean, var) }}"
+    return Graphs(graph(f"{head} {normalized}", 18, *tensors), graph(f"{head} {{ y = {gemm} }}", 18, *wrong))

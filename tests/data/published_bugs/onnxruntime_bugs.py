@@ -1,0 +1,185 @@
+"""ONNX Runtime: fusions that forget an attribute, and kernels that count wrong."""
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from published_bugs import probes
+from published_bugs.case import Graphs, graph, known_bug
+
+
+def _resizes_wrong(model: onnx.ModelProto) -> bool:
+    """Compare Resize with the pixels that PyTorch takes."""
+    resize = graph(
+        "(float[N,1,26] x) => (float[N,1,64] y) <int64[3] s = {1,1,64}> {"
+        ' y = Resize<mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor">(x, , , s) }'
+    )
+    feeds = {"x": np.arange(26, dtype=np.float32)[None, None]}
+    return not np.array_equal(probes.run_unoptimized(resize, feeds)[0], probes.evaluate(model, feeds)[0])
+
+
+def _loses_half_scales(_: onnx.ModelProto) -> bool:
+    """Compare a product in Q/DQ form with float16 scales with the same without optimization."""
+    rng = np.random.default_rng(0)
+    weight = numpy_helper.from_array(rng.integers(-127, 128, (8, 8), np.int8), "w")
+    bias = numpy_helper.from_array(rng.standard_normal(8).astype(np.float16), "b")
+    small = [numpy_helper.from_array(np.float16(0.0005), name) for name in ("sx", "sw")]
+    zero = numpy_helper.from_array(np.int8(0), "z")
+    small.append(numpy_helper.from_array(np.float16(0.02), "so"))
+    model = graph(
+        "(float16[N,8] x) => (float16[N,8] y) { q = QuantizeLinear(x, sx, z) d = DequantizeLinear(q, sx, z)"
+        " e = DequantizeLinear(w, sw, z) g = Gemm(d, e, b)"
+        " o = QuantizeLinear(g, so, z) y = DequantizeLinear(o, so, z) }",
+        19,
+        *(weight, bias, zero, *small),
+    )
+    return probes.differs(probes.run_optimized, probes.run_unoptimized)(model)
+
+
+@known_bug(
+    "microsoft/onnxruntime#22177",
+    "PadFusion puts a Pad into an AveragePool that does not count its padding, so means at the edge are too large",
+    "onnxruntime",
+    "1.19.2",
+    affected=">=1.19.2,<1.21",
+    probe=probes.differs(probes.run_optimized, probes.run_unoptimized),
+)
+def pad_into_average_pool() -> Graphs:
+    head = "(float[N,3,8,8] x) => (float[N,3,9,9] y) <int64[8] p = {0,0,1,1,0,0,1,1}>"
+    pool = "AveragePool<kernel_shape=[2,2]"
+    return Graphs(
+        graph(f"{head} {{ q = Pad(x, p) y = {pool}>(q) }}"),
+        graph(f"(float[N,3,8,8] x) => (float[N,3,9,9] y) {{ y = {pool}, pads=[1,1,1,1]>(x) }}"),
+    )
+
+
+@known_bug(
+    "microsoft/onnxruntime#26708",
+    "AveragePool divides by too few places at the lower edge if it is padded below and to the right alone",
+    "onnxruntime",
+    "December 2025, before #27375",
+    affected="<1.31",
+    probe=probes.differs(probes.run_unoptimized, probes.evaluate),
+)
+def average_pool_asymmetric() -> Graphs:
+    head = "(float[N,2,6,6] x) => (float[N,2,6,6] y)"
+    return Graphs(
+        graph(f"{head} {{ y = AveragePool<kernel_shape=[2,2], pads=[0,0,1,1], count_include_pad=1>(x) }}", 19),
+        graph(
+            f"{head} <int64[8] p = {{0,0,0,0,0,0,0,1}}>"
+            "{ q = Pad(x, p) y = AveragePool<kernel_shape=[2,2], pads=[0,0,1,0]>(q) }",
+            19,
+        ),
+    )
+
+
+@known_bug(
+    "microsoft/onnxruntime#24681",
+    "AveragePool of opset 19 leaves the padding at the end out of the divisor although it should be counted",
+    "onnxruntime",
+    "1.22.0.dev20250505003",
+    affected="<1.31",
+    probe=probes.differs(probes.run_unoptimized, probes.evaluate),
+)
+def average_pool_same_lower() -> Graphs:
+    head = "(float[N,1,6,2] x) => (float[N,1,6,2] y)"
+    return Graphs(
+        graph(f'{head} {{ y = AveragePool<kernel_shape=[5,1], auto_pad="SAME_LOWER", count_include_pad=1>(x) }}', 19),
+        graph(
+            f"{head} <int64[8] p = {{0,0,2,0,0,0,0,0}}>"
+            "{ q = Pad(x, p) y = AveragePool<kernel_shape=[5,1], pads=[0,0,2,0]>(q) }",
+            19,
+        ),
+    )
+
+
+@known_bug(
+    "microsoft/onnxruntime#12098",
+    "Resize by nearest takes the pixel beside where the scale is not exact in float32",
+    "onnxruntime",
+    "1.11.1",
+    affected=">=1.11.1",
+    probe=_resizes_wrong,
+)
+def resize_nearest() -> Graphs:
+    right = numpy_helper.from_array(np.arange(64) * 26 // 64, "at")
+    rounded = np.floor(np.arange(64, dtype=np.float32) / np.float32(64 / 26)).astype(np.int64)
+    text = "(float[N,1,26] x) => (float[N,1,64] y) { y = Gather<axis=2>(x, at) }"
+    return Graphs(graph(text, 18, right), graph(text, 18, numpy_helper.from_array(rounded, "at")))
+
+
+@known_bug(
+    "microsoft/onnxruntime#12091",
+    "Resize of three dimensions by linear interpolation gives 0.5 for every input on CUDA",
+    "onnxruntime-gpu",
+    "1.11.1",
+)
+def resize_trilinear() -> Graphs:
+    head = "(float[N,1,3,1,1] x) => (float[N,1,9,1,1] y) <float[5] s = {1.0,1.0,3.0,1.0,1.0}, float half = {0.5}>"
+    resize = 'z = Resize<mode="linear">(x, , s)'
+    return Graphs(
+        graph(f"{head} {{ {resize} y = Identity(z) }}"),
+        graph(f"{head} {{ {resize} d = Sub(z, z) y = Add(d, half) }}"),
+    )
+
+
+_NORM = "<float[8] g = {1.0,1.1,0.9,1.2,1.0,0.8,1.3,0.7}, float[8] b = {0.1,0.2,0.0,-0.1,0.3,0.0,0.1,-0.2}>"
+
+
+@known_bug(
+    "microsoft/onnxruntime#17689",
+    "SkipLayerNormFusion moves casts, so that the sum before a normalization is rounded to float16",
+    "onnxruntime-gpu",
+    "September 2023",
+)
+def skip_layer_norm() -> Graphs:
+    head = f"(float[N,8] x, float[N,8] r) => (float[N,8] y) {_NORM}"
+    return Graphs(
+        graph(f"{head} {{ s = Add(x, r) y = LayerNormalization(s, g, b) }}"),
+        graph(
+            f"{head} {{ s = Add(x, r) h = Cast<to=10>(s) w = Cast<to=1>(h) y = LayerNormalization(w, g, b) }}",
+        ),
+    )
+
+
+@known_bug(
+    "microsoft/onnxruntime#13639",
+    "the TensorRT provider squares in float16 inside of a layer norm (Pow), which overflows above 255",
+    "onnxruntime-gpu",
+    "November 2022, before #13639",
+)
+def layer_norm_pow() -> Graphs:
+    return _squares("(float[N,8] x) => (float[N,8] y)")
+
+
+def _squares(head: str) -> Graphs:
+    """Make a layer norm of single operators, and the same with squares in float16."""
+    start = "{ m = ReduceMean<keepdims=1>(x, a) d = Sub(x, m)"
+    end = "v = ReduceMean<keepdims=1>(q, a) e = Add(v, eps) r = Sqrt(e) y = Div(d, r) }"
+    constants = "<int64[1] a = {-1}, float two = {2.0}, float eps = {0.00001}>"
+    half = "h = Cast<to=10>(d) w = Cast<to=1>(h) p = Pow(w, two) o = Cast<to=10>(p) q = Cast<to=1>(o)"
+    return Graphs(
+        graph(f"{head} {constants} {start} q = Pow(d, two) {end}"), graph(f"{head} {constants} {start} {half} {end}")
+    )
+
+
+@known_bug(
+    "docs/precision.md",
+    "WeightBiasQuantization multiplies two scales in float16, which gives next to nothing, so biases are lost",
+    "onnxruntime",
+    "1.31.1",
+    affected=">=1.31",
+    probe=_loses_half_scales,
+    guard="pipeline/engines/onnxruntime/session.py",
+)
+def half_scales() -> Graphs:
+    head = (
+        "(float[N,4] x) => (float[N,4] y) <float sx = {0.0002}, float sw = {0.0001}, float[4] b = {0.2,-0.3,0.4,0.1}>"
+    )
+    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32), "w")
+    product = "p = MatMul(x, w)"
+    lost = "f = Mul(sx, sw) h = Cast<to=10>(f) s = Cast<to=1>(h)"
+    return Graphs(
+        graph(f"{head} {{ {product} y = Add(p, b) }}", 18, weight),
+        graph(f"{head} {{ {product} {lost} n = Div(b, f) c = Mul(n, s) y = Add(p, c) }}", 18, weight),
+    )
