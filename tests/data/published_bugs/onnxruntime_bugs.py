@@ -183,3 +183,63 @@ def half_scales() -> Graphs:
         graph(f"{head} {{ {product} y = Add(p, b) }}", 18, weight),
         graph(f"{head} {{ {product} {lost} n = Div(b, f) c = Mul(n, s) y = Add(p, c) }}", 18, weight),
     )
+
+
+_CEIL = "AveragePool<kernel_shape=[3,3], strides=[2,2]"
+_WHOLE = f"q = Pad(c, p) y = {_CEIL}>(q) }}"
+_CEILED = f"y = {_CEIL}, pads=[1,1,1,1], ceil_mode=1, count_include_pad=1>(c) }}"
+_PADDING = "<int64[8] p = {0,0,1,1,0,0,2,2}>"
+
+
+def _ceils_wrong(_: onnx.ModelProto) -> bool:
+    """Probe opset 18, whose kernel is another one than that of opset 19."""
+    model = graph(f"(float[N,2,6,6] x) => (float[N,2,4,4] y) {{ c = Identity(x) {_CEILED}", 18)
+    return probes.differs(probes.run_unoptimized, probes.evaluate)(model)
+
+
+@known_bug(
+    "microsoft/onnxruntime#29629",
+    "AveragePool with ceil_mode divides by the whole kernel where it reaches beyond the padding, up to opset 18",
+    "onnxruntime",
+    "July 2026, before #29629",
+    affected="<1.31",
+    probe=_ceils_wrong,
+)
+def average_pool_ceil() -> Graphs:
+    head = "(float[N,2,6,6] x) => (float[N,2,4,4] y)"
+    return Graphs(
+        graph(f"{head} {{ c = Identity(x) {_CEILED}", 19), graph(f"{head} {_PADDING} {{ c = Identity(x) {_WHOLE}", 19)
+    )
+
+
+@known_bug(
+    "microsoft/onnxruntime#29629",
+    "NchwcTransformer moves an AveragePool with ceil_mode behind a convolution to a kernel with the same wrong divisor",
+    "onnxruntime",
+    "July 2026, in a review of #29629",
+    affected="<1.31",
+    probe=probes.differs(probes.run_optimized, probes.run_unoptimized),
+)
+def average_pool_ceil_nchwc() -> Graphs:
+    head = "(float[N,3,6,6] x) => (float[N,16,4,4] y)"
+    filters = np.random.default_rng(0).standard_normal((16, 3, 1, 1)).astype(np.float32)
+    weight = numpy_helper.from_array(filters, "w")
+    return Graphs(
+        graph(f"{head} {{ c = Conv(x, w) {_CEILED}", 19, weight),
+        graph(f"{head} {_PADDING} {{ c = Conv(x, w) {_WHOLE}", 19, weight),
+    )
+
+
+@known_bug(
+    "microsoft/onnxruntime#4889",
+    "AttentionFusion counts the ones of a mask as if all padding were on the right, as of BERT; others are mixed up",
+    "onnxruntime",
+    "August 2020, before #4889",
+)
+def mask_as_length() -> Graphs:
+    head = "(float[N,6,4] x, int64[N,6] mask) => (float[N,6,4] y) <int64[1] last = {1}, float far = {-10000.0}>"
+    head = head[:-1] + ", float one = {1.0}, int64[6] places = {0,1,2,3,4,5}>"
+    end = "m = Unsqueeze(f, last) o = Sub(one, m) b = Mul(o, far) k = Transpose<perm=[0,2,1]>(x) p = MatMul(x, k)"
+    end += " s = Add(p, b) a = Softmax<axis=-1>(s) y = MatMul(a, x) }"
+    count = "n = ReduceSum<keepdims=1>(mask, last) r = Less(places, n) f = Cast<to=1>(r)"
+    return Graphs(graph(f"{head} {{ f = Cast<to=1>(mask) {end}"), graph(f"{head} {{ {count} {end}"))

@@ -121,3 +121,18 @@ def infinite_mask() -> Graphs:
         graph(f"{head} {{ k = Cast<to=9>(mask) f = Cast<to=1>(k) m = Sub(one, f) b = Mul(m, far) {end}"),
         graph(f"{head} {{ k = Cast<to=9>(mask) f = Cast<to=1>(k) m = Sub(one, f) {half} b = Mul(m, c) {end}"),
     )
+
+
+@known_bug(
+    "NVIDIA/TensorRT#4846",
+    "a Resize behind a Transpose of what an If gives is wrong at other sizes; rebuilt as if nothing were transposed",
+    "tensorrt",
+    "11.1.0.106, 11.2.1.2",
+)
+def transposed_resize() -> Graphs:
+    head = "(float[N,1,6,6] x) => (float[N,1,12,12] y) <float[4] scales = {1.0,1.0,2.0,2.0}>"
+    end = 'y = Resize<mode="cubic", coordinate_transformation_mode="align_corners">(t, , scales) }'
+    return Graphs(
+        graph(f"{head} {{ t = Transpose<perm=[0,1,3,2]>(x) {end}"),
+        graph(f"{head} {{ t = Identity(x) {end}"),
+    )
