@@ -32,7 +32,7 @@ def saturating_products() -> Graphs:
     guard="pipeline/engines/tensorrt/parser.py",
 )
 def unsigned_as_signed() -> Graphs:
-    head = "(float[N,6] x) => (float[N,6] y) <float scale = {0.02}, uint8 zero = {0}, int8 none = {0}>"
+    head = "(float[N,6] x) => (float[N,6] y) <float scale = {0.012}, uint8 zero = {0}, int8 none = {0}>"
     start = "{ r = Relu(x) q = QuantizeLinear(r, scale, zero)"
     return Graphs(
         graph(f"{head} {start} y = DequantizeLinear(q, scale, zero) }}"),
