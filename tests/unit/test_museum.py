@@ -13,6 +13,7 @@ import torch
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.results.run import VariantRecord
+from enginesmith.pipeline.tasks.race import explain_drop
 from runs import RECOVERY
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -59,6 +60,36 @@ def test_a_case_holds_with_most_of_the_work_in_int8_at_the_speed_of_what_is_brok
     judged = museum.museum._judge(case, {"rows": rows}, run)
     assert {name for name, held in judged["held"].items() if not held} == missing
     assert judged["holds"] == (not missing)
+
+
+def test_a_variant_that_the_search_dropped_for_its_loss_is_not_the_best(museum: SimpleNamespace) -> None:
+    """Nothing was measured of either; the reason tells that the one loses too much, and the other is just slow."""
+    quality = variant("a", 1.0, 0.05).quality
+    assert quality is not None
+    reasons = {"lossy": explain_drop([quality], 0.01), "slow": "openvino-fp32 is 1.5× faster"}
+    shares = {"lossy": 1.0, "slow": 0.85}
+    known = [
+        variant(name, shares[name], 0.0, "skipped").model_copy(update={"quality": None, "reason": reason})
+        for name, reason in reasons.items()
+    ]
+    case = next(iter(museum.museum.CASES.values()))
+    run = SimpleNamespace(winner="openvino-fp32", variants=known)
+    assert museum.museum._judge(case, {"rows": [row("enginesmith", 1, allowed=True)]}, run)["variant"] == "slow"
+
+
+def test_the_report_says_what_stands_in_the_way_and_lists_all_commands(museum: SimpleNamespace) -> None:
+    def judged(name: str, command: str) -> dict[str, Any]:
+        held = {"loss": True, "share": False}
+        known = {"winner_variant": "w", "variant": "", "share": 0.0, "times_the_broken": None, "held": held}
+        rows = [row("enginesmith", 1, allowed=True) | {"quality": {"baseline": 0.9, "drop": 0.0}}]
+        about = {"model": name, "cause": "c", "machine": "m", "command": command, "max_drop": 0.01, "failures": {}}
+        return {"rows": rows, "holds": False, "failed": ["x: it failed"], **known, **about}
+
+    cases = [judged("gru", "one"), judged("lstm", "two"), judged("detector", "one")]
+    lines = list(museum.museum._lines({"cases": cases}))
+    assert f"- **gru**: share. {museum.museum.CASES['gru'].obstacle}. x: it failed." in lines
+    assert "- **lstm**: share. x: it failed." in lines
+    assert lines[-2:] == ["- `one`", "- `two`"]
 
 
 def test_outliers_leave_the_answers_as_they_were(museum: SimpleNamespace) -> None:
