@@ -216,9 +216,11 @@ def _search(
     methods = _FIRST_METHODS if options.ranges == "auto" and KINDS[step.precision].calibrated else (step.method,)
     choosable = step.placement == engine.placement and KINDS[step.precision].calibrated
     signs = (True, False) if choosable and engine.prefers_signed(device) else (False,)
+    correctable = KINDS[step.precision].calibrated and options.ranges == "auto" and not options.bias_correction
+    corrections = (False, True) if correctable else (options.bias_correction,)
     trial = partial(
         Search, step=step, engine=engine, device=device, goal=goal, methods=methods, signs=signs, keep=options.keep,
-        timed=FLOAT in needs,
+        corrections=corrections, timed=FLOAT in needs,
     )  # fmt: skip
     trained = variant.name.quantizer == "qat"
     count = options.search_steps

@@ -315,6 +315,8 @@ class Search(Task):
     methods: tuple[str, ...]
     signs: tuple[bool, ...] = (False,)
     """Whether activations with both signs are in int8 around 0, the faster first."""
+    corrections: tuple[bool, ...] = (False,)
+    """Whether biases make up for the error of rounded weights, in the order of trials."""
     keep: tuple[str, ...]
     """Patterns of groups that stay in floating point anyway."""
     timed: bool = False
@@ -331,7 +333,8 @@ class Search(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms = read_forms(inputs, self.step)
         trials = read_models(inputs.get(BEFORE), Trial)
-        candidate = propose(trials, forms, self.methods, find_kept(self.keep, forms["given"]), self.signs)
+        kept = find_kept(self.keep, forms["given"])
+        candidate = propose(trials, forms, self.methods, kept, self.signs, self.corrections)
         limit = min(_SEARCH_SECONDS, self.left_seconds)
         late = bool(trials) and sum(trial.seconds for trial in trials) >= limit
         reads: tuple[Path, ...] = ()
@@ -377,6 +380,7 @@ class Search(Task):
             form=candidate.form,
             signed=candidate.signed,
             method=candidate.method,
+            corrected=candidate.corrected,
             kept=tuple(sorted(candidate.kept)),
             why=candidate.why,
             speedup=speedup,
@@ -480,6 +484,7 @@ def assignment(
             "form": chosen.form,
             "signed": chosen.signed,
             "method": chosen.method,
+            "corrected": chosen.corrected,
             "sqnr_db": group.sqnr_db,
             "macs": group.macs,
         }

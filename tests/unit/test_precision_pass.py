@@ -210,6 +210,20 @@ def test_biases_make_up_for_rounding(artifact: Artifact, tmp_path: Path) -> None
     np.testing.assert_allclose(after - before, (exact - rounded).sum(axis=(1, 2, 3)), atol=1e-5)
 
 
+def test_an_assignment_may_correct_biases(artifact: Artifact, tmp_path: Path) -> None:
+    biases = []
+    for corrected in (False, True):
+        entries = [{"group": "Conv_0", "precision": "int8", "corrected": corrected}]
+        chosen = record(tmp_path / f"{corrected}.json", json.dumps(entries))
+        given = ranges(tmp_path, channels=True)
+        out = tmp_path / str(corrected)
+        _, model, _ = apply(Precision(precision="int8"), artifact, out, ranges=given, assignment=chosen)
+        weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        (conv,) = [node for node in model.graph.node if node.op_type == "Conv"]
+        biases.append(weights[conv.input[2]])
+    assert np.abs(biases[1] - biases[0]).max() > 1e-6
+
+
 def test_outputs_may_be_lowered_too(artifact: Artifact, tmp_path: Path) -> None:
     step = Precision(precision="int8+fp16", keep_io_types=False)
     _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))

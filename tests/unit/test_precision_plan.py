@@ -306,12 +306,13 @@ def run(
     methods: tuple[str, ...] = METHODS,
     keep: tuple[str, ...] = (),
     signs: tuple[bool, ...] = (False,),
+    corrections: tuple[bool, ...] = (False,),
     **changed: list[GroupFact],
 ) -> list[Trial]:
     """The whole search: each candidate judged by (passed, error, speed-up); ``changed`` has other forms' groups."""
     trials: list[Trial] = []
     forms: dict[Any, list[GroupFact]] = {**changed, "given": facts}
-    while candidate := propose(trials, forms, methods, frozenset(keep), signs):
+    while candidate := propose(trials, forms, methods, frozenset(keep), signs, corrections):
         passed, error, speedup = judge(candidate)
         trials.append(
             Trial(
@@ -319,6 +320,7 @@ def run(
                 form=candidate.form,
                 signed=candidate.signed,
                 method=candidate.method,
+                corrected=candidate.corrected,
                 kept=tuple(sorted(candidate.kept)),
                 why=candidate.why,
                 passed=passed,
@@ -582,3 +584,29 @@ def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:
 def test_training_of_nothing_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make({"model": "digits", "engines": ["onnxruntime"], **values})
+
+
+def test_biases_are_corrected_before_groups_stay_in_floating_point() -> None:
+    """The correction alone is not enough here; what is nearest keeps it with other ranges and with groups in float."""
+    facts = [GroupFact(name=f"g{i}", module="", kind="Conv", macs=10, sqnr_db=20.0 + i) for i in range(3)]
+
+    def judge(candidate: Candidate) -> tuple[bool, float, float | None]:
+        error = 0.02 - 0.005 * candidate.corrected + (0.001 if candidate.method != METHODS[0] else 0.0)
+        return bool(candidate.kept), error, None
+
+    trials = run(facts, judge, corrections=(False, True))
+    assert [trial.corrected for trial in trials] == [False, True, *[True] * (len(trials) - 2)]
+    assert "biases corrected" in trials[1].why
+    assert [trial.phase for trial in trials[-1:]] == ["sensitive"]
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "corrections"),
+    [({}, (False, True)), ({"bias_correction": True}, (True,)), ({"ranges": "mse"}, (False,))],
+)
+def test_a_search_may_correct_biases_unless_the_recipe_decides(
+    quantisation: dict[str, Any], corrections: tuple[bool, ...]
+) -> None:
+    steps = planned(precisions=["int8"], engines=["onnxruntime"], quantisation=quantisation).steps
+    found = {step.task.corrections for step in steps if isinstance(step.task, Search)}
+    assert found == {corrections}

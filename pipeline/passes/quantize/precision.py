@@ -53,6 +53,8 @@ class Assignment:
     """Method whose ranges are taken."""
     signed: bool = False
     """True where activations with both signs are in int8 around 0, rather than in uint8 with a zero point."""
+    corrected: bool = False
+    """True where biases make up for the mean error of rounded weights."""
     keep: frozenset[str] = frozenset()
     """Groups that are not to be quantised."""
     floating: frozenset[str] = frozenset()
@@ -61,7 +63,7 @@ class Assignment:
 
     @classmethod
     def read(cls, record: Artifact | None, precision: str, method: Method) -> "Assignment":
-        """Read a record: a JSON list of ``{"group": …, "precision": …}``; ``why``, ``method``, ``signed`` are optional.
+        """Read a record: a JSON list of ``{"group": …, "precision": …}``; others are optional.
 
         Raises:
             UsageError: it is something else.
@@ -73,6 +75,7 @@ class Assignment:
             given = {str(entry["group"]): str(entry["precision"]) for entry in entries}
             why = {str(entry["group"]): str(entry.get("why", "")) for entry in entries}
             signed = any(entry.get("signed") for entry in entries)
+            corrected = any(entry.get("corrected") for entry in entries)
             named = sorted({str(entry["method"]) for entry in entries if entry.get("method")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
@@ -87,7 +90,7 @@ class Assignment:
         low = precision.partition("+")[0]
         kept = frozenset(name for name, width in given.items() if width != low)
         floating = frozenset(name for name in kept if given[name] == "fp32")
-        return cls(methods[0] if methods else method, signed, kept, floating, why)
+        return cls(methods[0] if methods else method, signed, corrected, kept, floating, why)
 
 
 class Precision(PrecisionPass):
@@ -203,7 +206,7 @@ class Precision(PrecisionPass):
             keep=chosen.keep,
             inputs_only=self.inputs_only,
         )
-        correct = _make_corrector(ranges) if self.bias_correction and ranges else None
+        correct = _make_corrector(ranges) if (self.bias_correction or chosen.corrected) and ranges else None
         if self.precision == "int8-dynamic":
             done = weights.quantise_dynamically(model, settings, correct)
         elif self.precision == "int4-weights":

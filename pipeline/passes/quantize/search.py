@@ -2,7 +2,7 @@
 
 1. Everything quantised, until a trial passes: where some group loses much, the graph with channels rescaled, and with
    multiplications that rescale more; the graph as it is; the best of these with activations in uint8, where int8 is
-   faster; then with the ranges of one more method after the other.
+   faster; with biases corrected for the mean error of weights; then with the ranges of one more method after the other.
 2. Where none does: with the best of these, the most sensitive groups stay in floating point; their number is doubled
    until it passes, then bisected.
 3. Of those, the groups with the most work are quantised after all, if that passes too.
@@ -71,6 +71,8 @@ class Trial(Judgement):
     signed: bool = False
     """True where activations with both signs are in int8 around 0."""
     method: str
+    corrected: bool = False
+    """True where biases make up for the mean error of rounded weights."""
     kept: tuple[str, ...]
     """Groups in floating point, sorted."""
     why: str
@@ -89,6 +91,7 @@ class Candidate:
     method: str
     kept: frozenset[str]
     why: str
+    corrected: bool = False
 
 
 Groups = Mapping[Form, Sequence[GroupFact]]
@@ -101,33 +104,45 @@ def propose(
     methods: Sequence[str],
     fixed: frozenset[str],
     signs: Sequence[bool] = (False,),
+    corrections: Sequence[bool] = (False,),
 ) -> Candidate | None:
     """Propose the next candidate, None where the search is over; ``fixed`` groups stay in floating point anyway.
 
     ``signs`` says whether activations with both signs are in int8 around 0; what is faster comes first.
+    ``corrections`` says whether biases make up for the error of weights.
     """
     forms = {form: [group for group in groups if not group.reason] for form, groups in forms.items()}
     everything = [trial for trial in trials if trial.phase == "everything"]
-    if not any(trial.passed for trial in everything) and (setting := _next_setting(everything, forms, methods, signs)):
-        form, signed, method = setting
+    if not any(trial.passed for trial in everything) and (
+        setting := _next_setting(everything, forms, methods, signs, corrections)
+    ):
+        form, signed, corrected, method = setting
         words = ["everything quantized"]
         words += [FORM_WORDS[form]] if form in FORM_WORDS else []
         words += ["activations in uint8"] if signed < signs[0] else []
-        return Candidate("everything", form, signed, method, fixed, ", ".join([*words, f"ranges by {method}"]))
+        words += ["biases corrected"] if corrected > corrections[0] else []
+        why = ", ".join([*words, f"ranges by {method}"])
+        return Candidate("everything", form, signed, method, fixed, why, corrected)
     tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}
     later = (_grow(trials, forms, fixed), _give_back(trials, forms, fixed), _speed_up(trials, forms))
     return next((new for new in later if new and (new.form, new.signed, new.method, new.kept) not in tried), None)
 
 
 def _next_setting(
-    everything: Sequence[Trial], forms: Groups, methods: Sequence[str], signs: Sequence[bool]
-) -> tuple[Form, bool, str] | None:
-    """Choose the form, sign and method for one more trial with everything quantised: one of them differs."""
+    everything: Sequence[Trial],
+    forms: Groups,
+    methods: Sequence[str],
+    signs: Sequence[bool],
+    corrections: Sequence[bool],
+) -> tuple[Form, bool, bool, str] | None:
+    """Choose the setting of one more trial with everything quantised: one of its parts differs."""
     count = len(everything)
     if count < len(forms):
-        return tuple(forms)[count], signs[0], methods[0]
+        return tuple(forms)[count], signs[0], corrections[0], methods[0]
     nearest = min(everything, key=lambda trial: trial.error)
-    changes = [(signed, methods[0]) for signed in signs[1:]] + [(nearest.signed, method) for method in methods[1:]]
+    changes = [(signed, nearest.corrected, methods[0]) for signed in signs[1:]]
+    changes += [(nearest.signed, corrected, methods[0]) for corrected in corrections[1:]]
+    changes += [(nearest.signed, nearest.corrected, method) for method in methods[1:]]
     count -= len(forms)
     return (nearest.form, *changes[count]) if count < len(changes) else None
 
@@ -160,7 +175,8 @@ def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Cand
         return None
     why = f"the {count} most sensitive groups" if count > 1 else "the most sensitive group"
     kept = fixed | {group.name for group in ranked[:count]}
-    return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, kept, f"{why} in floating point")
+    why = f"{why} in floating point"
+    return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, kept, why, nearest.corrected)
 
 
 def _give_back(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Candidate | None:
@@ -179,7 +195,7 @@ def _give_back(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) ->
         return None
     left = frozenset(smallest.kept) - {group.name for group in back}
     why = f"{len(back)} of them quantized after all, for their work"
-    return Candidate("give back", smallest.form, smallest.signed, smallest.method, left, why)
+    return Candidate("give back", smallest.form, smallest.signed, smallest.method, left, why, smallest.corrected)
 
 
 def _speed_up(trials: Sequence[Trial], forms: Groups) -> Candidate | None:
@@ -199,7 +215,7 @@ def _speed_up(trials: Sequence[Trial], forms: Groups) -> Candidate | None:
         worthwhile = _LEAST_SHARE * total <= work[kind] <= _MAIN_SHARE * total
         if len(work) > 1 and worthwhile and why not in tried and len(tried) < _MOST_KINDS:
             kept = frozenset(fastest.kept) | {group.name for group in groups if group.kind == kind}
-            return Candidate("speed", fastest.form, fastest.signed, fastest.method, kept, why)
+            return Candidate("speed", fastest.form, fastest.signed, fastest.method, kept, why, fastest.corrected)
     return None
 
 
