@@ -78,6 +78,13 @@ class Session(ABC):
             UsageError: this session is closed.
         """
 
+    def differentiate(self, feeds: Feeds, weights: Feeds) -> dict[str, Array]:
+        """Compute the gradient of the outputs' weighted sum by each float input; empty if the engine cannot.
+
+        Shapes are those of the feeds; ``weights`` has an array of an output's shape for each that counts.
+        """
+        return {}
+
     def release_idle_memory(self) -> None:  # noqa: B027 - most engines keep nothing
         """Give back memory that libraries keep for later calls; no session of this process may be running."""
 

@@ -97,7 +97,9 @@ class Prosecute(Task):
         space = InputSpace(signature, samples.read(reference).ranges, feeds)
         if self.precision in EXACT:
             graph = None
-        return Suspect(space, self.precision, stages[-1].answer, stages[0].answer, graph, self.rows_apart)
+        model = stages[0]
+        engine = stages[-1].answer
+        return Suspect(space, self.precision, engine, model.answer, graph, self.rows_apart, model.differentiate)
 
 
 @contextlib.contextmanager
@@ -105,4 +107,4 @@ def _open(
     engine: Engine, artifact: Artifact, device: Device, name: str, precision: str, graph: Path | None
 ) -> Iterator[Stage]:
     with engine.load(artifact, device) as session:
-        yield Stage(name, session.run, precision, graph)
+        yield Stage(name, session.run, precision, graph, session.differentiate)

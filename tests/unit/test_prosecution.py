@@ -92,6 +92,61 @@ def test_sizes_are_ends_tiles_and_primes() -> None:
     assert list_sizes(ShapeRange.parse("5:5:5")) == [5]
 
 
+# Steps along gradients
+
+
+def test_steps_along_the_gradient_reach_what_other_inputs_do_not() -> None:
+    """The engine is wrong where a weighted sum is large, and as yet a little wrong below: a polynomial's end."""
+    weights = RNG.standard_normal(64)
+    space = InputSpace(
+        Signature(inputs=(spec("x", "float32", 2, 64),), outputs=(spec("y", "float32", 2, 1),)),
+        {},
+        [{"x": RNG.uniform(-1, 1, (2, 64)).astype(np.float32)}],
+    )
+
+    def model(feeds: Feeds) -> dict[str, Array]:
+        return {"y": (feeds["x"] @ weights)[:, None].astype(np.float32)}
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        right = model(feeds)["y"]
+        if np.abs(feeds["x"]).max() > 1:  # it is right on outliers
+            return {"y": right}
+        return {"y": right * (1 + 4e-10 * np.maximum(np.abs(right) - 2, 0) ** 4).astype(np.float32)}
+
+    def differentiate(feeds: Feeds, changes: Feeds) -> dict[str, Array]:
+        return {"x": changes["y"] * weights}
+
+    found = {}
+    for name, gradient in (("with", differentiate), ("without", None)):
+        hunt = Hunt(Suspect(space, "fp32", engine, model, differentiate=gradient), 0)
+        attempts = hunt._attempts()
+        found[name] = next(
+            (shown.walk for shown in map(hunt.examine, itertools.islice(attempts, 120)) if shown is not None), None
+        )
+    assert found == {"with": "gradients", "without": None}
+
+
+def test_eager_computes_gradients_of_its_float_inputs() -> None:
+    import torch
+
+    from enginesmith.pipeline.engines.torch.session import EagerSession
+    from enginesmith.pipeline.system.device import Device
+
+    def forward(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * x * ids).sum(1), ids
+
+    signature = Signature(
+        inputs=(spec("x", "float32", 2, 3), spec("ids", "int64", 2, 3)),
+        outputs=(spec("y", "float32", 2), spec("same", "int64", 2, 3)),
+    )
+    session = EagerSession(forward, signature, Device(), None, lambda: None)
+    feeds = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "ids": np.full((2, 3), 2)}
+    slopes = session.differentiate(feeds, {"y": np.array([1.0, -1.0], np.float32)})
+    assert np.array_equal(slopes["x"], 4 * feeds["x"] * [[1], [-1]])
+    assert slopes.keys() == {"x"}
+    assert session.differentiate(feeds, {}) == {}
+
+
 # Judgement
 
 

@@ -124,6 +124,34 @@ class EagerSession(Session):
         except _RAISED as error:
             raise _translate_error(error) from error
 
+    def differentiate(self, feeds: Feeds, weights: Feeds) -> dict[str, Array]:
+        import torch
+
+        inputs = [tensor.clone() for tensor in self.bind(feeds)]
+        floats = {
+            spec.name: tensor.requires_grad_()
+            for spec, tensor in zip(self.signature.inputs, inputs, strict=True)
+            if tensor.is_floating_point()
+        }
+        self._enter_stream()
+        try:
+            with torch.enable_grad():
+                outputs = zip(self.signature.outputs, self.forward(*inputs), strict=True)
+                moving = [(weights[spec.name], value) for spec, value in outputs if spec.name in weights]
+                parts = [
+                    (value * torch.from_numpy(weight).to(value)).sum()
+                    for weight, value in moving
+                    if value.requires_grad and value.is_floating_point()
+                ]
+                if not parts or not floats:
+                    return {}
+                found = torch.autograd.grad(sum(parts[1:], parts[0]), [*floats.values()], allow_unused=True)
+        except _RAISED:
+            return {}  # an operator without a gradient
+        return {
+            name: value.float().cpu().numpy() for name, value in zip(floats, found, strict=True) if value is not None
+        }
+
     def _enter_stream(self) -> None:
         if self._stream:
             self._set_stream(self._stream)

@@ -5,7 +5,7 @@ import importlib.metadata
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,8 @@ class Stage:
     precision: str
     """Row of the fidelity thresholds."""
     graph: Path | None = None
+    differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
+    """Computes its gradient, as ``Session.differentiate`` does."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """Try inputs until one shows that an engine is wrong: against the model, against its own graph, against itself.
 
 An engine in fp32 has to answer like the model on every allowed input. What a lower precision loses is known for inputs
-like the samples alone: on others, the engine is held against its own graph, which is computed without any
+like the samples alone: on others, the engine is compared with its own graph, which is computed without any
 optimisation. And a sample has to be answered as it would be alone, whatever else is in its batch.
+
+Between other inputs, the one whose answers differ most, as yet within what is allowed, is changed along the model's
+gradient of that difference, where the model has one.
 """
 
 import time
@@ -45,11 +48,16 @@ class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
 
 _USUAL_WALKS = ("samples", "sizes", "padding")
+_GRADIENTS = "gradients"
+_CLIMB_EVERY = 4
+"""Other inputs between two steps along a gradient."""
+_FIRST_STEP, _SMALLEST_STEP = 0.25, 0.05
+"""Sizes of a step, as shares of an input's range."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """An engine, and what its answers are held against."""
+    """An engine, and what its answers are compared with."""
 
     space: InputSpace
     precision: str
@@ -59,12 +67,25 @@ class Suspect:
     """The engine's own graph in its precision, where there is one."""
     rows_apart: bool = True
     """False where the precision depends on the whole batch: ranges that are computed in each call."""
+    differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
+    """Computes the model's gradient, as ``Session.differentiate`` does."""
 
     def judge(self, precision: str) -> Judge:
         """Make a judge by a precision's thresholds."""
         signature = self.space.signature
         scales = measure_scales([self.model(feeds) for feeds in self.space.samples])
         return make_judge(signature, precision, scales)
+
+
+@dataclass
+class _Climb:
+    """An input whose answers differ as far as is still allowed, and the next step from there."""
+
+    excess: float
+    feeds: Feeds
+    difference: dict[str, Array]
+    """By output: what the answer should be, less what it is."""
+    step: float = _FIRST_STEP
 
 
 class Hunt:
@@ -76,6 +97,7 @@ class Hunt:
         self._judges = {name: suspect.judge(name) for name in {suspect.precision, OWN_GRAPH, "fp32"}}
         self._rng = np.random.default_rng([seed, 1])
         self._rows_agree: bool | None = None
+        self._climb: _Climb | None = None
 
     def run(self, seconds: float, progress: Callable[[str], None] = lambda text: None) -> Disagreement | None:
         """Try inputs for so long, and at least the samples; return the first that shows a fault."""
@@ -91,7 +113,43 @@ class Hunt:
         return None
 
     def _attempts(self) -> Iterator[Attempt]:
-        return generate(self.suspect.space, self._seed)
+        for number, attempt in enumerate(generate(self.suspect.space, self._seed), 1):
+            yield attempt
+            if number % _CLIMB_EVERY == 0 and (step := self._take_step()):
+                yield step
+
+    def _take_step(self) -> Attempt | None:
+        """Change the input whose answers differ most along the gradient of the difference.
+
+        The gradient is the model's alone, as engines have none, so the difference may grow in either direction: both
+        are tried, then shorter steps, until it grows; where it does not, another input comes.
+        """
+        climb, space = self._climb, self.suspect.space
+        if climb is None or self.suspect.differentiate is None:
+            return None
+        feeds = dict(climb.feeds)
+        for name, slope in self.suspect.differentiate(climb.feeds, climb.difference).items():
+            low, high = space.bounds[name]
+            if name not in space.masks and np.isfinite(slope).all():
+                moved = feeds[name] + climb.step * (high - low) * np.sign(slope)
+                feeds[name] = moved.clip(low, high).astype(feeds[name].dtype)
+        note = f"a step of {climb.step:+.2g} of the range"
+        climb.step = -climb.step if climb.step > 0 else -climb.step / 2
+        if climb.step < _SMALLEST_STEP and climb.step > 0:
+            self._climb = None
+        if all(np.array_equal(feeds[name], value) for name, value in climb.feeds.items()):
+            self._climb = None
+            return None
+        return Attempt(_GRADIENTS, note, feeds, False)
+
+    def _note_difference(self, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> None:
+        """Keep the input whose answers differ most."""
+        excess = self._judges[precision].measure_excess(wanted, given)
+        least = self._climb.excess if self._climb else 0.0
+        if self.suspect.differentiate and least < excess <= 1:  # more than 1 is what the input's own digits explain
+            floats = (name for name, value in wanted.items() if value.dtype.kind == "f")
+            apart = {name: np.nan_to_num(wanted[name] - given[name], posinf=0, neginf=0) for name in floats}
+            self._climb = _Climb(excess, feeds, apart)
 
     def examine(self, attempt: Attempt) -> Disagreement | None:
         """Run one input on all sides, and say where they disagree."""
@@ -110,10 +168,13 @@ class Hunt:
             reason := self._find_fault(suspect.model, attempt.feeds, expected, found, suspect.precision)
         ):
             return self._disagree(attempt, MODEL, reason, expected, found)
+        if suspect.precision in EXACT:
+            self._note_difference(attempt.feeds, expected, found, suspect.precision)
         if suspect.graph and suspect.precision not in EXACT:
             own = suspect.graph(attempt.feeds)
             if reason := self._find_fault(suspect.graph, attempt.feeds, own, found, OWN_GRAPH):
                 return self._disagree(attempt, GRAPH, reason, own, found)
+            self._note_difference(attempt.feeds, own, found, OWN_GRAPH)
         return self._examine_row(attempt, expected, found)
 
     def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:

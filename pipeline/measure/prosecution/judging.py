@@ -1,7 +1,7 @@
 """Judge an answer: whether it is further from another one than the precision and the input's own sensitivity explain.
 
 Each sample of a batch is judged alone, so that one wrong row is not hidden by the others. A difference above the
-precision's threshold is held against the sensitivity: how far the reference's answer moves if the input is changed in
+precision's threshold is compared with the sensitivity: how far the reference's answer moves if the input is changed in
 its last digits. What moves as far by itself, as where a mean of equal numbers is subtracted, is no fault.
 """
 
@@ -52,12 +52,21 @@ class Judge:
             return self._find_fault_in_rows(reference, actual, sensitivity)
         moved: dict[str, float] | None = None
         for name, wanted in reference.items():
-            if not (told := self._judge(name, wanted, actual[name])):
+            difference = self._compare(name, wanted, actual[name])
+            if difference.excess <= 1:
                 continue
             moved = sensitivity() if moved is None else moved
-            if told.error > _EXPLAINED * moved.get(name, 0.0):
-                return told.text
+            if difference.error > _EXPLAINED * moved.get(name, 0.0):
+                return difference.text
         return ""
+
+    def measure_excess(self, reference: Feeds, actual: Feeds) -> float:
+        """Measure the largest difference of an output, in units of what is allowed; 0 for sets of rows."""
+        if self.signature.unordered or set(reference) != set(actual):
+            return 0.0
+        return max(
+            (self._compare(name, wanted, actual[name]).excess for name, wanted in reference.items()), default=0.0
+        )
 
     def _find_fault_in_rows(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> str:
         try:
@@ -70,49 +79,43 @@ class Judge:
             return ""
         return f"the rows that were chosen are others: {100 * min(shares, default=0.0):.0f} % have a partner"
 
-    def _judge(self, name: str, wanted: Array, given: Array) -> "_Told | None":
+    def _compare(self, name: str, wanted: Array, given: Array) -> "_Difference":
         if wanted.shape != given.shape or (wanted.dtype.kind == "f") != (given.dtype.kind == "f"):
             shapes = (f"{array.dtype}{list(array.shape)}" for array in (given, wanted))
-            return _Told("output {!r} is {}, expected {}".format(name, *shapes), np.inf)
+            return _Difference("output {!r} is {}, expected {}".format(name, *shapes), np.inf, np.inf)
         if not wanted.size:
-            return None
+            return _EQUAL
         rows = self._rows(name, wanted), self._rows(name, given)
-        if wanted.dtype.kind != "f":
-            share = (rows[0] == rows[1]).mean(axis=1).min()
-            error = float(np.abs(rows[0].astype(np.float64) - rows[1].astype(np.float64)).max())
-            return (
-                None
-                if share >= self.thresholds.min_agreement
-                else _Told(
-                    f"{100 * (1 - share):.3g} % of the elements of output {name!r} are others in one sample", error
-                )
-            )
-        return self._judge_floats(name, *(side.astype(np.float64) for side in rows))
+        if wanted.dtype.kind == "f":
+            return self._compare_floats(name, *(side.astype(np.float64) for side in rows))
+        share = (rows[0] == rows[1]).mean(axis=1).min()
+        if share >= self.thresholds.min_agreement:
+            return _EQUAL
+        error = float(np.abs(rows[0].astype(np.float64) - rows[1].astype(np.float64)).max())
+        text = f"{100 * (1 - share):.3g} % of the elements of output {name!r} are others in one sample"
+        return _Difference(text, error, np.inf)
 
-    def _judge_floats(self, name: str, wanted: Array, given: Array) -> "_Told | None":
+    def _compare_floats(self, name: str, wanted: Array, given: Array) -> "_Difference":
         finite = np.isfinite(wanted)
         odd = finite & ~np.isfinite(given)
         if odd.any():
-            return _Told(
-                f"output {name!r} has {int(odd.sum())} NaN or infinite numbers where there should be none", np.inf
-            )
+            text = f"output {name!r} has {int(odd.sum())} NaN or infinite numbers where there should be none"
+            return _Difference(text, np.inf, np.inf)
         both = finite & np.isfinite(given)
         apart = np.where(both, np.abs(np.where(both, wanted - given, 0)), 0)
         error = apart.max(axis=1)
         span = max(self.scales.get(name, 0.0), float(np.ptp(wanted[both])) if both.any() else 0.0) or 1.0
         signal = np.maximum(np.sqrt((np.where(both, wanted, 0) ** 2).mean(axis=1)), span / 10)
         noise = np.sqrt((apart**2).mean(axis=1))
-        coarse = noise > signal * 10 ** (-self.thresholds.min_sqnr_db / 20)
-        far = error > max(self.thresholds.max_error_of_range, 1e-7) * span
-        wrong = coarse & far
-        if not wrong.any():
-            return None
-        row = int(np.argmax(np.where(wrong, error, -1)))
+        allowed_noise = signal * 10 ** (-self.thresholds.min_sqnr_db / 20)
+        allowed_error = max(self.thresholds.max_error_of_range, 1e-7) * span
+        excess = np.minimum(noise / allowed_noise, error / allowed_error)  # both have to be too large
+        row = int(np.argmax(np.where(excess > 1, error, -1))) if (excess > 1).any() else int(np.argmax(excess))
         where = f" of sample {row}" if len(error) > 1 else ""
-        return _Told(
-            f"output {name!r}{where} is wrong by up to {error[row]:.3g}, {100 * error[row] / span:.3g} % of its range",
-            float(error[row]),
+        text = (
+            f"output {name!r}{where} is wrong by up to {error[row]:.3g}, {100 * error[row] / span:.3g} % of its range"
         )
+        return _Difference(text, float(error[row]), float(excess.max()))
 
     def _rows(self, name: str, array: Array) -> Array:
         """Return [samples, numbers]; one row where the first axis is not the batch."""
@@ -123,9 +126,16 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Difference:
+    """Describe how an output differs."""
+
     text: str
     error: float
+    excess: float
+    """Size in units of what is allowed: above 1, it is too large."""
+
+
+_EQUAL = _Difference("", 0.0, 0.0)
 
 
 def measure_sensitivity(answer: Answer, feeds: Feeds, precision: str, seed: int = 0) -> dict[str, float]:
