@@ -82,7 +82,7 @@ def write_whole(file: Path, data: bytes) -> None:
             partial.write(data)
             partial.flush()
             path.replace(file)
-        except OSError:
+        except BaseException:  # a full disk, or Ctrl-C
             path.unlink(missing_ok=True)
             raise
 

@@ -6,6 +6,7 @@ What is wrong is a ``ValueError`` with a sentence; who knows what the document i
 import functools
 import json
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -130,6 +131,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a file that people read, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8", errors="replace")
+    with partial.open("rb") as stream:  # without power, a file may be renamed before its bytes are on the disk
+        os.fsync(stream.fileno())
     partial.replace(path)
 
 

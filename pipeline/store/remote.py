@@ -134,7 +134,8 @@ class SharedStore:
     def fetch(self, key: str, folder: Path, *, touch: bool = True) -> Manifest | None:
         """Download an entry's files into an empty folder; None if there is no intact entry.
 
-        The manifest that is returned has the state of the files on this machine. A damaged entry is removed.
+        The manifest that is returned has the state of the files on this machine. A damaged entry is removed; one that
+        lacks files is not, as they may be seen later than the manifest.
         With ``touch`` the entry counts as used, which is noted once a day.
 
         Raises:
@@ -143,18 +144,19 @@ class SharedStore:
         manifest = self.manifest(key)
         while manifest is not None:
             files = self._download(key, manifest, folder)
-            if files is not None:
+            if files is not None and len(files) == len(manifest.files):
                 if touch and manifest.used < time.time() - DAY_SECONDS:
                     with contextlib.suppress(StoreError):  # who may only read leaves no trace
                         used = manifest.model_copy(update={"used": time.time()})
                         self.write(self._place(key, MANIFEST), encode(used))
                 return manifest.model_copy(update={"files": files, "upload": "", "contents": {}, "used": 0.0})
-            shutil.rmtree(folder)
-            folder.mkdir()
+            _empty(folder)
             current = self.manifest(key)
             if current is not None and current.upload == manifest.upload:  # else it was replaced, or removed, meanwhile
                 self.retries.tell(f"{self.retries.place}: the entry {key[:16]} is damaged; it is made again")
-                self.remove(key)
+                if files is not None:
+                    self.remove(key)
+                self._damaged.add(key)
                 return None
             manifest = current
         return None
@@ -246,8 +248,7 @@ class SharedStore:
             if self.fetch(key, workspace, touch=False) is None:
                 self.remove(key)
                 damaged.append(key)
-            shutil.rmtree(workspace)
-            workspace.mkdir()
+            _empty(workspace)
         return damaged
 
     def prune(self, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
@@ -343,7 +344,7 @@ class SharedStore:
             return list(pool.map(lambda context, item: context.run(work, item), contexts, items))
 
     def _download(self, key: str, manifest: Manifest, folder: Path) -> dict[str, StoredFile] | None:
-        """Download an entry's files; None if one is missing, or has other bytes the second time, too."""
+        """Download an entry's files; None if one is missing, and without those that have other bytes a second time."""
 
         def download(name: str) -> StoredFile | None:
             target = folder / name
@@ -364,8 +365,7 @@ class SharedStore:
             files = dict(zip(manifest.files, results, strict=True))
         except FileNotFoundError:
             return None
-        intact = {name: file for name, file in files.items() if file is not None}
-        return intact if len(intact) == len(files) else None
+        return {name: file for name, file in files.items() if file is not None}
 
     def _put(self, file: Path, path: str) -> None:
         self._make_folder(path)
@@ -402,6 +402,12 @@ class SharedStore:
     @staticmethod
     def _place(key: str, *parts: str) -> str:
         return "/".join(("objects", key[:2], key, *parts))
+
+
+def _empty(folder: Path) -> None:
+    with storage_errors(f"the folder {folder}"):
+        shutil.rmtree(folder)
+        folder.mkdir()
 
 
 def _explain_removal(path: str, error: FileNotFoundError) -> StoreError:

@@ -6,6 +6,7 @@ folder here, which works as a store by itself does: cached entries are not reque
     ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
     ROOT/begun/…                                       partial work of a long step; gone once it is done
     ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it
+    ROOT/tmp/earlier-KEY-…                             an entry that is being replaced; put back if that was interrupted
     ROOT/reads/NAME/CANDIDATE.json                     the user's files that steps read, by name
     ROOT/races/MACHINE.json                            how long variants took in earlier searches
     ROOT/unshared/KEY                                  entries that are not, or not as a whole, in the shared store yet
@@ -21,6 +22,7 @@ import os
 import platform
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,6 +33,7 @@ from enginesmith.pipeline.errors import MissingEntry, storage_errors
 from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord, export_candidate, publish_candidate
 from enginesmith.pipeline.store.manifest import (
+    DAY_SECONDS,
     MANIFEST,
     SMALL_FILE,
     UNFINISHED,
@@ -49,6 +52,8 @@ from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.retry import notify
 from enginesmith.pipeline.tensors import Signature
 
+_EARLIER = "earlier-"
+"""Begin of the name of an entry that is being replaced."""
 _SMALL_FILES = ("reads", RACES, "timing", "kernels")
 """Folders of files that are made again when they are needed; TensorRT's timings and kernels are in the last two."""
 
@@ -259,7 +264,7 @@ class Store:
         for path in sorted(self.root.glob(f"objects/*/*/{MANIFEST}")):
             if _read_intact(path.parent, every_byte=True) is None:
                 damaged.append(path.parent.name)
-                shutil.rmtree(path.parent, ignore_errors=True)
+                self._discard(path.parent)
         return damaged
 
     def prune(self, *, max_bytes: int | None = None, max_age_seconds: float | None = None) -> list[Entry]:
@@ -273,7 +278,17 @@ class Store:
         entries = sorted((*self.entries(), *self._small_files()), key=lambda entry: -entry.used)
         removed = prune_entries(entries, self._try_remove, max_bytes, max_age_seconds)
         self._remove_abandoned()
+        self._remove_partial()
         return removed
+
+    def _remove_partial(self) -> None:
+        """Remove what killed processes left: small files, hidden until they are whole, and notes of no entry."""
+        hidden = (path for folder in (*_SMALL_FILES, "unshared") for path in (self.root / folder).rglob(".*"))
+        unshared = (path for path in self.root.glob("unshared/[!.]*") if not self._folder(path.name).exists())
+        for path in (*hidden, *unshared):
+            with contextlib.suppress(OSError):  # it has its name now
+                if path.lstat().st_mtime < time.time() - DAY_SECONDS and path.is_file():
+                    path.unlink()
 
     def _small_files(self) -> Iterator[Entry]:
         """Yield the files beside the entries that are made again when they are needed, but those being written."""
@@ -322,7 +337,7 @@ class Store:
             return None
         manifest = _read_intact(folder) or _read_intact(folder)  # it may have been replaced while it was looked at
         if manifest is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._discard(folder)
             return None
         with contextlib.suppress(OSError):  # a store that may only be read has no last use
             os.utime(folder)
@@ -336,23 +351,20 @@ class Store:
         Raises:
             StoreError: the disk is full or cannot be written.
         """
-        target = self._folder(key)
+        target, displaced = self._folder(key), list[Path]()
         with storage_errors(f"the store {self.root}"):
             (folder / MANIFEST).write_bytes(encode(manifest))
             target.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                try:
-                    folder.rename(target)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                        raise
+            while not _try_rename(folder, target):
                 if not replace and (present := _read_intact(target)) is not None and not present.incomplete:
                     break
-                displaced = self.root / "tmp" / _workspace_name()
+                if not displaced:
+                    _sync(folder)
+                displaced.append(self.root / "tmp" / f"{_EARLIER}{key}-{uuid.uuid4().hex}")
                 with contextlib.suppress(FileNotFoundError):  # another process was quicker
-                    target.rename(displaced)
-                shutil.rmtree(displaced, ignore_errors=True)
+                    target.rename(displaced[-1])
+            for earlier in displaced:  # not before the new one is there
+                shutil.rmtree(earlier, ignore_errors=True)
         return _read(target) or manifest
 
     def _try_remove(self, entry: Entry) -> bool:
@@ -364,8 +376,8 @@ class Store:
                 path.parent.rmdir()
             return not path.exists()
         if entry.kind != UNFINISHED:
-            shutil.rmtree(self._folder(entry.key), ignore_errors=True)
-            return True
+            self._discard(self._folder(entry.key))
+            return not self._folder(entry.key).exists()
         folder = self.root / "begun" / entry.key
         if (lock := _try_claim(folder)) is None:
             return False
@@ -373,8 +385,21 @@ class Store:
         os.close(lock)
         return True
 
+    def _discard(self, folder: Path) -> None:
+        """Remove an entry in one step: a process that is killed at it leaves no half of one."""
+        doomed = self.root / "tmp" / _workspace_name()
+        with contextlib.suppress(OSError):  # another process removed it, or the store may only be read
+            folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
     def _remove_abandoned(self) -> None:
-        """Remove the workspaces of processes of this machine that are gone."""
+        """Remove the workspaces of processes of this machine that are gone; put back what they did not replace."""
+        for folder in self.root.glob(f"tmp/{_EARLIER}*"):
+            key = folder.name.removeprefix(_EARLIER).rpartition("-")[0]
+            if _read_intact(folder) is not None:
+                with contextlib.suppress(OSError):  # another one is there, or another process was quicker
+                    folder.rename(self._folder(key))
+            shutil.rmtree(folder, ignore_errors=True)
         for folder in self.root.glob("tmp/*"):
             owner, _, host = folder.name.rpartition("-")[0].partition("@")
             if host == platform.node() and not Path("/proc", owner).exists():
@@ -389,6 +414,24 @@ def _measure(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
                 total += Path(parent, name).lstat().st_size
     return total
+
+
+def _try_rename(folder: Path, target: Path) -> bool:
+    """Rename a folder and return whether it could be; False if there is another one with files."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Have the files of a folder on the disk, so that they outlast a loss of power."""
+    for name in files_below(folder):
+        with (folder / name).open("rb") as stream:
+            os.fsync(stream.fileno())
 
 
 def _read(folder: Path) -> Manifest | None:

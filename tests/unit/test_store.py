@@ -294,3 +294,55 @@ def test_the_environment_names_a_place_that_is_shared(tmp_path: Path, monkeypatc
     assert default_address().folder == tmp_path / "here"
     monkeypatch.setenv("ENGINESMITH_STORE", "s3://team/store")
     assert default_address().url == "s3://team/store"
+
+
+def test_an_entry_stays_if_its_replacement_is_killed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, rename = put(store, "ab" * 32), Path.rename
+
+    def kill_after_first(path: Path, target: Path) -> Path:
+        if path.name == "ab" * 32:
+            rename(path, target)
+            monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            return target
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", kill_after_first)
+    with pytest.raises(KeyboardInterrupt):
+        put(Store(store.root, reuse=False), "ab" * 32, b"other")
+    monkeypatch.undo()
+    assert store.get("ab" * 32) is None
+    assert Store(store.root).get("ab" * 32) == made
+    assert list((store.root / "tmp").iterdir()) == []
+
+
+def test_a_killed_removal_leaves_no_half_of_an_entry(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(store, "ab" * 32).path
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        store.prune(max_bytes=0)
+    assert not path.parent.exists()
+
+
+def test_what_a_killed_writer_left_half_written_is_removed_after_a_day(store: Store) -> None:
+    (store.root / "reads" / "x").mkdir()
+    (store.root / "unshared").mkdir()
+    put(store, "ab" * 32)
+    old, new = store.root / "reads" / "x" / ".one.json.abc", store.root / "reads" / "x" / ".two.json.abc"
+    known, unknown = store.root / "unshared" / ("ab" * 32), store.root / "unshared" / ("cd" * 32)
+    for path in (old, new, known, unknown):
+        path.write_bytes(b"{")
+    for path in (old, known, unknown):
+        os.utime(path, (time.time() - 2 * 86400,) * 2)
+    store.prune(max_bytes=1 << 30)
+    assert [path.exists() for path in (old, new, known, unknown)] == [False, True, True, False]
+
+
+def test_a_large_file_that_lost_its_end_is_noticed_although_its_inode_is_as_it_was(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enginesmith.pipeline.store.manifest._ALWAYS_HASH_BYTES", 0)
+    monkeypatch.setattr("enginesmith.pipeline.store.manifest._inode", lambda status: (1, 1, 1))
+    path = put(store, "ab" * 32).path
+    assert store.get("ab" * 32) is not None
+    os.truncate(path, 2)
+    assert store.get("ab" * 32) is None
