@@ -6,6 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges
+from enginesmith.pipeline.passes.quantize.layers import find_channel_statistics
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from graphs import Weights, build_graph, node, normal, run_model
 
@@ -119,3 +121,16 @@ def test_where_there_is_no_place_nothing_is_done(word: str) -> None:
     given = ir.to_proto(model).SerializeToString()
     assert not correct_bias(model.graph[0], weights["w"], rounded(weights["w"]), np.ones(CHANNELS))
     assert ir.to_proto(model).SerializeToString() == given
+
+
+def test_statistics_of_another_axis_are_not_taken() -> None:
+    """A convolution sums over the first axis behind the batch, a matrix product over the last: here both have 4."""
+    weights: Weights = {"k": normal(OUTPUTS, CHANNELS, 1), "w": normal(CHANNELS, CHANNELS)}
+    model = built([node("Conv", "x k", "y"), node("MatMul", "x w", "z")], weights, (2, CHANNELS, CHANNELS), "y z")
+    provenance, found = Provenance(data="random", digest="", rows=(), seed=0, batch=1), {}
+    for axis in (1, 2):
+        sums = (1.0,) * CHANNELS
+        known = ChannelStatistics(axis=axis, amax=sums, mean=sums, mean_absolute=sums, mean_square=sums)
+        ranges = Ranges(model_sha256="", provenance=provenance, tensors={}, channels={"x": known})
+        found[axis] = [each.op_type for each in model.graph if find_channel_statistics(each, ranges) is known]
+    assert found == {1: ["Conv"], 2: ["MatMul"]}

@@ -30,7 +30,8 @@ def explain_loss(node: "ir.Node", ranges: Ranges) -> str:
     """Explain the loss of a product by its activations, by its weight, or by neither."""
     value = node.inputs[0]
     name = str(value.name) if value is not None else ""
-    channels, known = ranges.channels.get(name), ranges.tensors.get(name)
+    known = ranges.tensors.get(name)
+    channels = layers.find_channel_statistics(node, ranges) if value is not None else None
     if channels is not None and (found := _describe_outliers(np.asarray(channels.amax))):
         count, largest, middle = found
         share = f"{count} of {len(channels.amax)} channels"

@@ -12,6 +12,8 @@ from enginesmith.pipeline.tensors import Array
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from enginesmith.calibration.ranges import ChannelStatistics, Ranges
+
 
 CONVOLUTIONS = ("Conv", "ConvTranspose")
 MATRIX_PRODUCTS = ("MatMul", "Gemm")
@@ -116,6 +118,21 @@ def get_input(node: "ir.Node", index: int) -> "ir.Value":
     value = node.inputs[index]
     assert value is not None, node
     return value
+
+
+def find_channel_statistics(node: "ir.Node", ranges: "Ranges | None") -> "ChannelStatistics | None":
+    """Look up the statistics of what a product sums over; None where they are not known.
+
+    A convolution and a matrix product may read the same value along different axes; statistics are of one axis.
+    """
+    data = get_input(node, 0)
+    known = ranges.channels.get(str(data.name)) if ranges is not None else None
+    if known is None or node.attributes.get_int("transA", 0):
+        return None
+    rank = None if data.shape is None else len(data.shape)
+    axis = known.axis if rank is None else known.axis % rank
+    fits = axis == 1 if node.op_type in CONVOLUTIONS else rank is None or axis == rank - 1
+    return known if fits else None
 
 
 def read_weight(node: "ir.Node", index: int = WEIGHT) -> Array:

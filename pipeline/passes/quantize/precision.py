@@ -270,7 +270,7 @@ def _make_corrector(ranges: Ranges) -> Correct:
     """Make the correction of a weight's mean error, for inputs whose mean is known."""
 
     def correct(node: "ir.Node", weight: Array, dequantised: Array) -> None:
-        known = ranges.channels.get(str(layers.get_input(node, 0).name))
+        known = layers.find_channel_statistics(node, ranges)
         if known is not None:
             correct_bias(node, weight, dequantised, np.array(known.mean))
 

@@ -193,7 +193,7 @@ def quantise_to_int4(
         value, weight = layers.get_input(node, WEIGHT), layers.read_weight(node)
         transposed = bool(node.attributes.get_int("transB", 0))
         matrix = weight.T if transposed else weight
-        importance = _find_importance(layers.get_input(node, 0), ranges, len(matrix))
+        importance = _find_importance(node, ranges, len(matrix))
         key = (value, transposed, None if importance is None else importance.tobytes())
         if key not in stored or correct is not None:
             narrow = quantizers.blocked(matrix, quantizers.block_size(len(matrix)), settings.rest, importance)
@@ -209,9 +209,9 @@ def quantise_to_int4(
     return Quantised(0, groups, left)
 
 
-def _find_importance(data: "ir.Value", ranges: Ranges | None, length: int) -> Array | None:
+def _find_importance(node: "ir.Node", ranges: Ranges | None, length: int) -> Array | None:
     """Return the mean square of each input of a product; None where that is not known."""
-    known = ranges.channels.get(str(data.name)) if ranges else None
+    known = layers.find_channel_statistics(node, ranges)
     if known is None or len(known.mean_square) != length or not any(known.mean_square):
         return None
     return np.array(known.mean_square)
