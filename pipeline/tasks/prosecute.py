@@ -10,6 +10,7 @@ from pydantic import BaseModel, SerializeAsAny
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.errors import SignatureError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
 from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
@@ -19,6 +20,7 @@ from enginesmith.pipeline.measure.prosecution.judging import EXACT
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tensors import Signature
 
 GIVEN, TRUTH = "given", "truth"
 """Roles of the model as it is given, and of another graph of it that should be right."""
@@ -60,6 +62,7 @@ class Prosecute(Task):
         return tuple(dict.fromkeys((*self.engine.tools, *self.given_engine.tools, "onnx")))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        _check_names(inputs[GIVEN].signature, inputs["model"].signature)
         with contextlib.ExitStack() as stack:
             stages = [stack.enter_context(stage) for stage in self._open_stages(inputs)]
             suspect = self._suspect(inputs, stages)
@@ -100,6 +103,23 @@ class Prosecute(Task):
         model = stages[0]
         engine = stages[-1].answer
         return Suspect(space, self.precision, engine, model.answer, graph, self.rows_apart, model.differentiate)
+
+
+def _check_names(model: Signature | None, engine: Signature | None) -> None:
+    """Check that a model and an engine of it have the same inputs and outputs, by name.
+
+    Raises:
+        SignatureError: they have not.
+    """
+    if model is None or engine is None:
+        return
+    for word, sides in (("inputs", (model.inputs, engine.inputs)), ("outputs", (model.outputs, engine.outputs))):
+        wanted, given = ([spec.name for spec in side] for side in sides)
+        if sorted(wanted) != sorted(given):
+            raise SignatureError(
+                f"the {word} of the engine are {', '.join(given)}, and those of the model {', '.join(wanted)}",
+                "give a file with the names of the model's inputs and outputs",
+            )
 
 
 @contextlib.contextmanager

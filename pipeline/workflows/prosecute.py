@@ -11,7 +11,7 @@ from enginesmith.pipeline.artifact import replace_folder
 from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
+from enginesmith.pipeline.measure.prosecution.evidence import FINDING, Prosecution
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
@@ -72,7 +72,19 @@ def prosecute_variant(
         return _run(chosen, steps, found.recipe, out, settings)
 
 
+def _check_output(out: Path) -> None:
+    """Check that nothing but an earlier finding would be replaced.
+
+    Raises:
+        UsageError: there is something else.
+    """
+    empty = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not empty and not (out / FINDING).is_file():
+        raise UsageError(f"{out} is there already, and is no earlier finding", "choose another --output")
+
+
 def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, settings: Settings) -> ProsecutionResult:
+    _check_output(out)
     outcomes = try_steps(steps, settings, recipe)
     for outcome in outcomes.values():
         if outcome.error:
@@ -81,6 +93,8 @@ def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, setting
     assert made is not None
     (prosecution,) = read_models(made, Prosecution)
     if prosecution.finding is None:
+        if (out / FINDING).is_file():  # of an earlier engine
+            shutil.rmtree(out)
         return ProsecutionResult(subject=subject, prosecution=prosecution)
     with storage_errors(f"the output {out}"), replace_folder(out) as whole:
         shutil.copytree(made.folder / EVIDENCE, whole)

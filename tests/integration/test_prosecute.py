@@ -79,6 +79,34 @@ def test_a_variant_of_a_run_is_prosecuted(digits_run: Path, cli: Cli, tmp_path: 
     assert "onnxruntime-fp32" in refused.stderr
 
 
+def test_only_an_earlier_finding_is_replaced(exported: Path, cli: Cli, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "notes.txt").write_text("kept")
+    for out in (own, own / "notes.txt"):
+        refused = cli("prosecute", "digits", exported, "--time", "1s", "-o", out, "--quiet")
+        assert (refused.code, "is no earlier finding" in refused.stderr) == (2, True)
+    assert (own / "notes.txt").read_text() == "kept"
+    earlier = tmp_path / "finding"
+    earlier.mkdir()
+    (earlier / "finding.json").write_text("{}")
+    assert prosecute(cli, "digits", exported, out=earlier)["finding"] is None
+    assert not earlier.exists()
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_file_with_other_names_is_refused(exported: Path, cli: Cli, tmp_path: Path, side: str) -> None:
+    model = onnx.load(exported)
+    value = getattr(model.graph, side)[0]
+    old, value.name = value.name, "other"
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = ["other" if name == old else name for name in names]
+    onnx.save(model, tmp_path / "renamed.onnx")
+    refused = cli("prosecute", "digits", tmp_path / "renamed.onnx", "--time", "1s", "-o", tmp_path / "f", "--quiet")
+    assert (refused.code, f"the {side}s of the engine are other" in refused.stderr) == (2, True), refused.text
+
+
 def test_what_cannot_be_prosecuted_is_refused(cli: Cli) -> None:
     alone = cli("prosecute", "digits")
     assert (alone.code, "no engine is named" in alone.stderr) == (2, True)

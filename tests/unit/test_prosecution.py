@@ -92,6 +92,15 @@ def test_sizes_are_ends_tiles_and_primes() -> None:
     assert list_sizes(ShapeRange.parse("5:5:5")) == [5]
 
 
+def test_nan_is_explained_where_the_last_digits_move_the_answer_as_far() -> None:
+    """Equal numbers less their mean, divided by their deviation: eager gives some number, an engine 0 / 0."""
+    wanted, given = {"y": np.full((4, 6), 0.9, np.float32)}, {"y": np.full((4, 6), np.nan, np.float32)}
+    judge = make_judge(SIGNATURE, "fp32", {"y": 4.0})
+    assert "NaN" in judge.find_fault(wanted, given, no_movement)
+    assert "NaN" in judge.find_fault(wanted, given, lambda: {"y": 0.01})
+    assert not judge.find_fault(wanted, given, lambda: {"y": 2.0})
+
+
 # Steps along gradients
 
 

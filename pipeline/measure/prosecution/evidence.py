@@ -1,6 +1,7 @@
 """Write what was found as a folder: a small graph, its inputs, the right answers, a script that shows the fault."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def write_evidence(
     _save(folder / INPUTS, feeds)
     _save(folder / EXPECTED, expected)
     if model is not None and script:
-        (folder / SCRIPT).write_text(_SCRIPT.replace("# ENGINE", script.strip()))
+        (folder / SCRIPT).write_text(_SCRIPT.replace("# ENGINE", textwrap.indent(script.strip(), "    ").strip()))
     (folder / ISSUE).write_text(_write_issue(finding, feeds, expected, runnable=model is not None and bool(script)))
 
 
@@ -110,7 +111,13 @@ def load(name):
 
 
 inputs, expected = load("inputs.npz"), load("expected.npz")
-# ENGINE
+try:
+    # ENGINE
+except ImportError:
+    raise
+except Exception as error:
+    print(f"it does not answer: {error}")
+    sys.exit(1)
 wrong = False
 for name, wanted in expected.items():
     given = np.asarray(found[name])

@@ -284,7 +284,7 @@ def _up_to_outputs(
     kept = reduction.slice_between(model, first, wrong)
     part, feeds = reduction.take_nodes(model, kept, values)
     expected = {name: wanted[name] for name in wrong}
-    named = _name_nodes(model, list(first))
+    named = _name_nodes(model, [*first, *(at for at in kept if at not in set(first))])  # the first wrong ones first
     return _Reduced(part, feeds, expected, named, len(model.graph.node))
 
 

@@ -266,7 +266,7 @@ def _mutate(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
                 kind = str(rng.choice(_MUTATIONS))
                 feeds[spec.name] = _change(kind, feeds[spec.name], space.bounds[spec.name], rng)
                 notes.append(f"{spec.name} {kind}")
-        yield Attempt("mutations", f"{format_sizes(sizes)}; {', '.join(notes)}", feeds, False)
+        yield Attempt("mutations", "; ".join(filter(None, (format_sizes(sizes), ", ".join(notes)))), feeds, False)
 
 
 _MUTATIONS = ("with noise", "rolled", "with a block of another value", "mixed", "scaled", "shuffled", "rows alike")

@@ -2,7 +2,8 @@
 
 Each sample of a batch is judged alone, so that one wrong row is not hidden by the others. A difference above the
 precision's threshold is compared with the sensitivity: how far the reference's answer moves if the input is changed in
-its last digits. What moves as far by itself, as where a mean of equal numbers is subtracted, is no fault.
+its last digits. What moves as far by itself, as where a mean of equal numbers is subtracted, is no fault. NaN where a
+number should be counts as far as the output's range: it is explained where such a change moves the answer as far.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,7 +101,8 @@ class Judge:
         odd = finite & ~np.isfinite(given)
         if odd.any():
             text = f"output {name!r} has {int(odd.sum())} NaN or infinite numbers where there should be none"
-            return _Difference(text, np.inf, np.inf)
+            span = max(self.scales.get(name, 0.0), float(np.ptp(wanted[finite])))
+            return _Difference(text, span or np.inf, np.inf)
         both = finite & np.isfinite(given)
         apart = np.where(both, np.abs(np.where(both, wanted - given, 0)), 0)
         error = apart.max(axis=1)

@@ -127,7 +127,7 @@ def find_channel_statistics(node: "ir.Node", ranges: "Ranges | None") -> "Channe
     """
     data = get_input(node, 0)
     known = ranges.channels.get(str(data.name)) if ranges is not None else None
-    if known is None or node.attributes.get_int("transA", 0):
+    if known is None or bool(node.attributes.get_int("transA", 0)):
         return None
     rank = None if data.shape is None else len(data.shape)
     axis = known.axis if rank is None else known.axis % rank
