@@ -19,7 +19,7 @@ from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
-    from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.options import AddedOption, EngineOptions
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
@@ -377,8 +377,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """Name the script that runs a bundle with the engine's own package alone; None if there is none."""
         return None
 
-    def variations(self) -> "Iterator[tuple[str, Engine]]":
-        """Yield the options that may mend a wrong answer, as people give them, with the engine that has them."""
+    def variations(self) -> "Iterator[tuple[AddedOption, Engine]]":
+        """Yield the options that may mend a wrong answer, each with the engine that has it."""
         yield from ()
 
     def reproduce(self) -> str:

@@ -25,6 +25,16 @@ MOVED_FIELDS = {
 _MOST_BYTES = 1 << 50
 
 
+class AddedOption(BaseModel, frozen=True):
+    """Name a value that a recipe can add to one of its lists, to have an engine work otherwise."""
+
+    field: str
+    """Field of the recipe: ``onnxruntime.disabled_optimizers``."""
+    value: str
+    words: str
+    """The same on the command line: ``--ort-disable QuickGeluFusion``."""
+
+
 class ModuleOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how eager and compiled run the module, in variants of their own."""
 

@@ -1,5 +1,6 @@
 """Declare the recipe: all that a user can ask for, with every default."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -7,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, PartOptions
 from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import needs_cuda
-from enginesmith.pipeline.engines.options import EngineOptions
+from enginesmith.pipeline.engines.options import AddedOption, EngineOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.measure.quality import DEFAULT_METRIC
@@ -170,6 +171,21 @@ class Recipe(EngineOptions, ModelOptions):
         """Name the CPU as the device where only the GPU of this machine made it cuda: other machines may have none."""
         found_here = self.device is None and not any(map(needs_cuda, self.engines)) and self.where.kind == "cuda"
         return self.model_copy(update={"device": "cpu"}) if found_here else self
+
+    def with_option(self, option: AddedOption) -> Self:
+        """Copy the recipe with a value at the end of one of its lists, unless it is there."""
+        return self._change_list(option.field, lambda values: (*dict.fromkeys((*values, option.value)),))
+
+    def without_option(self, option: AddedOption) -> Self:
+        """Copy the recipe without a value of one of its lists."""
+        return self._change_list(option.field, lambda values: (*(each for each in values if each != option.value),))
+
+    def _change_list(self, field: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Self:
+        part, _, name = field.rpartition(".")
+        if not part:
+            return self.model_copy(update={name: change(getattr(self, name))})
+        inner = getattr(self, part)
+        return self.model_copy(update={part: inner.model_copy(update={name: change(getattr(inner, name))})})
 
     @property
     def races(self) -> bool:

@@ -47,6 +47,7 @@ class _Board:
         if event.kind == "planned":
             self.planned += event.step.id not in self.left
             self.left[event.step.id] = event.step
+            self.lines.pop(event.step.id, None)  # it ended in an earlier round
             return None
         if event.kind == "finished":
             self.left.pop(event.step.id, None)

@@ -120,7 +120,8 @@ def _describe_search(run: Run) -> Iterator[str]:
 
 
 def _describe_prosecution(run: Run) -> Iterator[str]:
-    """Tell how many inputs beside the samples were tried, and on which variants one was found."""
+    """Tell which workarounds were added, how many other inputs were tried, and which variants are wrong on one."""
+    yield from (workaround.sentence for workaround in run.workarounds)
     tried = [record for record in run.requested if record.prosecution]
     if not tried:
         return

@@ -43,6 +43,7 @@ from enginesmith.pipeline.results.run import (
     StepRecord,
     StoredArtifact,
     VariantRecord,
+    Workaround,
     deciding_batch,
 )
 from enginesmith.pipeline.results.verdicts import find_best_reference, judge_compression, judge_precision, select_winner
@@ -286,6 +287,7 @@ class Header:
     environment: dict[str, Any]
     cautions: tuple[str, ...] = ()
     """Warnings for the run's readers besides those of the machine."""
+    workarounds: tuple[Workaround, ...] = ()
 
 
 def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, artifacts: Mapping[str, Path]) -> Run:
@@ -318,6 +320,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         seconds=header.seconds,
         complete=all(step.id in outcomes and outcomes[step.id].status != "unavailable" for step in plan.steps),
         recipe=recipe,
+        workarounds=header.workarounds,
         device=plan.baseline.device,
         environment=environment,
         limits=read_device_limits(plan, outcomes),

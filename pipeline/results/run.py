@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
@@ -66,6 +67,9 @@ NOT_KNOWN = "run.json has fields that this version does not know"
 
 NOT_REACHED = "not reached"
 """Effect of a step that an interruption left; a step for another machine has its own reason."""
+
+_MOST_WORKAROUNDS = 4
+"""Workarounds after which no more are looked for: each has the engines that it concerns built and checked again."""
 
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
 
@@ -282,6 +286,21 @@ class StepRecord(BaseModel, frozen=True):
     effect: str
 
 
+class Workaround(BaseModel, frozen=True):
+    """Record an option that was added to the recipe because an engine is wrong without it."""
+
+    option: AddedOption
+    variant: str
+    """The variant that was wrong."""
+    fault: str
+    """The input and what was wrong on it."""
+
+    @property
+    def sentence(self) -> str:
+        """The option and the reason for it in one sentence."""
+        return f"{self.option.words} was added: without it, {self.variant} is {self.fault}"
+
+
 class Run(BaseModel, frozen=True, populate_by_name=True):
     """Describe the whole document."""
 
@@ -292,6 +311,8 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     complete: bool
     """True where every step has ended; a run that was interrupted can be resumed."""
     recipe: Recipe
+    """With the options of the workarounds."""
+    workarounds: tuple[Workaround, ...] = ()
     device: Device | None = None
     """The device that was named or chosen; None in older documents."""
     environment: RunEnvironment
@@ -325,6 +346,11 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
         return (self.baseline, *self.variants)
 
     @property
+    def requested_recipe(self) -> Recipe:
+        """Return the recipe as people gave it."""
+        return remove_workarounds(self.recipe, self.workarounds)
+
+    @property
     def where(self) -> Device:
         """Return the device that the run was on, with its threads; this machine's GPU decides nothing about it."""
         return self.device or self.recipe.named_device or Device(threads=self.recipe.threads)
@@ -340,6 +366,24 @@ def deciding_batch(recipe: Recipe, rows: Iterable[LatencyRow]) -> int:
     """Choose the batch size whose latency counts: the recipe's first, or the only one of a model of fixed batch."""
     measured = [row.batch for row in rows]
     return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
+
+
+def remove_workarounds(recipe: Recipe, workarounds: Iterable[Workaround]) -> Recipe:
+    """Restore the recipe that workarounds were added to."""
+    for workaround in workarounds:
+        recipe = recipe.without_option(workaround.option)
+    return recipe
+
+
+def find_workarounds(run: Run) -> list[Workaround]:
+    """List the options that mend engines which are wrong on an input, and that the recipe lacks."""
+    found: dict[AddedOption, Workaround] = {}
+    for record in run.requested:
+        finding = record.prosecution.finding if record.prosecution else None
+        option = finding.option if finding else None
+        if finding and option and run.recipe.with_option(option) != run.recipe:
+            found.setdefault(option, Workaround(option=option, variant=record.id, fault=finding.fault))
+    return list(found.values())[: _MOST_WORKAROUNDS - len(run.workarounds)]
 
 
 def find_record(run: Run, name: str) -> VariantRecord:

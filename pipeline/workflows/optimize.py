@@ -4,8 +4,9 @@ import contextlib
 import datetime
 import itertools
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import has_files
@@ -34,11 +35,12 @@ from enginesmith.pipeline.planning.race import searching_seconds
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.recipe.recipe import LEAST_SECONDS
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.results.differences import compare_devices
-from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.run import Run, Workaround, remove_workarounds
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.units import format_seconds
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
@@ -69,6 +71,15 @@ class RunRequest:
     """The recipe's model, where it is resolved already."""
     replace: bool = False
     """True where an earlier run in ``out`` is moved out of the way."""
+    workarounds: tuple[Workaround, ...] = ()
+    """Workarounds whose options are in the recipe."""
+    seconds: float | None = None
+    """Time that is left, where the recipe limits it; None for all of it."""
+
+    @property
+    def requested_recipe(self) -> Recipe:
+        """Return the recipe as people gave it."""
+        return remove_workarounds(self.recipe, self.workarounds)
 
     def resolved(self) -> ResolvedRecipe:
         """Resolve the recipe's model, unless that has been done.
@@ -130,13 +141,14 @@ class OptimizeJob:
     """Plan several runs, and carry them out together."""
 
     def __init__(self, requests: Sequence[RunRequest], settings: Settings) -> None:
-        self._requests, self._settings = requests, settings
+        self._requests, self._settings = list(requests), settings
         self._errors: dict[str, EnginesmithError] = {}
         self._plans: dict[str, Plan] = {}
         self._active: dict[str, _ActiveRun] = {}
         self._environment = environment()
-        for request in requests:
+        for index, request in enumerate(requests):
             with self._record_errors(request):
+                request = self._requests[index] = _restore_workarounds(request)
                 planned = plan(request.resolved(), here=settings.executor == "local", kept=_list_kept(request))
                 if request.place is None and settings.executor == "local":
                     begin_on(planned.baseline.device, request.recipe, settings.listener, planned.steps[0])
@@ -170,15 +182,19 @@ class OptimizeJob:
 
     def _activate(self, request: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
         made, place = self._plans[request.name], request.place
-        if request.replace and (moved := move_earlier_run(request.out, request.recipe)):
+        if request.replace and (moved := move_earlier_run(request.out, request.requested_recipe)):
             self._settings.listener(Event("note", made.steps[0], f"the earlier run is in {moved} now"))
-        stack.enter_context(claim_run_directory(request.out, request.recipe))
+        stack.enter_context(claim_run_directory(request.out, request.requested_recipe))
         if place is None and not executor.is_local:
             cuda = any("cpu" not in engine_class(name).kinds for name in request.recipe.engines)
             place = Place(device="cuda" if cuda else request.recipe.where.kind)
         if place is not None:
             made = assign_machines(made, place, executor.why_unavailable(place))
-        directory = RunDirectory(request.out, request.recipe, made, self._environment, len(self._plans))
+        for workaround in request.workarounds:
+            self._settings.listener(Event("note", made.steps[0], workaround.sentence))
+        directory = RunDirectory(
+            request.out, request.recipe, made, self._environment, len(self._plans), request.workarounds
+        )
         directory.write()
         races = None
         if request.recipe.races and place is None and executor.is_local:
@@ -195,7 +211,7 @@ class OptimizeJob:
             name, own = together.takers[step.id][0]
             return self._active[name].request.out / "logs" / f"{own}.log"
 
-        recipes = [active.request.recipe for active in runs]
+        recipes = [_limit_time(active.request) for active in runs]
         times = [recipe.time_seconds for recipe in recipes]
         seconds = None if None in times else sum(filter(None, times))
         search_seconds = None if seconds is None else sum(map(searching_seconds, recipes))
@@ -270,6 +286,58 @@ class OptimizeJob:
         return RunResult(run, error, len(outcomes), reused)
 
 
+def _limit_time(request: RunRequest) -> Recipe:
+    """Copy a request's recipe with the time that is left."""
+    left = request.seconds
+    return request.recipe if left is None else request.recipe.model_copy(update={"time_seconds": left})
+
+
+def _restore_workarounds(request: RunRequest) -> RunRequest:
+    """Begin with the workarounds that an earlier run of the same recipe found, if its folder has one."""
+    if request.workarounds or not (request.out / "run.json").exists():
+        return request
+    before = runs.read(request.out)
+    same = request.recipe in (before.recipe, before.requested_recipe)
+    if not before.workarounds or not same or (request.replace and before.complete):
+        return request
+    return replace(request, recipe=before.recipe, workarounds=before.workarounds)
+
+
+def _run_with_workarounds(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
+    """Carry out requests, and again with the options that mend engines which were wrong, until none lacks one.
+
+    Raises:
+        EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
+    """
+    results, begun, spent = dict[str, RunResult](), time.monotonic(), 0.0
+    limit = settings.time_limit_seconds
+    while requests:
+        job = OptimizeJob(requests, replace(settings, time_limit_seconds=None if limit is None else limit - spent))
+        results |= {request.name: result for request, result in zip(requests, job.run(), strict=True)}
+        spent = time.monotonic() - begun
+        if limit is not None and limit < 2 * spent:
+            break
+        mended = (_add_workarounds(request, results[request.name].run, spent) for request in requests)
+        requests = [request for request in mended if request]
+    return results
+
+
+def _add_workarounds(request: RunRequest, run: Run | None, spent: float) -> RunRequest | None:
+    """Request a run again with the options that mend wrong engines; None without one, or without the time for it."""
+    found = runs.find_workarounds(run) if run and run.complete else []
+    if run is None or not found:
+        return None
+    recipe, left = run.recipe, None
+    if recipe.time_seconds is not None:
+        left = recipe.time_seconds - spent
+        if left < max(spent, LEAST_SECONDS):  # it takes about as long again
+            return None
+    for workaround in found:
+        recipe = recipe.with_option(workaround.option)
+    workarounds = (*run.workarounds, *found)
+    return replace(request, recipe=recipe, workarounds=workarounds, seconds=left, replace=False)
+
+
 def _explain_few_samples(recipe: Recipe, new: Outcomes) -> str:
     """Explain that there are too few samples to judge the budget for accuracy, as soon as they are counted."""
     reference = new[REFERENCE].artifact if REFERENCE in new else None
@@ -329,9 +397,8 @@ def optimize(
         UsageError: the folder holds another run, or another process is at work in it.
         EnginesmithError: no usable variant came out; the run directory says why for each.
     """
-    (finished,) = OptimizeJob(
-        [RunRequest(out.name, recipe, out, source=source, replace=replace)], settings or Settings()
-    ).run()
+    request = RunRequest(out.name, recipe, out, source=source, replace=replace)
+    (finished,) = _run_with_workarounds([request], settings or Settings()).values()
     if finished.error is not None:
         raise finished.error
     assert finished.run is not None
@@ -344,8 +411,7 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str
     Raises:
         EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
     """
-    finished = OptimizeJob(requests, settings).run()
-    return {request.name: result for request, result in zip(requests, finished, strict=True)}
+    return _run_with_workarounds(requests, settings)
 
 
 NOTHING_LEFT = "nothing is left to do: {} is finished; --no-cache does every step again"
@@ -382,7 +448,7 @@ def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[s
         MissingCapability: it was measured on a GPU, and none can be used here.
     """
     before, out = runs.read(out, to_go_on=True), out.absolute()
-    if (settings is None or settings.reuse) and is_finished(before, out):
+    if (settings is None or settings.reuse) and is_finished(before, out) and not runs.find_workarounds(before):
         on_finished(NOTHING_LEFT.format(out))
         if error := _why_unusable(before, {}, ""):
             raise error

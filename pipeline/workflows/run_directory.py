@@ -24,7 +24,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble
-from enginesmith.pipeline.results.run import Run, StoredArtifact
+from enginesmith.pipeline.results.run import Run, StoredArtifact, Workaround, remove_workarounds
 from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.system.machine import Environment
 
@@ -39,7 +39,15 @@ _EARLIER = ".earlier"
 class RunDirectory:
     """Keeps the folder in step with the outcomes."""
 
-    def __init__(self, folder: Path, recipe: Recipe, steps: Plan, environment: Environment, neighbors: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        steps: Plan,
+        environment: Environment,
+        neighbors: int = 1,
+        workarounds: tuple[Workaround, ...] = (),
+    ) -> None:
         self._folder, self._recipe, self._plan = folder, recipe, steps
         self._started, self._neighbors = time.monotonic(), neighbors
         self._whole: set[str] = set()
@@ -53,8 +61,9 @@ class RunDirectory:
         """Digest of the latency measurement whose samples are in the folder."""
         _restore_engines(folder)
         before = runs.read(folder) if (folder / "run.json").exists() else None
-        before = before if before and before.recipe == recipe else None  # one of another recipe has no results
-        self._before = before
+        if before and before.requested_recipe != remove_workarounds(recipe, workarounds):
+            before = None  # one of another recipe has no results
+        self._before = before if before and before.recipe == recipe else None
         """The run as an earlier process left it; None once this one has all of its results."""
         self.losses: list[str] = []
         """Results of that run which are not there again yet."""
@@ -66,6 +75,7 @@ class RunDirectory:
             created=before.created if before else now,
             seconds=before.seconds if before else 0.0,
             environment={**environment.model_dump(mode="json"), "folder": str(Path.cwd())},
+            workarounds=workarounds,
         )
 
     def caution(self, text: str) -> None:
@@ -192,7 +202,7 @@ class _Record(Artifact):
 
 @contextlib.contextmanager
 def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
-    """Make a run directory, and lock it for this process."""
+    """Make a run directory, and lock it for this process; the recipe is the one that people gave."""
     with lock_folder(out):
         if (out / "fleet.json").exists():
             raise UsageError(f"{out} holds a fleet", "choose another --out")
@@ -200,7 +210,7 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
             (out / "logs").mkdir(exist_ok=True)
             (out / "variants").mkdir(exist_ok=True)
         before = runs.read(out) if (out / "run.json").exists() else None
-        if before and before.recipe != recipe and runs.has_results(before):
+        if before and before.requested_recipe != recipe and runs.has_results(before):
             raise UsageError(
                 f"{out} holds a run of another recipe",
                 f"choose another --out, move that run away with --replace, or continue it: `enginesmith resume {out}`",
@@ -221,7 +231,7 @@ def move_earlier_run(out: Path, recipe: Recipe) -> Path | None:
     with lock_folder(out), storage_errors(f"the folder {out.parent}"):
         with contextlib.suppress(UsageError):  # a run that cannot be read is moved, too
             run = runs.read(out)
-            if run.recipe == recipe and not run.complete:
+            if run.requested_recipe == recipe and not run.complete:
                 return None
         names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
         return out.rename(next(name for name in names if not name.exists()))

@@ -12,6 +12,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from published_bugs.case import graph
+
 Cli = Callable[..., Any]
 
 
@@ -116,6 +118,7 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     """An engine that computes a Tanh as its argument, as a fusion might."""
     from enginesmith.pipeline.engines import engine_class
     from enginesmith.pipeline.engines.base import BuildRequest, Engine
+    from enginesmith.pipeline.engines.options import AddedOption
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.measure.prosecution import reduction
     from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
@@ -123,6 +126,7 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     from enginesmith.pipeline.system.device import Device
 
     kind: Any = engine_class("onnxruntime")
+    without_tanh = AddedOption(field="without", value="tanh", words="--without tanh")
 
     class Wrong(kind):  # type: ignore[misc]
         tanh: bool = True
@@ -135,8 +139,8 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
             return kind.build(self, request)
 
         def variations(self) -> Any:
-            yield "a useless option", self
-            yield "--without tanh", self.model_copy(update={"tanh": False})
+            yield AddedOption(field="words", value="useless", words="a useless option"), self
+            yield without_tanh, self.model_copy(update={"tanh": False})
 
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
     names = ["x", *(f"v{index}" for index in range(9)), "y"]
@@ -174,4 +178,35 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     assert model_file.signature(tmp_path / "model.onnx")
     finding = convict(Trial(stages, engine, Device(), 30), shown, tmp_path / "finding")
     assert (finding.guilty, finding.nodes, finding.whole) == ("engine", ("Tanh Tanh4",), 10)
-    assert finding.workaround == "--without tanh"
+    assert (finding.workaround, finding.option) == ("--without tanh", without_tanh)
+
+
+def test_a_workaround_is_added_to_the_recipe(cli: Cli, tmp_path: Path) -> None:
+    """ONNX Runtime's DivMulFusion makes 1 / x * c one division, which does not overflow where 1 / x does."""
+    model = graph(
+        "(float[batch,8] x) => (float[batch,8] y)"
+        " <float one = {1.0}, float c = {2e-38}, float low = {-1000.0}, float high = {1000.0}>"
+        " { r = Div(one, x) s = Mul(r, c) b = Clip(s, low, high) y = Add(b, x) }"
+    )
+    onnx.save(model, tmp_path / "net.onnx")
+    out = tmp_path / "run"
+    words = ("optimize", tmp_path / "net.onnx", "--engine", "onnxruntime", "--batch", "1", "--no-memory")
+    words = (*words, "--prosecute", "2s", "--out", out, "--quiet")
+    done = cli(*words)
+    assert done.code == 0, done.text
+    sentence = "--ort-disable DivMulFusion was added: without it, onnxruntime-fp32 is wrong on values (x: denormal)"
+    assert sentence in done.stdout
+    assert sentence in (out / "report.md").read_text()
+    run = json.loads((out / "run.json").read_text())
+    (variant,) = run["variants"]
+    assert run["winner"]
+    assert run["recipe"]["onnxruntime"]["disabled_optimizers"] == ["DivMulFusion"]
+    assert (variant["status"], variant["prosecution"]["finding"]) == ("measured", None)
+    assert variant["prosecution"]["walks"]["values"] > 12, "denormals were tried again"
+
+    assert "nothing is left to do" in cli("resume", out).text
+    again = cli(*words)
+    assert (again.code, sentence in again.stdout) == (0, True), again.text
+    assert json.loads((out / "run.json").read_text())["created"] == run["created"]
+    other = cli(*words, "--seed", "1")
+    assert (other.code, "another recipe" in other.stderr) == (2, True), other.text

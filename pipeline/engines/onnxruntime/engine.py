@@ -44,6 +44,7 @@ from enginesmith.pipeline.engines.onnxruntime.session import (
     open_session,
     session_options,
 )
+from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
@@ -379,13 +380,15 @@ class OnnxRuntime(Engine):
         field = "session_options" if name in (THREADS, SPINNING) else "provider_options"
         return self.model_copy(update={field: (*getattr(self, field), f"{name}={value}")})
 
-    def variations(self) -> "Iterator[tuple[str, Engine]]":
+    def variations(self) -> "Iterator[tuple[AddedOption, Engine]]":
         if self.graph_optimization == "disabled":
             return
         for name in OPTIMIZERS:
-            yield f"--ort-disable {name}", self.model_copy(update={"without": (*self.without, name)})
+            option = AddedOption(field="onnxruntime.disabled_optimizers", value=name, words=f"--ort-disable {name}")
+            yield option, self.model_copy(update={"without": (*self.without, name)})
         for level in ("extended", "basic", "disabled"):
-            yield f"--graph-optimization {level}", self.model_copy(update={"graph_optimization": level})
+            option = AddedOption(field="graph_optimization", value=level, words=f"--graph-optimization {level}")
+            yield option, self.model_copy(update={"graph_optimization": level})
 
     def reproduce(self) -> str:
         provider = "CUDAExecutionProvider" if self.cuda_graphs or self.provider_options else "CPUExecutionProvider"

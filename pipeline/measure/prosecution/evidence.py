@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.tensors import Array, Feeds
 
 FINDING, MODEL, INPUTS, EXPECTED, SCRIPT, ISSUE = (
@@ -35,7 +36,9 @@ class Finding(BaseModel, frozen=True):
     whole: int | None = None
     """Nodes of the graph that was reduced."""
     workaround: str = ""
-    """An option with which the engine answers right; empty if none was found."""
+    """An option with which the engine answers right, as people give it; empty if none was found."""
+    option: AddedOption | None = None
+    """The same as a change of the recipe."""
     versions: dict[str, str] = {}
     folder: str = ""
     """Folder of the evidence, below the run's."""
@@ -43,11 +46,16 @@ class Finding(BaseModel, frozen=True):
     """Reason why the graph was not reduced."""
 
     @property
+    def fault(self) -> str:
+        """The input and what is wrong on it."""
+        return f"wrong on {self.walk} ({self.note}): {self.reason}"
+
+    @property
     def sentence(self) -> str:
         """The finding in one sentence."""
         reduced = f", in {len(self.nodes)} of {self.whole} nodes ({', '.join(self.nodes[:3])})" if self.nodes else ""
         mended = f"; right with {self.workaround}" if self.workaround else ""
-        return f"wrong on {self.walk} ({self.note}): {self.reason}; guilty: {self.guilty}{reduced}{mended}"
+        return f"{self.fault}; guilty: {self.guilty}{reduced}{mended}"
 
 
 class Prosecution(BaseModel, frozen=True):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
@@ -80,14 +81,15 @@ def convict(trial: Trial, shown: Disagreement, folder: Path) -> Finding:
     at = find_guilty_stage(trial, shown)
     stage = trial.stages[at]
     reduced: _Reduced | None = None
-    reason = workaround = ""
+    option: AddedOption | None = None
+    reason = ""
     is_engine = at == len(trial.stages) - 1
     with contextlib.suppress(StopIteration):
         stage_graph = next(each.graph for each in reversed(trial.stages[: at + 1]) if each.graph)
         try:
             if is_engine:
                 reduced = _reduce_engine(trial, stage_graph, shown)
-                workaround = _find_workaround(trial, reduced) if reduced else ""
+                option = _find_workaround(trial, reduced) if reduced else None
             else:
                 reduced = _reduce_graph(trial, at, shown)
             reason = "" if reduced else _NONE_FOUND
@@ -102,7 +104,8 @@ def convict(trial: Trial, shown: Disagreement, folder: Path) -> Finding:
         guilty=stage.name,
         nodes=reduced.nodes if reduced else (),
         whole=reduced.whole if reduced else None,
-        workaround=workaround,
+        workaround=option.words if option else "",
+        option=option,
         versions=_list_versions(trial.engine),
         unreduced=reason,
     )
@@ -216,19 +219,19 @@ def open_engine(engine: Engine, model: "onnx.ModelProto", device: Device, place:
         yield session.run
 
 
-def _find_workaround(trial: Trial, reduced: _Reduced) -> str:
+def _find_workaround(trial: Trial, reduced: _Reduced) -> AddedOption | None:
     """Look for an option with which the engine gets the reduced graph right."""
     precision = "fp32" if trial.stages[-1].precision in EXACT else OWN_GRAPH
     end = time.monotonic() + trial.seconds
     with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
-        for number, (words, other) in enumerate(itertools.islice(trial.engine.variations(), _MOST_VARIATIONS)):
+        for number, (option, other) in enumerate(itertools.islice(trial.engine.variations(), _MOST_VARIATIONS)):
             if time.monotonic() > end:
                 break
             with contextlib.suppress(EnginesmithError):
                 place = Path(scratch, str(number))
                 if not is_wrong(other, reduced.model, reduced.feeds, precision, trial.device, place):
-                    return words
-    return ""
+                    return option
+    return None
 
 
 # What a graph is, beside the one that it was made from
