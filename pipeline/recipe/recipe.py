@@ -127,7 +127,7 @@ class Recipe(EngineOptions, ModelOptions):
     prosecute_seconds: Annotated[Seconds | None, Option("Budgets", "--prosecute")] = Field(
         None,
         description="time for each variant to look for allowed inputs, beside the samples, on which it is wrong; one "
-        "that is fails (`enginesmith prosecute` shows the proof)",
+        "that is fails, and an option that mends it is added (`enginesmith prosecute` shows the proof)",
     )
     seed: Annotated[int, Option(_INPUTS)] = Field(
         0, ge=0, description="seed of random weights, of the choice of samples, and of the order of measuring"

@@ -320,6 +320,19 @@ def test_skipped_steps_are_counted_and_a_search_that_began_ends(capsys: pytest.C
     ]
 
 
+def test_a_step_that_is_planned_again_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
+    with progress.show_progress() as listener:
+        listener(Event("planned", step))
+        listener(Event("finished", step, outcome=Outcome(step.id, "skipped", reason="another one failed")))
+        listener(Event("planned", step))
+        listener(Event("started", step))
+    assert capsys.readouterr().err.splitlines() == [
+        "skipped: 1 step, as it needs one that did not succeed",
+        "load: started",
+    ]
+
+
 def test_a_heartbeat_names_only_what_runs_for_long() -> None:
     board = _Board()
     for step, seconds in zip(plan(resolve_recipe(make({"model": "digits"}))).steps, (40, 1), strict=False):

@@ -1,0 +1,89 @@
+"""Options that mend engines which are wrong: found in a run, added to its recipe, and known again there."""
+
+from pathlib import Path
+
+import pytest
+
+from enginesmith.pipeline.engines.options import AddedOption
+from enginesmith.pipeline.measure.prosecution.evidence import Finding, Prosecution
+from enginesmith.pipeline.recipe import Recipe, make
+from enginesmith.pipeline.results.run import Run, VariantRecord, find_workarounds
+from enginesmith.pipeline.workflows.optimize import RunRequest, _add_workarounds
+from enginesmith.pipeline.workflows.run_directory import claim_run_directory
+from runs import small, variant
+
+RECIPE = make({"model": "digits", "onnxruntime": {"disabled_optimizers": ["PadFusion"]}}, listed=True)
+LEVEL = AddedOption(field="graph_optimization", value="basic", words="--graph-optimization basic")
+
+
+def without(name: str) -> AddedOption:
+    return AddedOption(field="onnxruntime.disabled_optimizers", value=name, words=f"--ort-disable {name}")
+
+
+def wrong(name: str, option: AddedOption | None) -> VariantRecord:
+    finding = Finding(
+        walk="sizes",
+        note="batch 7",
+        reason="it is off by one",
+        witness="model",
+        attempts=3,
+        guilty="engine",
+        option=option,
+    )
+    prosecution = Prosecution(seconds=1, attempts=3, walks={"sizes": 3}, finding=finding)
+    return variant(name, status="failed", prosecution=prosecution)
+
+
+def run_of(*records: VariantRecord, recipe: Recipe = RECIPE, complete: bool = True) -> Run:
+    return small(variant("eager", engine="eager"), *records, recipe=recipe, winner=None, complete=complete)
+
+
+@pytest.mark.parametrize("option", [without("DivMulFusion"), LEVEL])
+def test_an_option_is_added_once_and_taken_away_again(option: AddedOption) -> None:
+    added = RECIPE.with_option(option)
+    assert added != RECIPE
+    assert added.with_option(option) == added
+    assert added.without_option(option) == RECIPE
+    assert Recipe.model_validate_json(added.model_dump_json()) == added
+
+
+def test_each_option_that_the_recipe_lacks_is_found_once() -> None:
+    options = {"a": without("DivMulFusion"), "b": without("DivMulFusion"), "c": LEVEL, "d": without("PadFusion")}
+    run = run_of(*(wrong(name, option) for name, option in options.items()), wrong("e", None))
+    first, second = find_workarounds(run)
+    assert (first.variant, second.option) == ("a", LEVEL)
+    assert first.sentence == (
+        "--ort-disable DivMulFusion was added: without it, a is wrong on sizes (batch 7): it is off by one"
+    )
+    many = run_of(*(wrong(f"v{index}", without(f"Fusion{index}")) for index in range(9)))
+    few = find_workarounds(many)
+    rest = find_workarounds(many.model_copy(update={"workarounds": tuple(few)}))
+    assert (len(few), rest) == (4, [])
+
+
+def test_a_run_is_requested_again_where_there_is_time(tmp_path: Path) -> None:
+    request = RunRequest("demo", RECIPE, tmp_path, replace=True)
+    run = run_of(wrong("a", without("DivMulFusion")))
+    again = _add_workarounds(request, run, spent=1000.0)
+    assert again
+    assert again.recipe.onnxruntime.disabled_optimizers == ("PadFusion", "DivMulFusion")
+    assert (again.requested_recipe, again.replace, again.seconds) == (RECIPE, False, None)
+    assert _add_workarounds(request, None, spent=1.0) is None
+    assert _add_workarounds(request, run_of(wrong("a", None)), spent=1.0) is None
+    assert _add_workarounds(request, run.model_copy(update={"complete": False}), spent=1.0) is None
+    limited = run.model_copy(update={"recipe": RECIPE.model_copy(update={"time_seconds": 100.0})})
+    left = _add_workarounds(request, limited, spent=40.0)
+    assert left
+    assert left.seconds == 60.0
+    assert left.recipe.time_seconds == 100.0
+    assert _add_workarounds(request, limited, spent=51.0) is None
+
+
+def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> None:
+    run = run_of(wrong("a", LEVEL))
+    (found,) = find_workarounds(run)
+    mended = run.model_copy(update={"recipe": RECIPE.with_option(LEVEL), "workarounds": (found,)})
+    (tmp_path / "run.json").write_text(mended.model_dump_json(by_alias=True))
+    assert mended.requested_recipe == RECIPE
+    with claim_run_directory(tmp_path, RECIPE):
+        pass
