@@ -8,7 +8,7 @@ from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.measure.prosecution.evidence import Finding, Prosecution
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.run import Run, VariantRecord, find_workarounds
-from enginesmith.pipeline.workflows.optimize import RunRequest, _add_workarounds
+from enginesmith.pipeline.workflows.optimize import RunRequest, _add_workarounds, _restore_workarounds
 from enginesmith.pipeline.workflows.run_directory import claim_run_directory
 from runs import small, variant
 
@@ -87,3 +87,11 @@ def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> No
     assert mended.requested_recipe == RECIPE
     with claim_run_directory(tmp_path, RECIPE):
         pass
+    for recipe in (RECIPE, mended.recipe):  # the same command again, and `resume`
+        restored = _restore_workarounds(RunRequest("demo", recipe, tmp_path))
+        assert (restored.recipe, restored.workarounds) == (mended.recipe, (found,))
+    for other in (
+        RunRequest("demo", RECIPE.with_option(without("X")), tmp_path),
+        RunRequest("demo", RECIPE, tmp_path, replace=True),
+    ):
+        assert _restore_workarounds(other) == other
