@@ -296,7 +296,10 @@ def _restore_workarounds(request: RunRequest) -> RunRequest:
     """Begin with the workarounds that an earlier run of the same recipe found, if its folder has one."""
     if request.workarounds or not (request.out / "run.json").exists():
         return request
-    before = runs.read(request.out)
+    try:
+        before = runs.read(request.out)
+    except UsageError:  # with ``replace``, it is moved away; else its folder cannot be claimed
+        return request
     same = request.recipe in (before.recipe, before.requested_recipe)
     if not before.workarounds or not same or (request.replace and before.complete):
         return request

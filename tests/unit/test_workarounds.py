@@ -95,3 +95,6 @@ def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> No
         RunRequest("demo", RECIPE, tmp_path, replace=True),
     ):
         assert _restore_workarounds(other) == other
+    (tmp_path / "run.json").write_text("damaged")
+    unreadable = RunRequest("demo", RECIPE, tmp_path, replace=True)
+    assert _restore_workarounds(unreadable) == unreadable, "it is moved away"
