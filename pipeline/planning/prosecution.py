@@ -20,7 +20,7 @@ _PER_BATCH = ("int8-dynamic",)
 
 
 def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Variant, seconds: float) -> tuple[Step, ...]:
-    """Plan to hold a variant against its run's model; what leads to it comes from the store where it is there."""
+    """Plan to compare a variant with its run's model; what leads to it comes from the store where it is there."""
     steps = {step.id: step for step in plan.steps}
     step = replace(prosecute_step(resolved, plan.steps, replace(variant, verified=()), seconds), id=PROSECUTE)
     wanted, waiting = set[StepRef](), list(step.sources)

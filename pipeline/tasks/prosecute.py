@@ -13,10 +13,10 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import SignatureError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
-from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
-from enginesmith.pipeline.measure.prosecution.hunt import Hunt, Suspect
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
 from enginesmith.pipeline.measure.prosecution.judging import EXACT
+from enginesmith.pipeline.measure.prosecution.locate import Stage, Stages, locate_fault
+from enginesmith.pipeline.measure.prosecution.search import InputSearch, Subject
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
@@ -65,18 +65,18 @@ class Prosecute(Task):
         _check_names(inputs[GIVEN].signature, inputs["model"].signature)
         with contextlib.ExitStack() as stack:
             stages = [stack.enter_context(stage) for stage in self._open_stages(inputs)]
-            suspect = self._suspect(inputs, stages)
-            hunt = Hunt(suspect, self.seed)
-            shown = hunt.run(self.seconds, progress)
+            subject = self._make_subject(inputs, stages)
+            search = InputSearch(subject, self.seed)
+            shown = search.run(self.seconds, progress)
             finding = None
             if shown is not None:
                 progress(f"reducing: {shown.reason}")
                 truth = inputs[TRUTH].path if TRUTH in inputs else None
                 seconds = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
-                trial = Trial(stages, self.engine, self.device, seconds, truth)
-                finding = convict(trial, hunt.shrink(shown), out / EVIDENCE)
+                known = Stages(stages, self.engine, self.device, seconds, truth)
+                finding = locate_fault(known, search.shrink(shown), out / EVIDENCE)
                 finding = finding.model_copy(update={"folder": EVIDENCE})
-        made = Prosecution(seconds=self.seconds, attempts=hunt.attempts, walks=hunt.walked, finding=finding)
+        made = Prosecution(seconds=self.seconds, attempts=search.attempts, walks=search.walked, finding=finding)
         write_records(out, [made])
         tried = f"{made.attempts} inputs tried ({', '.join(f'{count} {name}' for name, count in made.walks.items())})"
         if finding is None:
@@ -91,7 +91,7 @@ class Prosecute(Task):
                 yield _open(simulation(), made, Device(), graph.name, graph.precision, made.path)
         yield _open(self.engine, inputs["model"], self.device, "engine", self.precision, None)
 
-    def _suspect(self, inputs: Inputs, stages: Sequence[Stage]) -> Suspect:
+    def _make_subject(self, inputs: Inputs, stages: Sequence[Stage]) -> Subject:
         reference = inputs["reference"].folder
         feeds = [call for _, calls, _ in samples.read_calls(reference) for call in calls]
         signature = inputs["model"].signature or inputs[GIVEN].signature
@@ -102,7 +102,7 @@ class Prosecute(Task):
             graph = None
         model = stages[0]
         engine = stages[-1].answer
-        return Suspect(space, self.precision, engine, model.answer, graph, self.rows_apart, model.differentiate)
+        return Subject(space, self.precision, engine, model.answer, graph, self.rows_apart, model.differentiate)
 
 
 def _check_names(model: Signature | None, engine: Signature | None) -> None:

@@ -66,8 +66,8 @@ def prosecute_variant(
         planned = plan(resolved, kept=[each.id for each in found.variants])
         able = {each.id: each for each in planned.variants}
         if chosen is None or chosen not in able:
-            told = f"{run} has no variant {chosen!r}" if chosen else f"{run} has no winner"
-            raise UsageError(told, f"name one of {', '.join(able)}")
+            reason = f"{run} has no variant {chosen!r}" if chosen else f"{run} has no winner"
+            raise UsageError(reason, f"name one of {', '.join(able)}")
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds)
         return _run(chosen, steps, found.recipe, out, settings)
 

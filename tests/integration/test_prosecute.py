@@ -121,8 +121,8 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     from enginesmith.pipeline.engines.options import AddedOption
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.measure.prosecution import reduction
-    from enginesmith.pipeline.measure.prosecution.guilt import Stage, Trial, convict
-    from enginesmith.pipeline.measure.prosecution.hunt import MODEL, Disagreement
+    from enginesmith.pipeline.measure.prosecution.locate import Stage, Stages, locate_fault
+    from enginesmith.pipeline.measure.prosecution.search import MODEL, Disagreement
     from enginesmith.pipeline.system.device import Device
 
     kind: Any = engine_class("onnxruntime")
@@ -176,7 +176,7 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
         found=None,
     )
     assert model_file.signature(tmp_path / "model.onnx")
-    finding = convict(Trial(stages, engine, Device(), 30), shown, tmp_path / "finding")
+    finding = locate_fault(Stages(stages, engine, Device(), 30), shown, tmp_path / "finding")
     assert (finding.guilty, finding.nodes, finding.whole) == ("engine", ("Tanh Tanh4",), 10)
     assert (finding.workaround, finding.option) == ("--without tanh", without_tanh)
 

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Finding, load_arrays, write_evidence
-from enginesmith.pipeline.measure.prosecution.hunt import ALONE, GRAPH, MODEL, Disagreement, Hunt, Suspect
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate, list_sizes
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
+from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement, InputSearch, Subject
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
 RNG = np.random.default_rng(0)
@@ -127,10 +127,10 @@ def test_steps_along_the_gradient_reach_what_other_inputs_do_not() -> None:
 
     found = {}
     for name, gradient in (("with", differentiate), ("without", None)):
-        hunt = Hunt(Suspect(space, "fp32", engine, model, differentiate=gradient), 0)
-        attempts = hunt._attempts()
+        search = InputSearch(Subject(space, "fp32", engine, model, differentiate=gradient), 0)
+        attempts = search._attempts()
         found[name] = next(
-            (shown.walk for shown in map(hunt.examine, itertools.islice(attempts, 120)) if shown is not None), None
+            (shown.walk for shown in map(search.examine, itertools.islice(attempts, 120)) if shown is not None), None
         )
     assert found == {"with": "gradients", "without": None}
 
@@ -207,15 +207,15 @@ def test_new_nan_and_other_shapes_are_faults() -> None:
     assert "elements" in judge.find_fault({"y": np.array([[1], [2]])}, {"y": np.array([[1], [3]])}, no_movement)
 
 
-# The hunt
+# The search
 
 
 def double(feeds: Feeds) -> dict[str, Array]:
     return {"y": 2 * feeds["x"]}
 
 
-def hunt(engine: Function, precision: str = "fp32", **more: Any) -> Disagreement | None:
-    search = Hunt(Suspect(SPACE, precision, engine, double, **more), seed=0)
+def search(engine: Function, precision: str = "fp32", **more: Any) -> Disagreement | None:
+    search = InputSearch(Subject(SPACE, precision, engine, double, **more), seed=0)
     for attempt in itertools.islice(generate(SPACE, 0), 150):
         search.attempts += 1
         if found := search.examine(attempt):
@@ -224,8 +224,8 @@ def hunt(engine: Function, precision: str = "fp32", **more: Any) -> Disagreement
 
 
 def test_a_right_engine_is_not_accused() -> None:
-    assert hunt(lambda feeds: {"y": feeds["x"] + feeds["x"]}) is None
-    coarse = hunt(
+    assert search(lambda feeds: {"y": feeds["x"] + feeds["x"]}) is None
+    coarse = search(
         lambda feeds: {"y": np.round(feeds["x"] * 2, 1)}, "int8", graph=lambda feeds: {"y": np.round(feeds["x"] * 2, 1)}
     )
     assert coarse is None
@@ -235,7 +235,7 @@ def test_a_wrong_size_is_found() -> None:
     def wrong_at_7(feeds: Feeds) -> dict[str, Array]:
         return {"y": feeds["x"] * (3 if len(feeds["x"]) == 7 else 2)}
 
-    found = hunt(wrong_at_7)
+    found = search(wrong_at_7)
     assert found is not None
     assert (found.witness, len(found.feeds["x"])) == (MODEL, 7)
 
@@ -246,10 +246,10 @@ def test_samples_that_depend_on_their_batch_are_found_in_a_low_precision() -> No
     def mixes(feeds: Feeds) -> dict[str, Array]:
         return {"y": 2 * feeds["x"] + np.float32(0.8) * np.roll(feeds["x"], 1, axis=0) * (len(feeds["x"]) > 2)}
 
-    found = hunt(mixes, "int4")
+    found = search(mixes, "int4")
     assert found is not None
     assert found.witness in (ALONE, MODEL)
-    apart = Hunt(Suspect(SPACE, "int4", mixes, double, rows_apart=False), seed=0)
+    apart = InputSearch(Subject(SPACE, "int4", mixes, double, rows_apart=False), seed=0)
     samples = list(itertools.islice(generate(SPACE, 0), 2))
     assert all((seen := apart.examine(each)) is None or seen.witness == MODEL for each in samples)
 
@@ -258,8 +258,8 @@ def test_what_a_low_precision_loses_on_unusual_values_is_no_fault_unless_its_own
     def saturates(feeds: Feeds) -> dict[str, Array]:
         return {"y": 2 * feeds["x"].clip(-2.8, 2.8)}
 
-    assert hunt(saturates, "int8", graph=saturates) is None
-    found = hunt(saturates, "int8", graph=double)
+    assert search(saturates, "int8", graph=saturates) is None
+    found = search(saturates, "int8", graph=double)
     assert found is not None
     assert found.witness == GRAPH
 
@@ -270,7 +270,7 @@ def test_an_engine_that_refuses_an_allowed_input_is_found() -> None:
             raise ModelError("no room")
         return double(feeds)
 
-    found = hunt(refuses)
+    found = search(refuses)
     assert found is not None
     assert found.found is None
     assert "no room" in found.reason

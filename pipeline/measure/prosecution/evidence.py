@@ -26,7 +26,7 @@ class Finding(BaseModel, frozen=True):
     note: str
     reason: str
     witness: str
-    """What the engine was held against: ``model``, ``graph``, or itself on one sample ``alone``."""
+    """What the engine was compared with: ``model``, ``graph``, or itself on one sample ``alone``."""
     attempts: int
     """Inputs that were tried, this one included."""
     guilty: str

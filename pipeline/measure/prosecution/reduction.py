@@ -4,7 +4,7 @@ Any set of nodes is a graph: what it reads and does not compute becomes an input
 graph computed there. So nodes are taken away as long as the rest shows the fault (delta debugging: Zeller and
 Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE Trans. Software Engineering 28, 2002).
 
-Where a graph as it is written is wrong, and not what an engine makes of it, its values are held against those of the
+Where a graph as it is written is wrong, and not what an engine makes of it, its values are compared with those of the
 graph that it was made from: the first node that takes right values and gives a wrong one is the fault.
 """
 

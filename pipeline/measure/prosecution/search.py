@@ -30,7 +30,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
 from enginesmith.pipeline.tensors import Array, Feeds
 
 MODEL, GRAPH, ALONE = "model", "graph", "alone"
-"""Witnesses: the given model, the graph that the engine was built from, the engine on one sample alone."""
+"""What an engine is compared with: the given model, the graph that it was built from, itself on one sample alone."""
 
 
 class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
@@ -56,7 +56,7 @@ _FIRST_STEP, _SMALLEST_STEP = 0.25, 0.05
 
 
 @dataclass(frozen=True)
-class Suspect:
+class Subject:
     """An engine, and what its answers are compared with."""
 
     space: InputSpace
@@ -88,13 +88,13 @@ class _Climb:
     step: float = _FIRST_STEP
 
 
-class Hunt:
-    """Try inputs on a suspect, in an order that the seed decides."""
+class InputSearch:
+    """Try inputs on a subject, in an order that the seed decides."""
 
-    def __init__(self, suspect: Suspect, seed: int) -> None:
-        self.suspect, self._seed, self.attempts = suspect, seed, 0
+    def __init__(self, subject: Subject, seed: int) -> None:
+        self.subject, self._seed, self.attempts = subject, seed, 0
         self.walked: dict[str, int] = {}
-        self._judges = {name: suspect.judge(name) for name in {suspect.precision, OWN_GRAPH, "fp32"}}
+        self._judges = {name: subject.judge(name) for name in {subject.precision, OWN_GRAPH, "fp32"}}
         self._rng = np.random.default_rng([seed, 1])
         self._rows_agree: bool | None = None
         self._climb: _Climb | None = None
@@ -103,7 +103,7 @@ class Hunt:
         """Try inputs for so long, and at least the samples; return the first that shows a fault."""
         start = time.monotonic()
         for attempt in self._attempts():
-            if self.attempts >= len(self.suspect.space.samples) and time.monotonic() - start > seconds:
+            if self.attempts >= len(self.subject.space.samples) and time.monotonic() - start > seconds:
                 break
             progress(f"{attempt.walk}: {attempt.note}")
             self.attempts += 1
@@ -113,7 +113,7 @@ class Hunt:
         return None
 
     def _attempts(self) -> Iterator[Attempt]:
-        for number, attempt in enumerate(generate(self.suspect.space, self._seed), 1):
+        for number, attempt in enumerate(generate(self.subject.space, self._seed), 1):
             yield attempt
             if number % _CLIMB_EVERY == 0 and (step := self._take_step()):
                 yield step
@@ -124,11 +124,11 @@ class Hunt:
         The gradient is the model's alone, as engines have none, so the difference may grow in either direction: both
         are tried, then shorter steps, until it grows; where it does not, another input comes.
         """
-        climb, space = self._climb, self.suspect.space
-        if climb is None or self.suspect.differentiate is None:
+        climb, space = self._climb, self.subject.space
+        if climb is None or self.subject.differentiate is None:
             return None
         feeds = dict(climb.feeds)
-        for name, slope in self.suspect.differentiate(climb.feeds, climb.difference).items():
+        for name, slope in self.subject.differentiate(climb.feeds, climb.difference).items():
             low, high = space.bounds[name]
             if name not in space.masks and np.isfinite(slope).all():
                 moved = feeds[name] + climb.step * (high - low) * np.sign(slope)
@@ -146,33 +146,33 @@ class Hunt:
         """Keep the input whose answers differ most."""
         excess = self._judges[precision].measure_excess(wanted, given)
         least = self._climb.excess if self._climb else 0.0
-        if self.suspect.differentiate and least < excess <= 1:  # more than 1 is what the input's own digits explain
+        if self.subject.differentiate and least < excess <= 1:  # more than 1 is what the input's own digits explain
             floats = (name for name, value in wanted.items() if value.dtype.kind == "f")
             apart = {name: np.nan_to_num(wanted[name] - given[name], posinf=0, neginf=0) for name in floats}
             self._climb = _Climb(excess, feeds, apart)
 
     def examine(self, attempt: Attempt) -> Disagreement | None:
         """Run one input on all sides, and say where they disagree."""
-        suspect = self.suspect
+        subject = self.subject
         try:
-            expected = suspect.model(attempt.feeds)
+            expected = subject.model(attempt.feeds)
         except EnginesmithError:
             return None  # the model itself does not take it
         found: dict[str, Array] | None = None
         try:
-            found = suspect.engine(attempt.feeds)
+            found = subject.engine(attempt.feeds)
         except EnginesmithError as error:
             return self._disagree(attempt, MODEL, f"it does not answer: {error.message}", expected, found)
-        comparable = suspect.precision in EXACT or attempt.usual
+        comparable = subject.precision in EXACT or attempt.usual
         if comparable and (
-            reason := self._find_fault(suspect.model, attempt.feeds, expected, found, suspect.precision)
+            reason := self._find_fault(subject.model, attempt.feeds, expected, found, subject.precision)
         ):
             return self._disagree(attempt, MODEL, reason, expected, found)
-        if suspect.precision in EXACT:
-            self._note_difference(attempt.feeds, expected, found, suspect.precision)
-        if suspect.graph and suspect.precision not in EXACT:
-            own = suspect.graph(attempt.feeds)
-            if reason := self._find_fault(suspect.graph, attempt.feeds, own, found, OWN_GRAPH):
+        if subject.precision in EXACT:
+            self._note_difference(attempt.feeds, expected, found, subject.precision)
+        if subject.graph and subject.precision not in EXACT:
+            own = subject.graph(attempt.feeds)
+            if reason := self._find_fault(subject.graph, attempt.feeds, own, found, OWN_GRAPH):
                 return self._disagree(attempt, GRAPH, reason, own, found)
             self._note_difference(attempt.feeds, own, found, OWN_GRAPH)
         return self._examine_row(attempt, expected, found)
@@ -183,9 +183,9 @@ class Hunt:
 
     def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
         """Ask for one sample of the batch alone, where the model itself keeps samples apart."""
-        space = self.suspect.space
+        space = self.subject.space
         rows = {feeds.shape[0] for name, feeds in attempt.feeds.items() if self._is_batched(name)}
-        if not self.suspect.rows_apart or space.signature.unordered or len(rows) != 1 or rows == {1}:
+        if not self.subject.rows_apart or space.signature.unordered or len(rows) != 1 or rows == {1}:
             return None
         if space.batch is None or space.ranges[space.batch].min > 1:
             return None
@@ -195,33 +195,33 @@ class Hunt:
         if not outputs or not self._model_keeps_rows_apart(single, expected, row, outputs):
             return None
         try:
-            alone = self.suspect.engine(single)
+            alone = self.subject.engine(single)
         except EnginesmithError as error:
             shrunk = attempt._replace(feeds=single, note=f"{attempt.note}; sample {row} alone")
             return self._disagree(
-                shrunk, MODEL, f"it does not answer: {error.message}", self.suspect.model(single), None
+                shrunk, MODEL, f"it does not answer: {error.message}", self.subject.model(single), None
             )
         in_batch = {name: found[name][row : row + 1] for name in outputs}
         chosen = {name: alone[name] for name in outputs}
-        precision = "fp32" if self.suspect.precision in EXACT else OWN_GRAPH
-        if reason := self._find_fault(self.suspect.engine, single, chosen, in_batch, precision):
-            told = f"sample {row} is answered in another way than alone: {reason}"
+        precision = "fp32" if self.subject.precision in EXACT else OWN_GRAPH
+        if reason := self._find_fault(self.subject.engine, single, chosen, in_batch, precision):
+            text = f"sample {row} is answered in another way than alone: {reason}"
             wanted = {**found, **{name: _with_row(found[name], row, alone[name]) for name in outputs}}
-            return self._disagree(attempt, ALONE, told, wanted, found)
+            return self._disagree(attempt, ALONE, text, wanted, found)
         return None
 
     def _is_batched(self, name: str) -> bool:
-        spec = next(spec for spec in self.suspect.space.signature.inputs if spec.name == name)
-        return spec.shape[:1] == (self.suspect.space.batch,)
+        spec = next(spec for spec in self.subject.space.signature.inputs if spec.name == name)
+        return spec.shape[:1] == (self.subject.space.batch,)
 
     def _model_keeps_rows_apart(self, single: Feeds, expected: Feeds, row: int, outputs: Sequence[str]) -> bool:
         """Tell whether the model answers a sample alone as in a batch; asked once."""
         if self._rows_agree is None:
-            alone = self.suspect.model(single)
+            alone = self.subject.model(single)
             wanted = {name: alone[name] for name in outputs}
             given = {name: expected[name][row : row + 1] for name in outputs}
             shapes = all(wanted[name].shape == given[name].shape for name in outputs)
-            self._rows_agree = shapes and not self._find_fault(self.suspect.model, single, wanted, given, "fp32")
+            self._rows_agree = shapes and not self._find_fault(self.subject.model, single, wanted, given, "fp32")
         return self._rows_agree
 
     def _disagree(
@@ -240,7 +240,7 @@ class Hunt:
 
     def shrink(self, shown: Disagreement) -> Disagreement:
         """Look for smaller sizes that show a fault of the same kind, one dimension after the other."""
-        space = self.suspect.space
+        space = self.subject.space
         for name, range_ in space.ranges.items():
             current = _read_size(space, shown.feeds, name)
             for size in [each for each in (range_.min, 2, 3, 4, 8) if range_.min <= each < current]:

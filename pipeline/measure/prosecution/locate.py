@@ -18,7 +18,6 @@ from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Finding, write_evidence
-from enginesmith.pipeline.measure.prosecution.hunt import GRAPH, Disagreement
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
     OWN_GRAPH,
@@ -28,6 +27,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     measure_scales,
     measure_sensitivity,
 )
+from enginesmith.pipeline.measure.prosecution.search import GRAPH, Disagreement
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds
 
@@ -52,8 +52,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """All that is known about the engine in question."""
+class Stages:
+    """The forms of a model, from the given one to the engine in question."""
 
     stages: Sequence[Stage]
     """From the given model to the engine."""
@@ -76,22 +76,22 @@ class _Reduced:
     whole: int
 
 
-def convict(trial: Trial, shown: Disagreement, folder: Path) -> Finding:
+def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
     """Name the guilty stage, reduce its graph, look for an option that mends it, and write the evidence."""
-    at = find_guilty_stage(trial, shown)
-    stage = trial.stages[at]
+    at = find_guilty_stage(known, shown)
+    stage = known.stages[at]
     reduced: _Reduced | None = None
     option: AddedOption | None = None
     reason = ""
-    is_engine = at == len(trial.stages) - 1
+    is_engine = at == len(known.stages) - 1
     with contextlib.suppress(StopIteration):
-        stage_graph = next(each.graph for each in reversed(trial.stages[: at + 1]) if each.graph)
+        stage_graph = next(each.graph for each in reversed(known.stages[: at + 1]) if each.graph)
         try:
             if is_engine:
-                reduced = _reduce_engine(trial, stage_graph, shown)
-                option = _find_workaround(trial, reduced) if reduced else None
+                reduced = _reduce_engine(known, stage_graph, shown)
+                option = _find_workaround(known, reduced) if reduced else None
             else:
-                reduced = _reduce_graph(trial, at, shown)
+                reduced = _reduce_graph(known, at, shown)
             reason = "" if reduced else _NONE_FOUND
         except EnginesmithError as error:
             reason = error.message
@@ -106,27 +106,27 @@ def convict(trial: Trial, shown: Disagreement, folder: Path) -> Finding:
         whole=reduced.whole if reduced else None,
         workaround=option.words if option else "",
         option=option,
-        versions=_list_versions(trial.engine),
+        versions=_list_versions(known.engine),
         unreduced=reason,
     )
     model = (
         reduced.model.SerializeToString()
         if reduced
-        else _whole(stage.graph or next((each.graph for each in reversed(trial.stages) if each.graph), None))
+        else _whole(stage.graph or next((each.graph for each in reversed(known.stages) if each.graph), None))
     )
-    script = trial.engine.reproduce() if is_engine else simulation().reproduce()
+    script = known.engine.reproduce() if is_engine else simulation().reproduce()
     feeds, expected = (reduced.feeds, reduced.expected) if reduced else (shown.feeds, shown.expected)
     write_evidence(folder, finding, model, feeds, expected, script)
     return finding
 
 
-def find_guilty_stage(trial: Trial, shown: Disagreement) -> int:
+def find_guilty_stage(known: Stages, shown: Disagreement) -> int:
     """Return the position of the first stage that answers otherwise than the one before it; else the engine's."""
-    last = len(trial.stages) - 1
+    last = len(known.stages) - 1
     if shown.witness != GRAPH:
-        before = trial.stages[0]
+        before = known.stages[0]
         wanted = before.answer(shown.feeds)
-        for at, stage in enumerate(trial.stages[1:], 1):
+        for at, stage in enumerate(known.stages[1:], 1):
             try:
                 given = stage.answer(shown.feeds)
             except EnginesmithError:
@@ -160,7 +160,7 @@ def _whole(graph: Path | None) -> bytes | None:
 # What the engine makes of a graph
 
 
-def _reduce_engine(trial: Trial, graph: Path, shown: Disagreement) -> _Reduced | None:
+def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> _Reduced | None:
     """Reduce the graph that the engine was built from to nodes that the engine gets wrong.
 
     Raises:
@@ -168,21 +168,21 @@ def _reduce_engine(trial: Trial, graph: Path, shown: Disagreement) -> _Reduced |
     """
     model = reduction.read_whole(graph)
     values = reduction.record_values(model, shown.feeds)
-    precision = "fp32" if trial.stages[-1].precision in EXACT else OWN_GRAPH
+    precision = "fp32" if known.stages[-1].precision in EXACT else OWN_GRAPH
     with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
         places = (Path(scratch, str(number)) for number in itertools.count())
 
         def fails(kept: Sequence[int]) -> bool:
             try:
                 part, feeds = reduction.take_nodes(model, kept, values)
-                return bool(is_wrong(trial.engine, part, feeds, precision, trial.device, next(places)))
+                return bool(is_wrong(known.engine, part, feeds, precision, known.device, next(places)))
             except ModelError:
                 return False
 
         everything = list(range(len(model.graph.node)))
         if not fails(everything):
             return None
-        kept = reduction.shrink(len(everything), fails, trial.seconds)
+        kept = reduction.shrink(len(everything), fails, known.seconds)
     part, feeds = reduction.take_nodes(model, kept, values)
     expected = reduction.compute(part, feeds)
     return _Reduced(part, feeds, expected, _name_nodes(model, kept), len(everything))
@@ -219,17 +219,17 @@ def open_engine(engine: Engine, model: "onnx.ModelProto", device: Device, place:
         yield session.run
 
 
-def _find_workaround(trial: Trial, reduced: _Reduced) -> AddedOption | None:
+def _find_workaround(known: Stages, reduced: _Reduced) -> AddedOption | None:
     """Look for an option with which the engine gets the reduced graph right."""
-    precision = "fp32" if trial.stages[-1].precision in EXACT else OWN_GRAPH
-    end = time.monotonic() + trial.seconds
+    precision = "fp32" if known.stages[-1].precision in EXACT else OWN_GRAPH
+    end = time.monotonic() + known.seconds
     with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
-        for number, (option, other) in enumerate(itertools.islice(trial.engine.variations(), _MOST_VARIATIONS)):
+        for number, (option, other) in enumerate(itertools.islice(known.engine.variations(), _MOST_VARIATIONS)):
             if time.monotonic() > end:
                 break
             with contextlib.suppress(EnginesmithError):
                 place = Path(scratch, str(number))
-                if not is_wrong(other, reduced.model, reduced.feeds, precision, trial.device, place):
+                if not is_wrong(other, reduced.model, reduced.feeds, precision, known.device, place):
                     return option
     return None
 
@@ -237,17 +237,17 @@ def _find_workaround(trial: Trial, reduced: _Reduced) -> AddedOption | None:
 # What a graph is, beside the one that it was made from
 
 
-def _reduce_graph(trial: Trial, at: int, shown: Disagreement) -> _Reduced | None:
+def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> _Reduced | None:
     """Find the first nodes of a stage's graph that give wrong values.
 
     Raises:
         ModelError: a graph cannot be computed without optimisation.
     """
-    stage, before = trial.stages[at], trial.stages[at - 1]
+    stage, before = known.stages[at], known.stages[at - 1]
     assert stage.graph is not None
-    truth_graph = before.graph or trial.truth
+    truth_graph = before.graph or known.truth
     if truth_graph is None:
-        raise ModelError("there is no other graph of the model to hold its values against")
+        raise ModelError("there is no other graph of the model to compare its values with")
     truth_model, model = (reduction.read_whole(path) for path in (truth_graph, stage.graph))
     truth = reduction.record_values(truth_model, shown.feeds)
     wanted = before.answer(shown.feeds)
