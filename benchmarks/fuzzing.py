@@ -133,6 +133,8 @@ class RandomFeeder(Feeder):
         proto = onnx.load(model.path)
         fixed = not model.signature.symbols
         calls = [random_graphs.make_feeds(proto, _CALIBRATION_ROWS, 100 + index) for index in range(4 if fixed else 1)]
+        judged = BATCHES if not fixed else (1,)  # what is outside of the calibrated range is cut off, which is no fault
+        calls += [random_graphs.make_feeds(proto, batch, self.seed) for batch in judged]
         rows = {name: np.concatenate([call[name] for call in calls]) for name in calls[0]}
         data = Dataset("random", rows)
         return Feeding(data, data.provenance(self.seed, len(calls[0][next(iter(rows))]) if fixed else 1)), ()
@@ -238,14 +240,14 @@ def prepare(seed: int, folder: Path) -> Subject:
         effect = run_pass(Simplify(), artifact, out, _ignore, {})
         artifact = describe(out / effect.file)
     chooses = any(node.op_type in _CHOOSING for node in model_file.nodes(model))
-    ranges, refusal = _calibrate(artifact, folder / "ranges")
+    ranges, refusal = _calibrate(artifact, seed, folder / "ranges")
     return Subject(seed, artifact, folder, answer, feeds, wanted, chooses, ranges, refusal)
 
 
-def _calibrate(artifact: Artifact, out: Path) -> tuple[Artifact | None, str]:
+def _calibrate(artifact: Artifact, seed: int, out: Path) -> tuple[Artifact | None, str]:
     out.mkdir(exist_ok=True)
     try:
-        effect = Calibrate(feeder=RandomFeeder()).run({"model": artifact, "reference": artifact}, out, _ignore)
+        effect = Calibrate(feeder=RandomFeeder(seed=seed)).run({"model": artifact, "reference": artifact}, out, _ignore)
     except EnginesmithError as error:
         return None, f"calibrate: {error.message}"
     file = out / effect.file
