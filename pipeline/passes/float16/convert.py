@@ -66,7 +66,7 @@ def lower(
     """Lower a float32 graph, or one with Q/DQ pairs, in place; constants are converted when it is saved.
 
     ``keep_io`` leaves inputs and outputs in float32, ``keep`` names nodes that are to stay. ``largest`` is the largest
-    magnitude of values on real data, by name: in float16, nodes around one beyond 65504 / 2 stay.
+    magnitude of values on real data, by name: in float16, nodes around one that may get beyond 65504 stay (``bounds``).
 
     Raises:
         UsageError: ``keep`` names a node that is not there.

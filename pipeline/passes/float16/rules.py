@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginesmith.pipeline.passes.float16.bounds import find_islands
+
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
@@ -223,12 +225,13 @@ class Judged:
 def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], largest: Mapping[str, float]) -> Judged:
     """Look at every node; ``keep`` and ``largest`` as in :func:`convert.lower`, ``dtype`` is ONNX's name."""
     result = Judged()
+    islands = find_islands(graph, dtype, largest)
     ranges = Range(graph.inputs, largest) if dtype == "float16" else None
     for node in graph:
         slots = find_slots(node, opset, dtype)
         if has_body(node) or any(is_float(value) for value in (*node.inputs, *node.outputs)):
             reason = "was asked for" if node.name in keep else _explain_operator(node, slots, opset, dtype)
-            reason = reason or (ranges.explain(node, slots) if ranges else "")
+            reason = reason or (ranges.explain(node, slots) if ranges else "") or islands.get(node, "")
             if reason:
                 result.kept[node] = reason
             else:
