@@ -458,7 +458,8 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
             return UsageError(f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}")
         return UsageError(f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote")
 
-    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain)
+    again = "move it away with `optimize … --replace`: what is in the store is used again"
+    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again)
     if to_go_on:
         asked = [name for name in unknown if name.startswith("recipe.")]
         again = f"enginesmith optimize {run.recipe.model} … --out {path.parent} --replace"

@@ -6,23 +6,30 @@ The real workflow, scheduler, store, run directory and commands run; only the wo
 import contextlib
 import itertools
 import json
+import os
+import platform
 import shutil
+import socket
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import faults
 from enginesmith import cli
 from enginesmith.pipeline.artifact import Artifact, Effect, has_files
 from enginesmith.pipeline.engines import environment
-from enginesmith.pipeline.errors import EnginesmithError, ModelError
+from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError, storage_errors
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.settings import Settings
@@ -30,12 +37,16 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import SAMPLES, LatencyRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.tasks.base import RECORDS, Done, write_records
-from enginesmith.pipeline.tasks.measure import ENVIRONMENT, Latency
+from enginesmith.pipeline.tasks.measure import ENVIRONMENT, Latency, this_machine
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from enginesmith.pipeline.workflows import optimize as workflow
+from lying_storage import LyingFileSystem
 
+MACHINES = ("one", "two")
 ENGINES = ("onnxruntime", "compiled")
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8)),),
@@ -44,37 +55,54 @@ SIGNATURE = Signature(
 RECIPE = {"model": "digits", "engines": ENGINES, "batch": [1], "budgets": {"max_drop": 0.1}}
 
 
-class Killed(BaseException):
-    """The process is killed: what is in the folder now stays, and nothing else is done."""
-
-
 @dataclass
 class World:
-    """A folder, and the fault that the next command meets."""
+    """A run directory, machines with their stores, and the fault that the next command meets."""
 
     folder: Path
+    shared: bool = False
+    """True where the machines have one store."""
     fault: tuple[str, str | int] | None = None
+    met: bool = False
     weights: int = 0
     """What the model's file holds."""
+    machine: str = MACHINES[0]
+    offset: float = 0.0
+    """Seconds that the clock is ahead."""
     killed: bool = False
     """True where the last run was killed."""
+    torn: bool = False
+    """True where run.json was cut."""
+    place: str = "run"
+    synced: set[int] = field(default_factory=set)
+    """Files that are on the disk."""
     made: Iterator[int] = field(default_factory=itertools.count)
     steps: Iterator[int] = field(default_factory=itertools.count)
-    writes: Iterator[int] = field(default_factory=itertools.count)
+    copies: Iterator[int] = field(default_factory=itertools.count)
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def out(self) -> Path:
-        return self.folder / "run"
+        return self.folder / self.place
+
+    @property
+    def store(self) -> str | Path:
+        return "lying://team/store" if self.shared else self.folder / f"store-{self.machine}"
+
+    @property
+    def stores(self) -> list[Path]:
+        """Folders of stores, and of what is cached of a shared one."""
+        return [self.folder / f"store-{machine}" for machine in MACHINES] + [
+            path.parent for path in self.folder.glob("cache-*/*/objects")
+        ]
 
     def meets(self, kind: str, place: str | int) -> bool:
         if self.fault is None or self.fault[0] != kind:
             return False
         where = self.fault[1]
-        return place.startswith(where) if isinstance(place, str) and isinstance(where, str) else place == where
-
-    def kill(self) -> None:
-        shutil.copytree(self.out, self.folder / "killed", symlinks=True)
-        raise Killed
+        due = place.startswith(where) if isinstance(place, str) and isinstance(where, str) else place == where
+        self.met |= due
+        return due
 
     def begin_step(self, name: str) -> None:
         number = next(self.steps)
@@ -83,7 +111,20 @@ class World:
         if self.meets("interrupt", number) or self.meets("interrupt", name):
             raise KeyboardInterrupt
         if self.meets("kill", number) or self.meets("kill", name):
-            self.kill()
+            faults.current.dead = True
+            raise faults.Killed
+
+    def empty_stores(self) -> None:
+        LyingFileSystem.objects.clear()
+        for store in self.stores:
+            shutil.rmtree(store, ignore_errors=True)
+
+
+def weights_of(inputs: dict[str, Artifact]) -> int:
+    """Read which model the inputs of a step were made of: all of the same one."""
+    made = {int(artifact.path.read_text().split()[-1]) for artifact in inputs.values() if artifact.path.name == "made"}
+    assert len(made) <= 1, f"a step mixes what was made of several models: {inputs}"
+    return next(iter(made), 0)
 
 
 class CheapExecutor(LocalExecutor):
@@ -98,6 +139,10 @@ class CheapExecutor(LocalExecutor):
         return Result(cache.make(lambda out, partial: self._work_cheaply(request, out)), cached=False)
 
     def _work_cheaply(self, request: StepRequest, out: Path) -> Done:
+        with storage_errors("what the step makes"):
+            return self._write_cheaply(request, out)
+
+    def _write_cheaply(self, request: StepRequest, out: Path) -> Done:
         task, world = request.step.task, self.world
         kind, name = type(task).__name__, "made"
         rejected = "it answers something else" if kind == "Verify" and world.meets("reject", request.step.id) else ""
@@ -111,8 +156,9 @@ class CheapExecutor(LocalExecutor):
             write_records(out, self._records(task, kind, request.inputs, out))
             name = RECORDS
         else:  # like TensorRT's, no two engines are the same
-            own = next(world.made) if task.produces == "engine" else world.weights
-            (out / name).write_text(f"{request.step.id} {own}")
+            own = next(world.made) if task.produces == "engine" else 0
+            weights = world.weights if kind == "Load" else weights_of(request.inputs)
+            (out / name).write_text(f"{request.step.id} {own} of {weights}")
         effect = Effect(file=name, summary="made", signature=SIGNATURE, rejected=rejected)
         return Done(effect=effect, seconds=0.1, host_peak_bytes=None)
 
@@ -123,13 +169,13 @@ class CheapExecutor(LocalExecutor):
         if kind == "Memory":
             return [MemoryRow(device="cpu", batch=1, peak_bytes=1 << 20)]
         if kind == "Quality":
-            return [Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, samples=100)]
+            return [Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, samples=100 + weights_of(inputs))]
         if not isinstance(task, Latency):
             return []
-        rows = []
+        rows, launches = [], 10 * (1 + weights_of(inputs)) + MACHINES.index(self.world.machine)
         for index, variant in enumerate(name for name in task.engines if name in inputs):
             ms = 10.0 / (1 + index) + 0.01 * (next(self.world.made) % 7)
-            row = LatencyRow(batch=1, n=100, launches=5, p50_ms=ms, reasons={"p99_ms": "too few calls"})
+            row = LatencyRow(batch=1, n=100, launches=launches, p50_ms=ms, reasons={"p99_ms": "too few calls"})
             if index and self.world.meets("crash", variant):
                 row = LatencyRow(batch=1, failure="it crashed")
             rows.append({"variant": variant, "row": row.model_dump(mode="json")})
@@ -145,43 +191,23 @@ class CheapSettings(Settings):
 
 
 @contextlib.contextmanager
-def faulty_writes(world: World) -> Iterator[None]:
-    """Count what is written below the run directory; there the disk is full, or the process is killed."""
+def cheap_world(world: World) -> Iterator[None]:
+    """Have machines, clocks and disks of this world; leave out what takes long and decides nothing here."""
+    faults.observe_files()
+    fsspec.register_implementation("lying", LyingFileSystem, clobber=True)
+    LyingFileSystem.objects.clear()
+    LyingFileSystem.now = LyingFileSystem.lag = 0
+    clock = time.time
     with pytest.MonkeyPatch.context() as patch:
-        real_copy, real_write, real_rename, real_replace = shutil.copyfile, Path.write_text, Path.rename, Path.replace
-
-        def meet(path: Path) -> bool:
-            if not Path(path).is_relative_to(world.out):
-                return False
-            number = next(world.writes)
-            if world.meets("kill-write", number):
-                world.kill()
-            return world.fault is not None and world.fault[0] == "full" and number >= int(world.fault[1])
-
-        def copy(source: Path, target: Path, **rest: Any) -> Any:
-            if meet(target):
-                Path(target).write_bytes(Path(source).read_bytes()[:3])
-                raise OSError(28, "No space left on device")
-            return real_copy(source, target, **rest)
-
-        def write(path: Path, text: str, **rest: Any) -> int:
-            if meet(path):
-                real_write(path, text[:3], **rest)
-                raise OSError(28, "No space left on device")
-            return real_write(path, text, **rest)
-
-        def rename(path: Path, target: Path) -> Path:
-            meet(path)
-            return real_rename(path, target)
-
-        def replace(path: Path, target: Path) -> Path:
-            meet(path)
-            return real_replace(path, target)
-
-        patch.setattr(shutil, "copyfile", copy)
-        for name, function in (("write_text", write), ("rename", rename), ("replace", replace)):
-            patch.setattr(Path, name, function)
+        patch.setattr(page, "render", lambda *rest: "")
+        patch.setattr(cpu, "count_others", lambda: 0.0)
+        patch.setattr(cpu, "model", lambda: f"processor {world.machine}")
+        patch.setattr(platform, "node", lambda: world.machine)
+        patch.setattr(socket, "gethostname", lambda: world.machine)
+        patch.setattr(time, "time", lambda: clock() + world.offset)
+        patch.setattr(os, "fsync", lambda number: world.synced.add(os.fstat(number).st_ino))
         yield
+    this_machine.cache_clear()
 
 
 def results(folder: Path, *, killed: bool = False, usable: bool = True) -> dict[str, set[str]]:
@@ -205,23 +231,36 @@ def results(folder: Path, *, killed: bool = False, usable: bool = True) -> dict[
     return present
 
 
-def carry_out(world: World, command: str, fault: tuple[str, str | int] | None) -> None:
-    """Run one command in a world; whatever it raises, the folder tells what is left."""
-    world.fault, world.steps, world.writes = fault, itertools.count(), itertools.count()
-    world.killed = False
+def carry_out(world: World, command: str, fault: tuple[str, str | int] | None) -> EnginesmithError | None:
+    """Run one command in a world as a process of its own; whatever it raises, the folder tells what is left."""
+    world.fault, world.steps, world.met, world.killed = fault, itertools.count(), False, False
     CheapExecutor.world = world
-    known = CheapSettings(store=world.folder / "store", reuse="anew" not in command, jobs=1)
+    LyingFileSystem.now += 1
+    this_machine.cache_clear()
+    known = CheapSettings(store=world.store, reuse="anew" not in command, jobs=1)
     recipe = make({**RECIPE, "measure": {"seconds": 7.0 if "other" in command else 5.0}})
+    kind, at = fault if fault and fault[0] in ("full", "kill-write", "power") else ("", -1)
+    files, began = faults.list_files(world.folder), time.time_ns()
+    trouble = faults.Trouble(kind.removesuffix("-write"), 1 << 30 if at == -1 else int(at), str(world.folder))
+    faults.current, error = trouble, None
     try:
-        with faulty_writes(world), contextlib.suppress(EnginesmithError, KeyboardInterrupt):
-            if command.startswith("resume"):
-                workflow.resume(world.out, known)
-            else:
-                workflow.optimize(recipe, world.out, known, replace="replace" in command)
-    except Killed:
+        if command.startswith("resume"):
+            workflow.resume(world.out, known)
+        else:
+            workflow.optimize(recipe, world.out, known, replace="replace" in command)
+    except (EnginesmithError, KeyboardInterrupt) as caught:
+        error = caught if isinstance(caught, EnginesmithError) else None
+    except faults.Killed:
         world.killed = True
-        shutil.rmtree(world.out)
-        (world.folder / "killed").rename(world.out)
+    finally:
+        faults.current = faults.Trouble()
+    if world.killed:
+        faults.end_process(world.stores)
+        if kind == "power":
+            faults.tear(world.folder, files | world.synced, int(at) % 3)
+    world.met |= trouble.met
+    faults.shift_times(world.folder, began, world.offset)
+    return error
 
 
 def check_gate(world: World, options: list[str]) -> None:
@@ -230,6 +269,7 @@ def check_gate(world: World, options: list[str]) -> None:
     if answer.exit_code:
         assert answer.exit_code in (1, 2, 3), answer.output
         return
+    assert not world.torn, "a gate passes a run that cannot be read"
     gate, run = json.loads(answer.stdout), runs.read(world.out)
     states = {check["name"]: check["state"] for check in gate["verdicts"] if check["against"] == "budget"}
     asked = {"max_drop", *(option[2:].replace("-", "_") for option in options if option.startswith("--max"))}
@@ -246,63 +286,142 @@ FAULTS = st.one_of(
     st.tuples(st.sampled_from(["fail", "interrupt", "kill"]), st.sampled_from(STEPS)),
     st.tuples(st.just("reject"), st.sampled_from(["verify-onnxruntime", "verify-compiled"])),
     st.tuples(st.just("crash"), st.sampled_from(["onnxruntime", "compiled"])),
-    st.tuples(st.sampled_from(["full", "kill-write"]), st.integers(0, 25)),
+    st.tuples(st.sampled_from(["full", "kill-write", "power"]), st.one_of(st.integers(1, 40), st.integers(1, 400))),
 )
 COMMANDS = st.one_of(
     st.tuples(st.sampled_from(["optimize", "resume", "resume anew", "resume anew", "optimize anew"]), FAULTS),
     st.tuples(st.sampled_from(["optimize other", "optimize other replace", "optimize replace"]), FAULTS),
-    st.tuples(st.sampled_from(["another model", "no store", "report", "keep", "strict"]), st.none()),
+    st.tuples(st.sampled_from(["another model", "no store", "report", "keep", "strict", "machine", "copy"]), st.none()),
+    st.tuples(st.just("clock"), st.tuples(st.just("days"), st.sampled_from([-400, -3, -1, 1, 3, 400]))),
+    st.tuples(st.just("prune"), st.tuples(st.just("days"), st.integers(0, 2))),
+    st.tuples(st.just("tear"), st.tuples(st.just("percent"), st.integers(0, 99))),
 )
-History = list[tuple[str, tuple[str, str | int] | None]]
+Fault = tuple[str, str | int] | None
+History = list[tuple[str, Fault]]
 
 
-def live_through(history: History) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        world = World(Path(place))
-        kept = world.folder / "baseline"
-        for command, fault in history:
-            folders = [folder for folder in world.folder.glob("run*") if folder.is_dir()]
-            before, moved = (
-                results(world.out, killed=world.killed),
-                {folder.name: results(folder) for folder in folders[1:]},
-            )
-            document = (world.out / "run.json").read_bytes() if before else b""
-            if command in ("another model", "no store"):
-                world.weights += command == "another model"
-                shutil.rmtree(world.folder / "store", ignore_errors=True)
-            elif command == "report":
-                CliRunner().invoke(cli.main, ["report", str(world.out)])
-            elif command == "keep":
-                check_gate(world, ["--baseline", str(kept), "--update-baseline"])
-            else:
-                carry_out(world, command, fault) if command != "strict" else check_gate(world, ["--strict"])
-            set_aside = [folder for folder in world.folder.glob("run.*") if folder not in folders]
-            if set_aside:
-                assert (set_aside[0] / "run.json").read_bytes() == document, "what is moved is moved whole"
-                assert results(set_aside[0]) == before
-            else:
-                after = results(world.out, killed=world.killed, usable=False)
-                lost = {
-                    name: some - after.get(name, set())
-                    for name, some in before.items()
-                    if some - after.get(name, set())
-                }
-                assert not lost, (command, fault, lost)
-            assert all(results(world.folder / name) == there for name, there in moved.items() if name != "run")
-            if results(world.out, killed=world.killed):
-                check_gate(world, ["--max-latency", "1s"])
-                check_gate(world, ["--max-p99", "1s", *(["--baseline", str(kept)] if kept.exists() else [])])
+def change_world(world: World, command: str, amount: int) -> bool:
+    """Do what is no command of the tool; False where it is one."""
+    if command in ("another model", "no store"):
+        world.weights += command == "another model"
+        world.empty_stores()
+    elif command == "machine":
+        world.machine = next(name for name in MACHINES if name != world.machine)
+    elif command == "copy" and world.out.exists():
+        place = f"elsewhere-{next(world.copies)}/run"
+        shutil.copytree(world.out, world.folder / place)
+        world.place = place
+    elif command == "clock":
+        world.offset += amount * 86400.0
+    elif command == "prune":
+        store = CheapSettings(store=world.store).open_store()
+        store.prune(max_age_seconds=amount * 86400.0) if amount else store.prune(max_bytes=0)
+    elif command == "tear" and (path := world.out / "run.json").exists() and not world.torn:
+        os.truncate(path, path.stat().st_size * amount // 100)
+        world.torn = True
+    return command in ("another model", "no store", "machine", "copy", "clock", "prune", "tear")
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Read what a run directory has of results: run.json and the engines."""
+    paths = [folder / "run.json", *folder.glob("variants/**/*")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.is_file()}
+
+
+def check_origin(world: World) -> None:
+    """Check that all results of a run are of one model, and were measured on the machine that it names."""
+    run = runs.read(world.out)
+    models = set()
+    for record in run.records:
+        models |= {record.quality.samples - 100} if record.quality else set()
+        for row in (row for row in record.latency if row.p50_ms is not None):
+            models.add(row.launches // 10 - 1)
+            assert run.environment["processor"] == f"processor {MACHINES[row.launches % 10]}", "measured elsewhere"
+        if record.artifact and not world.killed:
+            models.add(int((world.out / record.artifact.path).read_text().split()[-1]))
+    assert len(models) <= 1, "results of several models"
+
+
+def check_torn(world: World, before: dict[str, bytes], error: EnginesmithError | None) -> None:
+    """Check that a run whose record is cut is refused in words, and stays as it is, or was moved as a whole."""
+    if read_files(world.out) == before:
+        assert world.met or (isinstance(error, UsageError) and "run.json is damaged" in str(error)), error
+        return
+    moved = [folder for folder in world.out.parent.glob("run.*") if read_files(folder) == before]
+    assert moved, "what a damaged run has is lost"
+    world.torn = False
+
+
+def work_on(world: World, command: str, fault: Fault, kept: Path) -> None:
+    """Carry out one entry of a history, and check what it leaves."""
+    world.counts[command] += 1
+    if world.torn:
+        files = read_files(world.out)
+        if command in ("report", "keep", "strict"):
+            arguments = ["report", str(world.out)] if command == "report" else ["gate", str(world.out), "--no-measure"]
+            answer = CliRunner().invoke(cli.main, arguments)
+            assert answer.exit_code == UsageError.exit_code, answer.output
+            assert "run.json is damaged" in answer.output
+            assert read_files(world.out) == files
+        elif not change_world(world, command, int(fault[1]) if fault and not isinstance(fault[1], str) else 0):
+            check_torn(world, files, carry_out(world, command, fault))
+        return
+    folders = [path.parent for path in world.folder.glob("**/run.json")]
+    others = {folder: read_files(folder) for folder in folders if folder != world.out}
+    before, earlier = results(world.out, killed=world.killed), read_files(world.out)
+    if change_world(world, command, int(fault[1]) if fault and not isinstance(fault[1], str) else 0):
+        world.counts["fault torn run.json"] += world.torn
+        world.counts[f"fault {command}"] += command in ("machine", "copy", "clock", "prune", "no store")
+    elif command == "report":
+        CliRunner().invoke(cli.main, ["report", str(world.out)])
+    elif command == "keep":
+        check_gate(world, ["--baseline", str(kept), "--update-baseline"])
+        others.pop(kept, None)
+    elif command == "strict":
+        check_gate(world, ["--strict"])
+    else:
+        carry_out(world, command, fault)
+        world.counts[f"fault {fault[0] if fault else ''}"] += world.met
+    assert all(read_files(folder) == files for folder, files in others.items()), "another run directory changed"
+    if world.torn:
+        return
+    set_aside = [path.parent for path in world.out.parent.glob("run.*/run.json") if path.parent not in others]
+    if set_aside:
+        assert read_files(set_aside[0]) == earlier, "what is moved is moved whole"
+    else:
+        after = results(world.out, killed=world.killed, usable=False)
+        lost = {name: some - after.get(name, set()) for name, some in before.items() if some - after.get(name, set())}
+        assert not lost, (command, fault, lost)
+    if results(world.out, killed=world.killed):
+        check_origin(world)
+        check_gate(world, ["--max-latency", "1s", "--max-p99", "1s"])
+        if kept.exists():
+            check_gate(world, ["--max-p99", "1s", "--baseline", str(kept)])
+
+
+def live_through(history: History, shared: bool = False, counts: Counter[str] | None = None) -> None:
+    """Live through a history from an empty folder."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as place:
+        world = World(Path(place), shared, counts=Counter() if counts is None else counts)
+        with cheap_world(world), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ENGINESMITH_CACHE", place)
+            for command, fault in history:
+                patch.setenv("ENGINESMITH_CACHE", str(world.folder / f"cache-{world.machine}"))
+                work_on(world, command, fault, world.folder / "baseline")
 
 
 @settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(COMMANDS, min_size=2, max_size=5))
-@example([("optimize", None), ("resume anew", ("interrupt", "latency")), ("resume", None)])
-@example([("optimize", None), ("resume anew", ("kill", "latency")), ("resume anew", ("fail", "latency"))])
-@example([("optimize", ("fail", "build")), ("resume", ("kill", "latency")), ("resume", None)])
-@example([("optimize", None), ("resume anew", ("kill-write", 5)), ("resume anew", ("full", 6)), ("report", None)])
-@example([("optimize", ("fail", "quality")), ("strict", None), ("optimize other replace", ("kill", "load"))])
-def test_no_command_loses_results_and_no_gate_passes_what_was_not_judged(history: History) -> None:
-    live_through(history)
+@given(st.lists(COMMANDS, min_size=2, max_size=5), st.booleans())
+@example([("optimize", None), ("resume anew", ("interrupt", "latency")), ("resume", None)], False)
+@example([("optimize", None), ("resume anew", ("kill", "latency")), ("resume anew", ("fail", "latency"))], False)
+@example([("optimize", ("fail", "build")), ("resume", ("kill", "latency")), ("resume", None)], False)
+@example(
+    [("optimize", None), ("resume anew", ("kill-write", 5)), ("resume anew", ("full", 6)), ("report", None)], False
+)
+@example([("optimize", ("fail", "quality")), ("strict", None), ("optimize other replace", ("kill", "load"))], False)
+def test_no_command_loses_results_and_no_gate_passes_what_was_not_judged(history: History, shared: bool) -> None:
+    live_through(history, shared)
 
 
 def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> None:
@@ -355,3 +474,19 @@ def test_a_step_that_fails_again_is_an_error_and_what_was_there_stays(tmp_path: 
 @given(st.lists(COMMANDS, min_size=3, max_size=8))
 def test_longer_histories(history: History) -> None:
     live_through([("optimize", None), *history])
+
+
+def test_a_cut_record_is_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    carry_out(world, "optimize", None)
+    os.truncate(world.out / "run.json", 100)
+    before = read_files(world.out)
+    for command in ("optimize", "resume"):
+        error = carry_out(world, command, None)
+        assert isinstance(error, UsageError)
+        assert "run.json is damaged" in str(error)
+        assert "--replace" in str(error)
+        assert read_files(world.out) == before
+    assert carry_out(world, "optimize replace", None) is None
+    assert read_files(world.out.with_name("run.1")) == before
+    assert all(step.cached for step in runs.read(world.out).steps)

@@ -6,158 +6,33 @@ behind it), the disk is full, another process does something else meanwhile.
 """
 
 import contextlib
-import errno
 import itertools
 import os
-import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import fsspec
 import pytest
-from fsspec.spec import AbstractFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import faults
 from enginesmith.pipeline.artifact import HistoryEntry, json_digest
 from enginesmith.pipeline.errors import EnginesmithError, storage_errors
 from enginesmith.pipeline.store import inputs, remote
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import software
+from lying_storage import LyingFileSystem
 
 DAY = 86400.0
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
 STEPS = ("load", "export", "build")
 MACHINES = ("one", "two")
-_NOBODY = 1 << 30
-"""No process has this number."""
-
-
-class Killed(BaseException):
-    """The machine is killed: what is on the disks stays, and nothing else is done."""
-
-
-@dataclass
-class Trouble:
-    """A fault at a file-system or network call, by its number; the calls of a killed machine all fail."""
-
-    kind: str = ""
-    at: int = -1
-    root: str = "/nowhere"
-    meanwhile: Callable[[], None] = lambda: None
-    calls: int = 0
-    dead: bool = False
-    met: bool = False
-
-    def is_due(self, *kinds: str) -> bool:
-        """Return whether the fault comes now, or a disk that is full stays full."""
-        due = self.kind in kinds and (self.calls == self.at or (self.kind == "full" and self.calls > self.at))
-        self.met |= due
-        return due
-
-    def call(self) -> None:
-        """Count a call that changes something, and meet the fault there."""
-        if self.dead:
-            raise Killed
-        self.calls += 1
-        if self.is_due("kill", "power"):
-            self.dead = True
-            raise Killed
-        if self.is_due("meanwhile"):
-            self.kind = "done"
-            self.meanwhile()
-
-
-_trouble = Trouble()
-_CHANGES = {"os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.mkdir": 1, "os.utime": 1, "os.truncate": 1}
-
-
-def _observe(event: str, arguments: tuple[Any, ...]) -> None:
-    trouble = _trouble
-    if trouble.at < 0 or not (event in _CHANGES or (event == "open" and _writes(arguments))):
-        return
-    # removal of a tree names files relative to a descriptor
-    path = arguments[0] if isinstance(arguments[0], (str, os.PathLike)) else ""
-    if os.fspath(path).startswith("/") and not os.fspath(path).startswith(trouble.root):
-        return
-    trouble.call()
-    if event in ("open", "os.mkdir", "os.rename") and trouble.is_due("full"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _writes(arguments: tuple[Any, ...]) -> bool:
-    return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
-
-
-_observed: list[bool] = []
-
-
-def observe_files() -> None:
-    """Have each change of a file seen, once for the process; without a fault that costs next to nothing."""
-    if not _observed:
-        sys.addaudithook(_observe)
-        _observed.append(True)
-
-
-class LyingFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Objects in memory; what was written is seen later, and listed later than that."""
-
-    protocol = "lying"
-    objects: ClassVar[dict[str, list[tuple[int, float, bytes | None]]]] = {}
-    """By path, the versions: the operation that wrote it, the time, and the bytes, or None for a deletion."""
-    now, lag = 0, 0
-
-    def _see(self, path: str, lag: int) -> tuple[float, bytes] | None:
-        late = zlib.crc32(path.encode()) % (lag + 1)  # a manifest may be seen before its files
-        seen = [one for one in self.objects.get(path, []) if one[0] + late <= type(self).now]
-        return (seen[-1][1], seen[-1][2]) if seen and seen[-1][2] is not None else None
-
-    def _meet(self) -> None:
-        _trouble.call()
-        if _trouble.is_due("lost"):
-            raise ConnectionResetError(errno.ECONNRESET, "connection lost")
-        if _trouble.is_due("refused"):
-            raise PermissionError(errno.EACCES, "refused")
-
-    def _put(self, path: str, content: bytes | None) -> None:
-        self._meet()
-        half = _trouble.is_due("half", "half-kill")
-        whole = content if content is None or not half else content[: len(content) // 2]
-        self.objects.setdefault(path, []).append((type(self).now, time.time(), whole))
-        if half and _trouble.kind == "half-kill":
-            _trouble.dead = True
-            raise Killed
-        if half or _trouble.is_due("stored"):
-            raise ConnectionResetError(errno.ECONNRESET, "connection lost")
-
-    def cat_file(self, path: str, **rest: Any) -> bytes:
-        self._meet()
-        if (seen := self._see(path, self.lag)) is None:
-            raise FileNotFoundError(path)
-        return seen[1]
-
-    def get_file(self, path: str, target: str, **rest: Any) -> None:
-        Path(target).write_bytes(self.cat_file(path))
-
-    def pipe_file(self, path: str, value: bytes, **rest: Any) -> None:
-        self._put(path, value)
-
-    def put_file(self, source: str, path: str, **rest: Any) -> None:
-        self._put(path, Path(source).read_bytes())
-
-    def rm_file(self, path: str) -> None:
-        self._put(path, None)
-
-    def find(self, place: str, **rest: Any) -> dict[str, Any]:
-        self._meet()
-        seen = {path: self._see(path, 2 * self.lag) for path in self.objects if path.startswith(f"{place}/")}
-        return {path: {"size": len(one[1]), "mtime": one[0]} for path, one in seen.items() if one}
 
 
 @dataclass
@@ -310,9 +185,8 @@ def carry_out(world: World, operation: Operation) -> None:
 
 
 def meet_fault(world: World, operation: Operation) -> None:
-    global _trouble
-    _trouble = Trouble()
-    known, began = list_files(world, operation.machine), time.time_ns() - int(world.offset * 1e9)
+    faults.current = faults.Trouble()
+    known, began = faults.list_files(world.cache(operation.machine)), time.time_ns() - int(world.offset * 1e9)
     other = MACHINES[operation.machine == "one" and world.shared]
     others = ("publish", "look up", "verify", "prune age")[: 3 + (not world.offset)]
     beside = Operation(others[operation.at % len(others)], other, operation.step)
@@ -325,42 +199,26 @@ def meet_fault(world: World, operation: Operation) -> None:
             with contextlib.chdir(world.project(other)), contextlib.suppress(EnginesmithError):
                 perform(world, neighbor, beside)
 
-        _trouble = Trouble(operation.fault, operation.at, str(world.folder), meanwhile)
+        faults.current = faults.Trouble(operation.fault, operation.at, str(world.folder), meanwhile)
         try:
             perform(world, store, operation)
-        except Killed:
-            _trouble = Trouble(operation.fault, met=True)
+        except faults.Killed:
+            faults.current = faults.Trouble(operation.fault, met=True)
             tidy_after_kill(world, operation, known)
         finally:
-            world.counts[f"fault {operation.fault}"] += bool(_trouble.met and operation.fault)
-            _trouble = Trouble()
+            world.counts[f"fault {operation.fault}"] += bool(faults.current.met and operation.fault)
+            faults.current = faults.Trouble()
     if operation.fault == "power" and operation.name.startswith(("publish", "anew", "look")):
         world.expected[operation.machine] &= before[operation.machine]
     for machine in MACHINES:
-        shift_times(world, machine, began)
-
-
-def list_files(world: World, machine: str) -> set[int]:
-    return {path.stat().st_ino for path in world.cache(machine).rglob("*") if path.is_file()}
+        faults.shift_times(world.cache(machine), began, world.offset)
 
 
 def tidy_after_kill(world: World, operation: Operation, known: set[int]) -> None:
     """Make what a killed process left that of no process; without power, tear the files that are new."""
-    for root in world.roots(operation.machine):
-        for folder in (root / "tmp").glob(f"*{os.getpid()}@*"):
-            folder.rename(folder.with_name(folder.name.replace(f"{os.getpid()}@", f"{_NOBODY}@")))
+    faults.end_process(world.roots(operation.machine))
     if operation.fault == "power":
-        for path in world.cache(operation.machine).rglob("*"):
-            if path.is_file() and path.stat().st_ino not in known | world.synced:
-                os.truncate(path, path.stat().st_size * (operation.at % 3) // 3)
-
-
-def shift_times(world: World, machine: str, began: int) -> None:
-    """Give what an operation wrote the times of that machine's clock."""
-    for path in world.cache(machine).rglob("*"):
-        status = path.stat()
-        if world.offset and began <= status.st_mtime_ns <= began + int(3600e9):
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + int(world.offset * 1e9)))
+        faults.tear(world.cache(operation.machine), known | world.synced, operation.at % 3)
 
 
 def check_end(world: World) -> None:
@@ -393,7 +251,7 @@ def check_end(world: World) -> None:
 
 def live_through(history: list[Operation], shared: bool, counts: Counter[str] | None = None) -> None:
     """Live through a history from an empty store."""
-    observe_files()
+    faults.observe_files()
     fsspec.register_implementation("lying", LyingFileSystem, clobber=True)
     LyingFileSystem.objects.clear()
     LyingFileSystem.now = LyingFileSystem.lag = 0
