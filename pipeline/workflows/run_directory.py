@@ -5,6 +5,7 @@ import datetime
 import fcntl
 import itertools
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,6 +164,8 @@ class RunDirectory:
                 for name in files_below(artifact.folder, skip=[MANIFEST]):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(artifact.folder / name, partial / name)
+                    with (partial / name).open("rb") as stream:  # on the disk before run.json names it
+                        os.fsync(stream.fileno())
                 record = _Record(id=relative.name, **dict(artifact))
                 text = record.model_dump_json(indent=1, exclude={"path", "rejected"})
                 (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")

@@ -490,3 +490,12 @@ def test_a_cut_record_is_refused_with_a_remedy_that_works(tmp_path: Path) -> Non
     assert carry_out(world, "optimize replace", None) is None
     assert read_files(world.out.with_name("run.1")) == before
     assert all(step.cached for step in runs.read(world.out).steps)
+
+
+def test_engines_are_on_the_disk_before_the_record_names_them(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with cheap_world(world):
+        carry_out(world, "optimize", None)
+    engines = [world.out / record.artifact.path for record in runs.read(world.out).records if record.artifact]
+    assert engines
+    assert all(path.stat().st_ino in world.synced for path in engines)
