@@ -32,7 +32,7 @@ class AddedOption(BaseModel, frozen=True):
     """Field of the recipe: ``onnxruntime.disabled_optimizers``."""
     value: str
     words: str
-    """The same on the command line: ``--ort-disable QuickGeluFusion``."""
+    """Option on the command line: ``--ort-disable QuickGeluFusion``."""
 
 
 class ModuleOptions(BaseModel, frozen=True, extra="forbid"):

@@ -232,7 +232,7 @@ class Appended(BaseModel, frozen=True):
 
 
 class Processing(BaseModel, frozen=True):
-    """What is computed before and after a model, and the model's own signature."""
+    """Describe the computation before and after a model, and the model's own signature."""
 
     core: Signature
     prepared: Prepared | None

@@ -272,7 +272,7 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def processing(self) -> ProcessingRequest:
-        """What is computed before and after the model.
+        """Return the computation before and after the model.
 
         Raises:
             UsageError: a word cannot be read, or training is asked for behind outputs that were computed from others.

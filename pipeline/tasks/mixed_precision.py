@@ -314,9 +314,9 @@ class Search(Task):
     goal: Goal
     methods: tuple[str, ...]
     signs: tuple[bool, ...] = (False,)
-    """Whether activations with both signs are in int8 around 0, the faster first."""
+    """Forms of activations with both signs, True for int8 around 0, the faster first."""
     corrections: tuple[bool, ...] = (False,)
-    """Whether biases make up for the error of rounded weights, in the order of trials."""
+    """Values to try, in order: True where biases make up for the error of rounded weights."""
     keep: tuple[str, ...]
     """Patterns of groups that stay in floating point anyway."""
     timed: bool = False

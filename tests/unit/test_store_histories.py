@@ -242,7 +242,7 @@ def check_end(world: World) -> None:
         LyingFileSystem.now += 100
         Store(store.root, tell=lambda text: None).prune(max_age_seconds=DAY)
         Store(store.root, tell=lambda text: None).prune(max_age_seconds=DAY)
-        left = [str(path) for path in store.root.rglob("*") if path.is_file()]
+        left = [str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file()]
         assert not left, f"leftovers: {left}"
     LyingFileSystem.now += 100
     seen = LyingFileSystem(skip_instance_cache=True).find("team/store/objects")

@@ -184,7 +184,7 @@ class LoadOptions(BaseModel, frozen=True):
     seed: int = 0
     allow_pickle: bool = False
     processing: ProcessingRequest = ProcessingRequest()
-    """What is computed before and after the model; ``inputs`` are then the raw ones."""
+    """Computation before and after the model; ``inputs`` are then the raw ones."""
 
 
 class NamedForward(nn.Module):

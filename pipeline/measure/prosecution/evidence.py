@@ -26,7 +26,7 @@ class Finding(BaseModel, frozen=True):
     note: str
     reason: str
     witness: str
-    """What the engine was compared with: ``model``, ``graph``, or itself on one sample ``alone``."""
+    """Source of the right answer: ``model``, ``graph``, or itself on one sample ``alone``."""
     attempts: int
     """Inputs that were tried, this one included."""
     guilty: str
@@ -38,7 +38,7 @@ class Finding(BaseModel, frozen=True):
     workaround: str = ""
     """An option with which the engine answers right, as people give it; empty if none was found."""
     option: AddedOption | None = None
-    """The same as a change of the recipe."""
+    """The workaround as a change of the recipe."""
     versions: dict[str, str] = {}
     folder: str = ""
     """Folder of the evidence, below the run's."""

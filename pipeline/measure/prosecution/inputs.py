@@ -20,7 +20,7 @@ _SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 255
 _MOST_ELEMENTS = 1 << 24
 """Elements of one input, above which only the ends of the ranges are tried."""
 _JITTER = 0.02
-"""Of an input's standard deviation, which is added to rows that are repeated."""
+"""Share of an input's standard deviation that is added to rows that are repeated."""
 _OUTLIER = 10.0
 _DENORMAL = 1e-40
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import onnx
 
 _SAME = 1e-4
-"""Of a value's range: the project's bound for "equal"."""
+"""Share of a value's range within which two are equal."""
 _SAME_NAMES = 0.8
 """Share of the values whose names both graphs have, from which a name is taken to mean the same in both."""
 _LARGEST_BYTES = 1 << 30

@@ -30,7 +30,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
 from enginesmith.pipeline.tensors import Array, Feeds
 
 MODEL, GRAPH, ALONE = "model", "graph", "alone"
-"""What an engine is compared with: the given model, the graph that it was built from, itself on one sample alone."""
+"""Sources of the right answer: the given model, the graph that it was built from, itself on one sample alone."""
 
 
 class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
