@@ -282,7 +282,13 @@ class Store:
         return removed
 
     def _remove_partial(self) -> None:
-        """Remove what killed processes left: small files, hidden until they are whole, and notes of no entry."""
+        """Remove what killed processes left: small files, hidden until they are whole, and notes of no entry.
+
+        Entries without a manifest go, too: one appears with all its files, so it was damaged since.
+        """
+        for folder in self.root.glob("objects/*/*"):
+            if not (folder / MANIFEST).exists():
+                self._discard(folder)
         hidden = (path for folder in (*_SMALL_FILES, "unshared") for path in (self.root / folder).rglob(".*"))
         unshared = (path for path in self.root.glob("unshared/[!.]*") if not self._folder(path.name).exists())
         for path in (*hidden, *unshared):

@@ -16,6 +16,7 @@ from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.store import inputs
 from enginesmith.pipeline.store.address import default_address, parse_address
+from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.store.store import Store
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
@@ -122,6 +123,13 @@ def test_prune_removes_what_was_not_used_lately(store: Store) -> None:
     assert [entry.key for entry in store.prune(max_age_seconds=2500)] == ["ab" * 32]
     assert [entry.key for entry in store.prune(max_bytes=store.size() - 1)] == ["cd" * 32]
     assert [entry.key for entry in store.entries()] == ["ef" * 32]
+
+
+def test_prune_removes_what_is_left_of_an_entry_without_its_manifest(store: Store) -> None:
+    whole, damaged = (put(store, key).path.parent for key in ("ab" * 32, "cd" * 32))
+    (damaged / MANIFEST).unlink()
+    store.prune()
+    assert (whole.exists(), damaged.exists()) == (True, False)
 
 
 def test_prune_counts_and_removes_small_files_too(store: Store) -> None:
