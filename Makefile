@@ -44,8 +44,8 @@ test-cuda:
 	PYTHON=$(PYTHON) CUDA_VENV=$(CUDA_VENV) tests/cuda/run.sh $(PYTEST_ARGUMENTS)
 
 check: $(VENV)/.dev-$(FLAVOUR) build/enginesmith
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .  # a cached answer does not know of a module that has come since
 	$(BIN)/mypy -p enginesmith.pipeline -p enginesmith.models -p enginesmith.calibration -m enginesmith -m enginesmith.cli
 	$(BIN)/lint-imports --no-logo
 

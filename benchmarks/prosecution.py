@@ -3,10 +3,10 @@
     python benchmarks/prosecution.py [--faults 75] [--seconds 30]
 
 Sound engines are variants of small networks of the usual kinds (``nets/suspects.py``), as `optimize` makes them;
-faulty ones are their exported graphs with a fault put in (``nets/faults.py``) that changes some allowed answer: that is
-seen by brute force, on random inputs of many sizes. Each is given to `enginesmith prosecute` with nothing but the
-model. Counted are the faults found, the sound engines accused, the seconds, the nodes of the reproducers, and whether
-`repro.py` shows the fault alone. Writes results/prosecution.json and .md.
+faulty ones are their exported graphs with a fault put in (``nets/injected_faults.py``) that changes some allowed
+answer: that is seen by brute force, on random inputs of many sizes. Each is given to `enginesmith prosecute` with
+nothing but the model. Counted are the faults found, the sound engines accused, the seconds, the nodes of the
+reproducers, and whether `repro.py` shows the fault alone. Writes results/prosecution.json and .md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(1, str(Path(__file__).parent / "arena"))
 sys.path.insert(1, str(Path(__file__).parent / "nets"))
 
 from cell import describe_command, describe_machine
-from faults import Fault, list_faults
+from injected_faults import Fault, list_faults
 from suspects import SUSPECTS
 
 from enginesmith import load_run
