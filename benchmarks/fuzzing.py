@@ -7,11 +7,14 @@ Graphs are made by nets/random_graphs.py, computed by ONNX Runtime without optim
 the tasks of a plan run them, in a process that is started again where it crashes or hangs. Passes that keep the answer
 in float32 are judged by the thresholds and the sensitivity by which `prosecute` judges engines, float16 and bfloat16
 likewise; fewer bits by a noise above the signal; and lossy ones by shapes, dtypes and finite numbers alone where a
-graph chooses by value. What ONNX Runtime with optimisation and OpenVINO make of the graphs is noted, and is no finding.
-Numbers go to benchmarks/results/fuzzing.json and fuzzing.md.
+graph chooses by value. Some 2:4 graphs go through other passes, where their zeros have to stay; some graphs go through
+`enginesmith optimize` and `package`, and the bundle has to answer on its own. What ONNX Runtime with optimisation,
+OpenVINO and the builder of TensorRT-RTX make of the graphs is noted, and is no finding. Numbers go to
+benchmarks/results/fuzzing.json and fuzzing.md.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,6 +33,8 @@ import onnx
 
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.measure.fidelity import Thresholds
@@ -42,9 +47,11 @@ from enginesmith.pipeline.passes.rescale.equalize import CrossLayerEqualization
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.passes.simplify import Simplify
+from enginesmith.pipeline.passes.sparsify.check import follow
 from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder, Feeding
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange
 
 sys.path.append(str(Path(__file__).parent / "nets"))
 import random_graphs
@@ -54,8 +61,9 @@ LOG = Path(tempfile.gettempdir()) / "enginesmith-fuzzing.jsonl"
 BATCHES = (1, 3)
 _CALIBRATION_ROWS = 8
 _HANG_SECONDS = 60.0
-_ENGINES_EVERY = 10
-"""Every so many seeds, the engines run the graphs, too."""
+_ENGINES_EVERY, _SPARSE_EVERY, _BUILDER_EVERY, _PACKAGE_EVERY = 10, 10, 10, 100
+"""Every so many seeds, the engines run the graphs, 2:4 graphs go through other passes, TensorRT-RTX is built, and a
+bundle is made, too."""
 FINDINGS = ("wrong", "traceback", "hang", "crash")
 _COARSE = ("int8", "fp8", "int4")
 _BROKEN = Thresholds(min_sqnr_db=0, max_error_of_range=0.5, min_agreement=0)
@@ -108,6 +116,11 @@ TRIALS: Mapping[str, Trial] = {
 }
 CHEAP = ("simplify", "sparsify 2:4", "equalise", "smooth, multiplications", "fp16", "int8, onnxruntime", "int8-dynamic")
 """Those of the quick test."""
+_SPARSE = "sparsify 2:4"
+_KEEP_ZEROS = ("simplify", "smooth, multiplications", "fp16", "int8, tensorrt_rtx", "int8, onnxruntime", "int8+fp16")
+_PACKAGE = "package"
+_BUILT = {"simplify": "sm86", "fp16, inputs and outputs too": "sm89", "int8, tensorrt_rtx": "sm86", "fp8": "sm89"}
+"""Passes whose graphs are built by TensorRT-RTX, with the target."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +200,11 @@ class Subject:
     """It chooses by value, so that its answer may jump."""
     ranges: Artifact | None
     refusal: str
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the dynamic dimensions."""
+        return self.artifact.signature.symbols if self.artifact.signature is not None else ()
 
     def find_fault(self, path: Path, trial: Trial) -> str:
         """Say what is wrong with a graph that a pass made, or nothing."""
@@ -273,6 +291,54 @@ def apply(subject: Subject, name: str, out: Path) -> Outcome:
     return Outcome(subject.seed, name, "unchanged" if note else "right", note)
 
 
+def take_sparse(subject: Subject, path: Path) -> Subject:
+    """Make a subject of the 2:4 graph of another one."""
+    artifact, answer = describe(path), Answerer(path)
+    ranges, refusal = _calibrate(artifact, subject.seed, path.parent / "ranges")
+    wanted = [answer(each) for each in subject.feeds]
+    return replace(subject, artifact=artifact, answer=answer, wanted=wanted, ranges=ranges, refusal=refusal)
+
+
+def apply_to_sparse(sparse: Subject, name: str, out: Path) -> Outcome:
+    """Run one pass over a 2:4 graph, and judge what it made and whether the zeros are still there."""
+    outcome = replace(apply(sparse, name, out), trial=f"{_SPARSE}, then {name}")
+    made = out / edit.FILE
+    if outcome.kind == "right" and made.is_file() and (lost := follow(sparse.artifact.path, made).lost):
+        return replace(outcome, kind="wrong", text=f"no longer 2:4: {', '.join(lost)}")
+    return outcome
+
+
+def package(subject: Subject, out: Path) -> Outcome:
+    """Optimize the graph and package what came of it by the commands, and have the bundle answer on its own."""
+    run, bundle, path = str(out / "run"), str(out / "bundle"), subject.folder / "given.onnx"
+    model = onnx.load(path)
+    given = ("optimize", str(path), "--engine", "onnxruntime", "--precision", "fp32")
+    shapes = [f"--shape={name}=1:3:3" for name in subject.symbols]
+    options = ("--no-cache", "--measure-time", "100ms", "--batch", "1", "--quiet", "--out", run, *shapes)
+    precision = "int8" if any(node.op_type == "QuantizeLinear" for node in model_file.nodes(model)) else "fp32"
+    variant = ("--variant", f"onnxruntime-{precision}")
+    program = Path(sys.executable).with_name("enginesmith")
+    for command in ((*given, *options), ("package", run, "-f", "bundle", "-o", bundle, *variant)):
+        done = subprocess.run([program, *command], capture_output=True, text=True)
+        if "Traceback" in done.stderr:
+            return Outcome(subject.seed, _PACKAGE, "traceback", done.stderr[-300:])
+        if done.returncode:
+            return Outcome(subject.seed, _PACKAGE, "refused", " ".join(done.stderr.split())[:300])
+    script = importlib.util.spec_from_file_location("infer", Path(bundle) / "infer.py")
+    assert script is not None
+    assert script.loader is not None
+    assert subject.artifact.signature is not None
+    infer = importlib.util.module_from_spec(script)
+    script.loader.exec_module(infer)
+    judge = make_judge(subject.artifact.signature, "fp32", measure_scales(subject.wanted))
+    bundled = infer.Model()
+    for feeds, wanted in zip(subject.feeds, subject.wanted, strict=True):
+        step = "fp16" if subject.chooses else "fp32"
+        if text := judge.find_fault(wanted, bundled(feeds), lambda: measure_sensitivity(subject.answer, feeds, step)):  # noqa: B023
+            return Outcome(subject.seed, _PACKAGE, "wrong", text)
+    return Outcome(subject.seed, _PACKAGE, "right")
+
+
 def _find_reason(effect: Effect) -> str:
     """Find the reason why a pass passed the graph on as it was."""
     return next((note for note in effect.notes if note.startswith("passed on unchanged")), "")
@@ -289,19 +355,34 @@ def fuzz(seed: int, names: list[str], folder: Path, begin: Callable[[str], None]
         kind = "wrong" if isinstance(error, EnginesmithError) else "traceback"
         yield Outcome(seed, "prepare", kind, _shorten(error))
         return
-    for index, name in enumerate(names):
-        out = folder / str(index)
+
+    def attempt(name: str, work: Callable[[], Outcome]) -> Outcome:
+        begin(name)
         try:
-            begin(name)
-            yield apply(subject, name, out)
+            return work()
         except Exception as error:
             if stop:
                 raise
-            yield Outcome(seed, name, "traceback", _shorten(error))
-        if seed % _ENGINES_EVERY == 0 and (out / edit.FILE).is_file():
-            for engine, run in _ENGINES.items():
-                begin(f"engine: {engine}")
-                yield Outcome(seed, f"engine: {engine}", f"engine: {_try_engine(run, out / edit.FILE, subject)}", name)
+            return Outcome(seed, name, "traceback", _shorten(error))
+
+    for index, name in enumerate(names):
+        out = folder / str(index)
+        made = out / edit.FILE
+        yield attempt(name, lambda: apply(subject, name, out))  # noqa: B023
+        if not made.is_file():
+            continue
+        for engine, run in _ENGINES.items() if seed % _ENGINES_EVERY == 0 else ():
+            begin(f"engine: {engine}")
+            yield Outcome(seed, f"engine: {engine}", f"engine: {_try_engine(run, made, subject)}", name)
+        if seed % _BUILDER_EVERY == 0 and name in _BUILT:
+            yield attempt("engine: tensorrt_rtx", lambda: _build_rtx(subject, made, name, out / "engine"))  # noqa: B023
+        if seed % _SPARSE_EVERY == 0 and name == _SPARSE:
+            sparse = take_sparse(subject, made)
+            for then in (one for one in _KEEP_ZEROS if one in names):
+                trial = f"{_SPARSE}, then {then}"
+                yield attempt(trial, lambda: apply_to_sparse(sparse, then, out / then))  # noqa: B023
+    if seed % _PACKAGE_EVERY == 0 and _SPARSE in names:
+        yield attempt(_PACKAGE, lambda: package(subject, folder))
 
 
 def _try_engine(run: Callable[[Path, Feeds], None], path: Path, subject: Subject) -> str:
@@ -310,6 +391,19 @@ def _try_engine(run: Callable[[Path, Feeds], None], path: Path, subject: Subject
     except Exception as error:  # noqa: BLE001 - engines raise what they like
         return f"{type(error).__name__}"
     return "ran"
+
+
+def _build_rtx(subject: Subject, path: Path, name: str, out: Path) -> Outcome:
+    """Build an engine of TensorRT-RTX; what is raised beside refusals is left to the caller."""
+    out.mkdir(exist_ok=True)
+    ranges = {symbol: ShapeRange(min=1, opt=3, max=3) for symbol in subject.symbols}
+    engine = TensorRTRTX(target=_BUILT[name])
+    try:
+        effect = engine.build(BuildRequest(describe(path), out, Device(), ranges))
+    except EnginesmithError as error:
+        return Outcome(subject.seed, "engine: tensorrt_rtx", f"engine: {type(error).__name__}", f"{name}: {error}")
+    kind = "engine: rejected" if effect.rejected else "engine: ran"
+    return Outcome(subject.seed, "engine: tensorrt_rtx", kind, f"{name}: {effect.rejected}")
 
 
 def _run_onnxruntime(path: Path, feeds: Feeds) -> None:
