@@ -61,7 +61,7 @@ LOG = Path(tempfile.gettempdir()) / "enginesmith-fuzzing.jsonl"
 BATCHES = (1, 3)
 _CALIBRATION_ROWS = 8
 _HANG_SECONDS = 60.0
-_ENGINES_EVERY, _SPARSE_EVERY, _BUILDER_EVERY, _PACKAGE_EVERY = 10, 10, 20, 200
+_ENGINES_EVERY, _SPARSE_EVERY, _BUILDER_EVERY, _PACKAGE_EVERY = 10, 20, 50, 200
 """Every so many seeds, the engines run the graphs, 2:4 graphs go through other passes, TensorRT-RTX is built, and a
 bundle is made, too."""
 FINDINGS = ("wrong", "traceback", "hang", "crash")

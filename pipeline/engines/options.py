@@ -26,11 +26,13 @@ _MOST_BYTES = 1 << 50
 
 
 class AddedOption(BaseModel, frozen=True):
-    """Name a value that a recipe can add to one of its lists, to have an engine work otherwise."""
+    """Name a value that a recipe can add to one of its lists, or put in place of another, against a wrong answer."""
 
     field: str
     """Field of the recipe: ``onnxruntime.disabled_optimizers``."""
-    value: str
+    value: str | int | bool
+    instead_of: str | int | bool | None = None
+    """The value that it replaces; None where it is added to a list."""
     words: str
     """Option on the command line: ``--ort-disable QuickGeluFusion``."""
 

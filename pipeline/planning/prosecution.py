@@ -36,17 +36,23 @@ def prosecute_step(resolved: ResolvedRecipe, steps: Sequence[Step], variant: Var
     by_id = {step.id: step for step in steps}
     chain = _list_graphs(by_id, variant)
     kind = KINDS[variant.lowering].threshold if variant.lowering else variant.engine.arithmetic
-    stages = tuple(
-        GraphStage(role=f"graph {number}", name=str(ref), precision=kind if _lowers(by_id[ref]) else "fp32")
-        for number, ref in enumerate(chain)
-    )
     needs = {"model": variant.artifact, GIVEN: LOAD, REFERENCE: REFERENCE}
-    needs |= {stage.role: ref for stage, ref in zip(stages, chain, strict=True)}
+    optional, stages = dict[str, StepRef](), list[GraphStage]()
+    for number, ref in enumerate(chain):
+        role, made = f"graph {number}", by_id[ref]
+        stage = GraphStage(role=role, name=str(ref), precision=kind if _lowers(made) else "fp32")
+        if isinstance(made.task, Transform):
+            takes = {each: f"{role}: {each}" for each in (*made.inputs, *made.optional_inputs)}
+            stage = stage.model_copy(update={"task": made.task, "takes": takes})
+            needs |= {takes[each]: source for each, source in made.inputs.items()}
+            optional |= {takes[each]: source for each, source in made.optional_inputs.items()}
+        needs[role] = ref
+        stages.append(stage)
     if variant.verified:
         needs[VERIFIED] = variant.verified[-1]
     task = prosecute_task(resolved.source, resolved.recipe.seed, variant.engine, kind, stages, seconds)
     task = task.model_copy(update={"device": variant.device, "rows_apart": variant.lowering not in _PER_BATCH})
-    return Step(StepRef("prosecute", variant.name), task, needs, unavailable=variant.unavailable)
+    return Step(StepRef("prosecute", variant.name), task, needs, optional, unavailable=variant.unavailable)
 
 
 def prosecute_task(

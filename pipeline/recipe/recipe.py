@@ -173,14 +173,18 @@ class Recipe(EngineOptions, ModelOptions):
         return self.model_copy(update={"device": "cpu"}) if found_here else self
 
     def with_option(self, option: AddedOption) -> Self:
-        """Copy the recipe with a value at the end of one of its lists, unless it is there."""
-        return self._change_list(option.field, lambda values: (*dict.fromkeys((*values, option.value)),))
+        """Copy the recipe with the option's value at the end of its list, unless it is there, or instead of another."""
+        if option.instead_of is not None:
+            return self._change(option.field, lambda _: option.value)
+        return self._change(option.field, lambda values: (*dict.fromkeys((*values, option.value)),))
 
     def without_option(self, option: AddedOption) -> Self:
-        """Copy the recipe without a value of one of its lists."""
-        return self._change_list(option.field, lambda values: (*(each for each in values if each != option.value),))
+        """Copy the recipe without the option's value in its list, or with the one that it replaced."""
+        if option.instead_of is not None:
+            return self._change(option.field, lambda _: option.instead_of)
+        return self._change(option.field, lambda values: (*(each for each in values if each != option.value),))
 
-    def _change_list(self, field: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Self:
+    def _change(self, field: str, change: Callable[[Any], Any]) -> Self:
         part, _, name = field.rpartition(".")
         if not part:
             return self.model_copy(update={name: change(getattr(self, name))})

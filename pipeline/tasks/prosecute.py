@@ -1,7 +1,8 @@
 """Prosecute an engine: look for allowed inputs on which it is wrong, and reduce what is found to a proof."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,11 +16,14 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
 from enginesmith.pipeline.measure.prosecution.judging import EXACT
-from enginesmith.pipeline.measure.prosecution.locate import Stage, Stages, locate_fault
+from enginesmith.pipeline.measure.prosecution.locate import locate_fault
 from enginesmith.pipeline.measure.prosecution.search import InputSearch, Subject
+from enginesmith.pipeline.measure.prosecution.stages import OtherGraph, Stage, Stages
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.other_graphs import list_other_graphs
 from enginesmith.pipeline.tensors import Signature
 
 GIVEN, TRUTH = "given", "truth"
@@ -37,6 +41,10 @@ class GraphStage(BaseModel, frozen=True):
     """Role of its artifact in the task."""
     name: str
     precision: str = "fp32"
+    task: SerializeAsAny[Transform] | None = None
+    """The work that made it, if it is a pass of the plan."""
+    takes: dict[str, str] = {}
+    """Roles of what that work took, in it → in this task."""
 
 
 class Prosecute(Task):
@@ -87,8 +95,11 @@ class Prosecute(Task):
         yield _open(self.given_engine, inputs[GIVEN], Device(), "model", "fp32", None)
         for graph in self.graphs:
             if graph.role in inputs:
-                made = inputs[graph.role]
-                yield _open(simulation(), made, Device(), graph.name, graph.precision, made.path)
+                made, others = inputs[graph.role], None
+                if graph.task is not None:
+                    given = {role: inputs[there] for role, there in graph.takes.items() if there in inputs}
+                    others = functools.partial(list_other_graphs, graph.task, given)
+                yield _open(simulation(), made, Device(), graph.name, graph.precision, made.path, others)
         yield _open(self.engine, inputs["model"], self.device, "engine", self.precision, None)
 
     def _make_subject(self, inputs: Inputs, stages: Sequence[Stage]) -> Subject:
@@ -124,7 +135,13 @@ def _check_names(model: Signature | None, engine: Signature | None) -> None:
 
 @contextlib.contextmanager
 def _open(
-    engine: Engine, artifact: Artifact, device: Device, name: str, precision: str, graph: Path | None
+    engine: Engine,
+    artifact: Artifact,
+    device: Device,
+    name: str,
+    precision: str,
+    graph: Path | None,
+    others: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None,
 ) -> Iterator[Stage]:
     with engine.load(artifact, device) as session:
-        yield Stage(name, session.run, precision, graph, session.differentiate)
+        yield Stage(name, session.run, precision, graph, session.differentiate, others)

@@ -121,8 +121,9 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     from enginesmith.pipeline.engines.options import AddedOption
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.measure.prosecution import reduction
-    from enginesmith.pipeline.measure.prosecution.locate import Stage, Stages, locate_fault
+    from enginesmith.pipeline.measure.prosecution.locate import locate_fault
     from enginesmith.pipeline.measure.prosecution.search import MODEL, Disagreement
+    from enginesmith.pipeline.measure.prosecution.stages import Stage, Stages
     from enginesmith.pipeline.system.device import Device
 
     kind: Any = engine_class("onnxruntime")

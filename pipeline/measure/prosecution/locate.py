@@ -4,97 +4,45 @@ import contextlib
 import importlib.metadata
 import itertools
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
-from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
-from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Finding, write_evidence
-from enginesmith.pipeline.measure.prosecution.judging import (
-    EXACT,
-    OWN_GRAPH,
-    Answer,
-    Judge,
-    make_judge,
-    measure_scales,
-    measure_sensitivity,
-)
+from enginesmith.pipeline.measure.prosecution.judging import EXACT, OWN_GRAPH
+from enginesmith.pipeline.measure.prosecution.mending import find_option
 from enginesmith.pipeline.measure.prosecution.search import GRAPH, Disagreement
-from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stages, differ, is_wrong
+from enginesmith.pipeline.tensors import Feeds
 
 if TYPE_CHECKING:
     import onnx
 
-_MOST_VARIATIONS = 80
 _NONE_FOUND = "no part of the graph alone shows it"
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One form of the model on the way to the engine."""
-
-    name: str
-    answer: Answer
-    precision: str
-    """Row of the fidelity thresholds."""
-    graph: Path | None = None
-    differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
-    """Computes its gradient, as ``Session.differentiate`` does."""
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The forms of a model, from the given one to the engine in question."""
-
-    stages: Sequence[Stage]
-    """From the given model to the engine."""
-    engine: Engine
-    device: Device
-    seconds: float
-    """Time for reducing."""
-    truth: Path | None = None
-    """Another graph of the model, which is right where it answers like the model."""
-
-
-@dataclass(frozen=True)
-class _Reduced:
-    """A part of a graph that shows a fault."""
-
-    model: "onnx.ModelProto"
-    feeds: dict[str, Array]
-    expected: dict[str, Array]
-    nodes: tuple[str, ...]
-    whole: int
 
 
 def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
     """Name the guilty stage, reduce its graph, look for an option that mends it, and write the evidence."""
     at = find_guilty_stage(known, shown)
     stage = known.stages[at]
-    reduced: _Reduced | None = None
-    option: AddedOption | None = None
+    reduced: Reduced | None = None
     reason = ""
     is_engine = at == len(known.stages) - 1
     with contextlib.suppress(StopIteration):
         stage_graph = next(each.graph for each in reversed(known.stages[: at + 1]) if each.graph)
         try:
-            if is_engine:
-                reduced = _reduce_engine(known, stage_graph, shown)
-                option = _find_workaround(known, reduced) if reduced else None
-            else:
-                reduced = _reduce_graph(known, at, shown)
+            reduced = _reduce_engine(known, stage_graph, shown) if is_engine else _reduce_graph(known, at, shown)
             reason = "" if reduced else _NONE_FOUND
         except EnginesmithError as error:
             reason = error.message
+    option: AddedOption | None = None
+    with contextlib.suppress(EnginesmithError):
+        option = find_option(known, at, shown, reduced)
     finding = Finding(
         walk=shown.walk,
         note=shown.note,
@@ -131,23 +79,10 @@ def find_guilty_stage(known: Stages, shown: Disagreement) -> int:
                 given = stage.answer(shown.feeds)
             except EnginesmithError:
                 return at
-            if _differ(stage.precision, before, wanted, given, shown.feeds):
+            if differ(stage.precision, before, wanted, given, shown.feeds):
                 return at
             before, wanted = stage, given
     return last
-
-
-def _differ(precision: str, before: Stage, wanted: Feeds, given: Feeds, feeds: Feeds) -> bool:
-    judge = _make_judge(wanted, precision)
-    return bool(judge.find_fault(wanted, given, lambda: measure_sensitivity(before.answer, feeds, precision)))
-
-
-def _make_judge(wanted: Feeds, precision: str) -> Judge:
-    from enginesmith.pipeline.tensors import Signature, TensorSpec
-
-    outputs = tuple(TensorSpec(name=name, dtype=str(value.dtype), shape=value.shape) for name, value in wanted.items())
-    signature = Signature(inputs=(), outputs=outputs)
-    return make_judge(signature, precision, measure_scales([wanted]))
 
 
 def _whole(graph: Path | None) -> bytes | None:
@@ -160,7 +95,7 @@ def _whole(graph: Path | None) -> bytes | None:
 # What the engine makes of a graph
 
 
-def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> _Reduced | None:
+def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced | None:
     """Reduce the graph that the engine was built from to nodes that the engine gets wrong.
 
     Raises:
@@ -185,59 +120,13 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> _Reduced 
         kept = reduction.shrink(len(everything), fails, known.seconds)
     part, feeds = reduction.take_nodes(model, kept, values)
     expected = reduction.compute(part, feeds)
-    return _Reduced(part, feeds, expected, _name_nodes(model, kept), len(everything))
-
-
-def is_wrong(engine: Engine, part: "onnx.ModelProto", feeds: Feeds, precision: str, device: Device, place: Path) -> str:
-    """Say what an engine gets wrong of a graph, beside the same without any optimisation; nothing if it refuses it."""
-    wanted = reduction.compute(part, feeds)
-    with open_engine(engine, part, device, place) as answer:
-        given = answer(feeds)
-    judge = _make_judge(wanted, precision)
-    given = {name: given[name] for name in wanted if name in given}
-    return judge.find_fault(
-        wanted, given, lambda: measure_sensitivity(lambda changed: reduction.compute(part, changed), feeds, precision)
-    )
-
-
-@contextlib.contextmanager
-def open_engine(engine: Engine, model: "onnx.ModelProto", device: Device, place: Path) -> Iterator[Answer]:
-    """Build an engine of a graph in memory, and load it.
-
-    Raises:
-        ModelError: it cannot be built.
-    """
-    built = place / "engine"
-    built.mkdir(parents=True)
-    path = place / "model.onnx"
-    path.write_bytes(model.SerializeToString())
-    signature = model_file.signature(path)
-    graph = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=signature)
-    effect = engine.build(BuildRequest(graph, built, device))
-    made = Artifact(kind="engine", path=built / effect.file, sha256="", bytes=0, signature=signature)
-    with engine.load(made, device) as session:
-        yield session.run
-
-
-def _find_workaround(known: Stages, reduced: _Reduced) -> AddedOption | None:
-    """Look for an option with which the engine gets the reduced graph right."""
-    precision = "fp32" if known.stages[-1].precision in EXACT else OWN_GRAPH
-    end = time.monotonic() + known.seconds
-    with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
-        for number, (option, other) in enumerate(itertools.islice(known.engine.variations(), _MOST_VARIATIONS)):
-            if time.monotonic() > end:
-                break
-            with contextlib.suppress(EnginesmithError):
-                place = Path(scratch, str(number))
-                if not is_wrong(other, reduced.model, reduced.feeds, precision, known.device, place):
-                    return option
-    return None
+    return Reduced(part, feeds, expected, _name_nodes(model, kept), len(everything))
 
 
 # What a graph is, beside the one that it was made from
 
 
-def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> _Reduced | None:
+def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> Reduced | None:
     """Find the first nodes of a stage's graph that give wrong values.
 
     Raises:
@@ -264,7 +153,7 @@ def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> _Reduced | Non
     return _with_known_answer(model, first, values, truth) or _up_to_outputs(model, first, values, wanted, wrong)
 
 
-def _with_known_answer(model: "onnx.ModelProto", first: Sequence[int], values: Feeds, truth: Feeds) -> _Reduced | None:
+def _with_known_answer(model: "onnx.ModelProto", first: Sequence[int], values: Feeds, truth: Feeds) -> Reduced | None:
     """Take the nodes alone whose right answers are known by their names."""
     kept = [
         at
@@ -277,18 +166,18 @@ def _with_known_answer(model: "onnx.ModelProto", first: Sequence[int], values: F
     expected = {value.name: truth[value.name] for value in part.graph.output}
     if all(reduction.are_equal(values[name], right) for name, right in expected.items()):
         return None
-    return _Reduced(part, feeds, expected, _name_nodes(model, kept[:1]), len(model.graph.node))
+    return Reduced(part, feeds, expected, _name_nodes(model, kept[:1]), len(model.graph.node))
 
 
 def _up_to_outputs(
     model: "onnx.ModelProto", first: Sequence[int], values: Feeds, wanted: Feeds, wrong: Sequence[str]
-) -> _Reduced:
+) -> Reduced:
     """Take all nodes from the first wrong ones to the wrong outputs, whose right answers are known."""
     kept = reduction.slice_between(model, first, wrong)
     part, feeds = reduction.take_nodes(model, kept, values)
     expected = {name: wanted[name] for name in wrong}
     named = _name_nodes(model, [*first, *(at for at in kept if at not in set(first))])  # the first wrong ones first
-    return _Reduced(part, feeds, expected, named, len(model.graph.node))
+    return Reduced(part, feeds, expected, named, len(model.graph.node))
 
 
 def _name_nodes(model: "onnx.ModelProto", kept: Sequence[int]) -> tuple[str, ...]:

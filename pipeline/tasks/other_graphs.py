@@ -1,0 +1,71 @@
+"""Make a graph of a plan in another way, in case its own step made a wrong one."""
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.options import AddedOption
+from enginesmith.pipeline.measure.prosecution.stages import OtherGraph
+from enginesmith.pipeline.passes.base import PrecisionPass
+from enginesmith.pipeline.passes.export.export import Export
+from enginesmith.pipeline.passes.simplify import Simplify
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, read_records, scratch_artifact
+from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT
+
+_OLDER_OPSET = 20
+"""The newest opset that the TorchScript exporter writes, without operators for attention and normalization."""
+
+
+def list_other_graphs(task: Transform, inputs: Inputs, suspects: Sequence[str]) -> Iterator[OtherGraph]:
+    """List other graphs that can be made of the inputs of a step, each with the option that has it made.
+
+    ``suspects`` are names of nodes, the likeliest to be wrong first.
+    """
+    step = task.step
+    if isinstance(step, Export):
+        yield from _export_otherwise(task, step, inputs)
+    elif isinstance(step, Simplify):
+        option = AddedOption(field="simplify", value=False, instead_of=True, words="--no-simplify")
+        yield OtherGraph(option, lambda _: inputs["model"])
+    elif isinstance(step, PrecisionPass) and ASSIGNMENT in inputs:
+        yield from _keep_in_float(task, step, inputs, suspects)
+
+
+def _export_otherwise(task: Transform, step: Export, inputs: Inputs) -> Iterator[OtherGraph]:
+    others = {"exporter": ("torchscript", "dynamo"), "attention": ("decomposed",), "opset": (_OLDER_OPSET,)}
+    for field, values in others.items():
+        given = getattr(step, field)
+        for value in (each for each in values if each != given):
+            option = AddedOption(field=f"export.{field}", value=value, instead_of=given, words=f"--{field} {value}")
+            other = task.model_copy(update={"step": step.model_copy(update={field: value})})
+            yield OtherGraph(option, functools.partial(_run, other, inputs))
+
+
+def _keep_in_float(
+    task: Transform, step: PrecisionPass, inputs: Inputs, suspects: Sequence[str]
+) -> Iterator[OtherGraph]:
+    entries = read_records(inputs[ASSIGNMENT])
+    low = step.precision.partition("+")[0]
+    groups = [str(entry["group"]) for entry in entries if entry["precision"] == low]
+    places = {name: place for place, name in enumerate(suspects)}
+    for name in sorted(groups, key=lambda group: places.get(group, len(places))):
+        words = f"--keep {name}" if name.isidentifier() else f"--keep '{name}'"
+        option = AddedOption(field="quantisation.keep", value=name.replace("[", "[[]"), words=words)
+        kept = [{**entry, "precision": step.remainder} if entry["group"] == name else entry for entry in entries]
+
+        def make(out: Path, kept: list[dict[str, object]] = kept) -> Artifact:
+            record = out / "assignment" / RECORDS
+            record.parent.mkdir(parents=True)
+            record.write_text(json.dumps(kept))
+            return _run(task, {**inputs, ASSIGNMENT: scratch_artifact("record", record, None)}, out / "graph")
+
+        yield OtherGraph(option, make)
+
+
+def _run(task: Transform, inputs: Inputs, out: Path) -> Artifact:
+    out.mkdir(parents=True)
+    effect = task.run(inputs, out, lambda _: None)
+    return scratch_artifact("onnx", out / effect.file, effect.signature or inputs["model"].signature)
