@@ -34,6 +34,7 @@ import onnx
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
@@ -86,6 +87,10 @@ class Trial:
     """Row of the thresholds; empty where the answer may change at will."""
 
 
+_BITS = OnnxRuntime().weight_bits(Device())
+"""7 where the products of integers of this processor saturate."""
+
+
 def _precision(precision: str, threshold: str, **fields: Any) -> Trial:
     return Trial(Precision.model_validate({"precision": precision, **fields}), threshold)
 
@@ -110,7 +115,7 @@ TRIALS: Mapping[str, Trial] = {
     ),
     "int8, openvino": _precision("int8", "int8", placement="inputs+read outputs", bias_correction=True),
     "int8+fp16": _precision("int8+fp16", "int8"),
-    "int8-dynamic": _precision("int8-dynamic", "int8", placement="inputs+outputs"),
+    "int8-dynamic": _precision("int8-dynamic", "int8", placement="inputs+outputs", weight_bits=_BITS),
     "int4-weights": _precision("int4-weights", "int4"),
     "int4-weights, float32": _precision("int4-weights", "int4", placement="inputs+outputs"),
 }

@@ -123,10 +123,13 @@ def test_where_there_is_no_place_nothing_is_done(word: str) -> None:
     assert ir.to_proto(model).SerializeToString() == given
 
 
-def test_statistics_of_another_axis_are_not_taken() -> None:
+@pytest.mark.parametrize("shaped", [True, False])
+def test_statistics_of_another_axis_are_not_taken(shaped: bool) -> None:
     """A convolution sums over the first axis behind the batch, a matrix product over the last: here both have 4."""
     weights: Weights = {"k": normal(OUTPUTS, CHANNELS, 1), "w": normal(CHANNELS, CHANNELS)}
     model = built([node("Conv", "x k", "y"), node("MatMul", "x w", "z")], weights, (2, CHANNELS, CHANNELS), "y z")
+    if not shaped:
+        model.graph.inputs[0].shape = None
     provenance, found = Provenance(data="random", digest="", rows=(), seed=0, batch=1), {}
     for axis in (1, 2):
         sums = (1.0,) * CHANNELS

@@ -131,8 +131,12 @@ def find_channel_statistics(node: "ir.Node", ranges: "Ranges | None") -> "Channe
         return None
     rank = None if data.shape is None else len(data.shape)
     axis = known.axis if rank is None else known.axis % rank
-    fits = axis == 1 if node.op_type in CONVOLUTIONS else rank is None or axis == rank - 1
-    return known if fits else None
+    if node.op_type in CONVOLUTIONS:
+        return known if axis == 1 else None
+    if rank is None:  # what a convolution reads has more than two axes
+        convolved = any(use.node.op_type in CONVOLUTIONS and use.idx == 0 for use in data.uses())
+        return None if convolved and axis == 1 else known
+    return known if axis == rank - 1 else None
 
 
 def read_weight(node: "ir.Node", index: int = WEIGHT) -> Array:
