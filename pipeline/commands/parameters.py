@@ -99,17 +99,37 @@ class EngineName(click.ParamType[str]):
         return value
 
 
-def _read_quantity(parse: str, _: click.Context, param: click.Parameter, text: str | None) -> Any:
+class PrecisionName(click.ParamType[str]):
+    """The name of a precision, as ``--precision`` takes it."""
+
+    name = "precision"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Accept a name; the table is imported only now."""
+        from enginesmith.pipeline.passes.quantize.precisions import KINDS
+
+        if value not in KINDS:
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, KINDS))}.", param, ctx)
+        return value
+
+
+def _read_quantity(
+    parse: str, _: click.Context, param: click.Parameter, text: str | None, *, above_zero: bool = False
+) -> Any:
     """Read a size or a duration by a function of units, which imports pydantic; an error names the option."""
     from enginesmith.pipeline import errors, units
 
     try:
-        return None if text is None else getattr(units, parse)(text)
+        value = None if text is None else getattr(units, parse)(text)
     except errors.UsageError as error:
         raise errors.UsageError(f"{param.opts[0]}: {error.message}", error.remedy) from error
+    if above_zero and value == 0:
+        raise errors.UsageError(f"{param.opts[0]}: must be greater than 0 (given: {text!r})", "give some time: 10s")
+    return value
 
 
 SIZE, TIME = partial(_read_quantity, "parse_bytes"), partial(_read_quantity, "parse_seconds")
+TIME_ABOVE_ZERO = partial(_read_quantity, "parse_seconds", above_zero=True)
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, given: bool) -> None:
@@ -184,6 +204,12 @@ def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
         )
         declared.append(under(row["heading"], made, advanced=not row["everyday"]))
     return together(*declared)
+
+
+def list_given_options(options: Mapping[str, Any]) -> list[str]:
+    """List the flags of the options for fields of the recipe that a command was given."""
+    values = ((row["flags"].split("/")[0], options.get(parameter_name(row["field"]))) for row in RECIPE_OPTIONS)
+    return [flag for flag, value in values if value is not None and value != ()]
 
 
 def parameter_name(field: str) -> str:

@@ -12,14 +12,17 @@ from enginesmith.pipeline.commands import context, parameters
 @click.argument("subject", metavar="RUN|MODEL")
 @click.argument("engine", metavar="[VARIANT|FILE]", required=False)
 @parameters.option(
-    "--time", "seconds", callback=parameters.TIME, default="1m", show_default=True, metavar="TIME",
+    "--time", "seconds", callback=parameters.TIME_ABOVE_ZERO, default="1m", show_default=True, metavar="TIME",
     help="Time for trying inputs; the samples are tried in any case.",
 )  # fmt: skip
 @parameters.option(
     "-o", "--output", type=parameters.PATH, default=Path("finding"), show_default=True,
     help="Folder to write the evidence into.",
 )  # fmt: skip
-@parameters.option("--as", "precision", metavar="PRECISION", help="Precision of FILE, if it does not tell.")
+@parameters.option(
+    "--as", "precision", type=parameters.PrecisionName(), metavar="NAME",
+    help="Precision of FILE, as --precision of other commands names it; by default what its graph says.",
+)  # fmt: skip
 @parameters.what_to_load
 @parameters.where_to_run
 @parameters.without_limit
@@ -51,6 +54,12 @@ def prosecute(
     if not is_run and engine is None:
         raise UsageError(
             f"{subject} is no run, and no engine is named", "give a run, or a model and a file: prosecute MODEL FILE"
+        )
+    given = [*(["--as"] if precision else []), *parameters.list_given_options(options)]
+    if is_run and given:
+        raise UsageError(
+            f"{', '.join(given)} cannot be given with a run, whose recipe has the model, its inputs and the device",
+            f"omit {'it' if len(given) == 1 else 'them'}; or give the model and a file: prosecute MODEL FILE",
         )
     with context.open_settings(options, quiet) as settings:
         if is_run:

@@ -15,7 +15,7 @@ from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.prosecute import GIVEN, GraphStage, Prosecute
 
 PROSECUTE = StepRef("prosecute")
-_PER_BATCH = ("int8-dynamic",)
+RANGES_PER_BATCH = ("int8-dynamic",)
 """Precisions whose ranges are of the whole batch, so that samples are not answered as they are alone."""
 
 
@@ -51,7 +51,7 @@ def prosecute_step(resolved: ResolvedRecipe, steps: Sequence[Step], variant: Var
     if variant.verified:
         needs[VERIFIED] = variant.verified[-1]
     task = prosecute_task(resolved.source, resolved.recipe.seed, variant.engine, kind, stages, seconds)
-    task = task.model_copy(update={"device": variant.device, "rows_apart": variant.lowering not in _PER_BATCH})
+    task = task.model_copy(update={"device": variant.device, "rows_apart": variant.lowering not in RANGES_PER_BATCH})
     return Step(StepRef("prosecute", variant.name), task, needs, optional, unavailable=variant.unavailable)
 
 

@@ -11,7 +11,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.passes import passes_for
-from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, KINDS
 from enginesmith.pipeline.planning.compression import pruning_steps
 from enginesmith.pipeline.planning.plan import (
     LOAD,
@@ -36,7 +36,7 @@ from enginesmith.pipeline.planning.planner import (
     shapes_step,
 )
 from enginesmith.pipeline.planning.precision import Lowered, lower_precision
-from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_task
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, RANGES_PER_BATCH, prosecute_task
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
@@ -125,7 +125,9 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
 def prosecute_file_steps(
     resolved: ResolvedRecipe, file: str, precision: str | None, seconds: float
 ) -> tuple[Step, ...]:
-    """Plan to hold an ONNX file or an engine's file against the recipe's model.
+    """Plan to compare an ONNX file or an engine's file with the recipe's model.
+
+    ``precision`` is that of the file, as ``--precision`` names it; read from the file if it is None.
 
     Raises:
         UsageError: the file is neither.
@@ -134,7 +136,9 @@ def prosecute_file_steps(
     if source.is_torch:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "give such a file, or a run and its variant")
     engine = own_engine(source)
-    kind = precision or _read_precision(source, engine)
+    name = precision or _read_precision(source, engine)
+    thresholds: dict[str, str] = {word: kind.threshold for word, kind in KINDS.items()}
+    kind = thresholds.get(name, name)
     needs = {"model": _GIVEN_FILE, GIVEN: LOAD, REFERENCE: REFERENCE}
     stages: tuple[GraphStage, ...] = ()
     others: list[Step] = []
@@ -146,14 +150,16 @@ def prosecute_file_steps(
         others = [step for step in steps if isinstance(step.task, Transform)]
         optional[TRUTH] = truth
     task = prosecute_task(resolved.source, recipe.seed, engine, kind, stages, seconds)
-    task = task.model_copy(update={"device": device_for(recipe, engine)})
+    task = task.model_copy(update={"device": device_for(recipe, engine), "rows_apart": name not in RANGES_PER_BATCH})
     load = Step(_GIVEN_FILE, load_task(recipe.for_file(), source))
     return (*first_steps(resolved), load, *others, Step(PROSECUTE, task, needs, optional))
 
 
 def _read_precision(source: Source, engine: Engine) -> str:
+    """Read the precision of a file, as ``--precision`` names it where that has a name for it."""
     found = model_file.precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
-    return found if found in THRESHOLDS else "fp32"
+    names = (found, found.partition("+")[0])  # fp8+fp16 is called fp8
+    return next((name for name in names if name in KINDS or name in THRESHOLDS), "fp32")
 
 
 def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:

@@ -184,6 +184,7 @@ def test_summary_counts_subgraphs(tmp_path: Path) -> None:
         ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
         ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
         ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
+        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DynamicQuantizeLinear"], "int8-dynamic"),
     ],
 )
 def test_precision_is_that_of_most_weights_and_of_quantisation(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import SignatureError, SourceError, StoreError
+from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.frameworks.torch import factories, saved
 from enginesmith.pipeline.frameworks.torch import module as torch_model
@@ -41,9 +42,10 @@ class Add(nn.Module):
 def load(monkeypatch: pytest.MonkeyPatch):
     """Loads a module as if a factory had built it."""
 
-    def run(module: nn.Module, example: Any = None, *inputs: str) -> LoadedModel:
+    def run(module: nn.Module, example: Any = None, *inputs: str, **processing: tuple[str, ...]) -> LoadedModel:
         monkeypatch.setattr(factories, "build", lambda source: Built(module.eval(), example))
-        return torch_model.load(SOURCE, LoadOptions(inputs=tuple(TensorSpec.parse(text) for text in inputs)))
+        specs, request = tuple(TensorSpec.parse(text) for text in inputs), ProcessingRequest(**processing)
+        return torch_model.load(SOURCE, LoadOptions(inputs=specs, processing=request))
 
     return run
 
@@ -147,6 +149,17 @@ def test_sizes_that_could_vary_are_suggested(load) -> None:
     fixed = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(76, 2))
     assert load(fixed, torch.ones(2, 1, 40)).notes == ()
     assert load(wave, torch.ones(2, 1, 40), "input:float32:batch,1,length").notes == ()
+
+
+def test_suggested_sizes_are_those_of_the_raw_input(load) -> None:
+    image = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    words = {"prepend": ("uint8", "nhwc"), "append": ("softmax",)}
+    (note,) = load(image, torch.ones(2, 3, 16, 16), **words).notes
+    options = "--input input:uint8:batch,height,width,3 --shape height=MIN:16:MAX --shape width=MIN:16:MAX"
+    assert note.endswith(f"for those beside --prepend uint8,nhwc: {options}")
+    suggested = load(image, torch.ones(2, 3, 16, 16), "input:uint8:batch,height,width,3", **words)
+    assert suggested.signature.symbols == ("batch", "height", "width")
+    assert load(image, torch.ones(2, 3, 16, 16), prepend=("resize",)).notes == ()
 
 
 def test_output_dimensions_follow_the_inputs(load) -> None:

@@ -29,6 +29,8 @@ _SKELETON_BYTES = 1 << 10
 """Weights up to this size stay: they may be the shapes and scales that structure depends on."""
 _FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _NARROW = {"float8e4m3fn": "fp8", "int4": "int4", "int8": "int8"}
+_DYNAMIC = {"DynamicQuantizeLinear", "DynamicQuantizeLSTM"}
+"""Operators that quantize activations as they come."""
 _CHUNK_BYTES = 1 << 22
 _PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 _IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
@@ -254,8 +256,9 @@ def precision(path: Path) -> str:
     model = read(path)
     sizes = _bytes_by_dtype(model)
     rest = _FLOATS[max(_FLOATS, key=lambda name: sizes[name])]
-    if not any(node.op_type == "DequantizeLinear" for node in nodes(model)):
-        return rest
+    operators = {node.op_type for node in nodes(model)}
+    if "DequantizeLinear" not in operators:
+        return rest if operators.isdisjoint(_DYNAMIC) else "int8-dynamic"
     narrow = next((short for name, short in _NARROW.items() if sizes[name]), "int8")
     if narrow == "int4":
         return "int4-weights"

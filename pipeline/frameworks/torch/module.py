@@ -128,17 +128,24 @@ def _try_other_size(
     return size, None
 
 
-def _suggest_dynamic_sizes(module: Forward, signature: Signature, example: Mapping[str, Tensor]) -> Iterator[str]:
+def _suggest_dynamic_sizes(
+    module: Forward, signature: Signature, example: Mapping[str, Tensor], request: ProcessingRequest
+) -> Iterator[str]:
     """Suggest ``--input`` for a model of which only the batch is dynamic, where it runs at half of another size, too.
 
-    Dimensions of one size are halved together: those of a text and its mask, height and width of an image.
+    Dimensions of one size are halved together: those of a text and its mask, height and width of an image. With
+    ``--prepend``, the raw input is described; what is resized has one size in the model.
     """
     specs = signature.inputs
     if len(signature.symbols) != 1 or any(isinstance(dim, str) for spec in specs for dim in spec.shape[1:]):
         return
+    resized = specs[processing.choose_input(specs, request)].name if "resize" in request.before else None
     names: dict[tuple[str, int], str] = {}
     for size in dict.fromkeys(dim for spec in specs for dim in spec.shape[1:] if isinstance(dim, int) and dim > 1):
-        axes = [(spec.name, axis) for spec in specs for axis, dim in enumerate(spec.shape) if axis and dim == size]
+        places = [(spec.name, axis, dim) for spec in specs for axis, dim in enumerate(spec.shape) if axis]
+        axes = [(name, axis) for name, axis, dim in places if dim == size and name != resized]
+        if not axes:
+            continue
         feeds = dict(example)
         for name, axis in axes:
             feeds[name] = feeds[name].narrow(axis, 0, size // 2)
@@ -152,11 +159,14 @@ def _suggest_dynamic_sizes(module: Forward, signature: Signature, example: Mappi
             names |= {(name, axis): ("height", "width")[axis - 2] if image else word for name, axis in axes}
     if names:
         dims = {spec.name: [names.get((spec.name, axis), dim) for axis, dim in enumerate(spec.shape)] for spec in specs}
-        inputs = (f"--input {spec.name}:{spec.dtype}:{','.join(map(str, dims[spec.name]))}" for spec in specs)
+        dynamic = tuple(spec.model_copy(update={"shape": tuple(dims[spec.name])}) for spec in specs)
+        raw = processing.fit(request, signature.model_copy(update={"inputs": dynamic})).signature.inputs
+        inputs = (f"--input {spec.name}:{spec.dtype}:{','.join(map(str, spec.shape))}" for spec in raw)
         sizes = {word: example[place[0]].shape[place[1]] for place, word in names.items()}
         shapes = (f"--shape {word}=MIN:{size}:MAX" for word, size in sizes.items())
         words = " ".join((*inputs, *shapes))
-        yield f"only the batch is dynamic, and the model runs with other sizes, too; for those: {words}"
+        beside = f" beside --prepend {','.join(request.prepend)}" if request.prepend else ""
+        yield f"only the batch is dynamic, and the model runs with other sizes, too; for those{beside}: {words}"
 
 
 @contextlib.contextmanager
@@ -385,7 +395,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
     signature = signature.model_copy(update={"returns": structure})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
-        notes += _suggest_dynamic_sizes(module, signature, example)
+        notes += _suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
         notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
     return LoadedModel(module, signature, example, tuple(notes), answers=tuple(flat.values()))
