@@ -163,7 +163,10 @@ def show_prosecution(result: Any, as_json: bool) -> None:
     click.echo(tried.finding.sentence)
     if tried.finding.unreduced:
         click.echo(f"the graph was not reduced: {tried.finding.unreduced}")
-    click.echo(f"evidence: {result.evidence}: python {result.evidence}/repro.py, and issue.md for a tracker")
+    folder = Path(result.evidence)
+    command = shlex.join(("python", str(folder / "repro.py")))
+    script = f"`{command}` shows it, and " if (folder / "repro.py").is_file() else ""
+    click.echo(f"evidence: {folder}: {script}issue.md is a report for an issue tracker")
 
 
 def show_pruned(result: Any, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.frameworks.source import content_digest
-from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import floor
 from enginesmith.pipeline.measure.rows import (

@@ -14,7 +14,7 @@ from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
-from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import (
     DeviceLimits,

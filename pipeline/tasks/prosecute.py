@@ -13,10 +13,10 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import SignatureError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.prosecution.evidence import Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
 from enginesmith.pipeline.measure.prosecution.judging import EXACT
-from enginesmith.pipeline.measure.prosecution.locate import locate_fault
+from enginesmith.pipeline.measure.prosecution.locate import describe_software, locate_fault
 from enginesmith.pipeline.measure.prosecution.search import InputSearch, Subject
 from enginesmith.pipeline.measure.prosecution.stages import OtherGraph, Stage, Stages
 from enginesmith.pipeline.passes.base import Progress
@@ -83,7 +83,6 @@ class Prosecute(Task):
                 seconds = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
                 known = Stages(stages, self.engine, self.device, seconds, truth)
                 finding = locate_fault(known, search.shrink(shown), out / EVIDENCE)
-                finding = finding.model_copy(update={"folder": EVIDENCE})
         made = Prosecution(seconds=self.seconds, attempts=search.attempts, walks=search.walked, finding=finding)
         write_records(out, [made])
         tried = f"{made.attempts} inputs tried ({', '.join(f'{count} {name}' for name, count in made.walks.items())})"
@@ -144,4 +143,4 @@ def _open(
     others: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None,
 ) -> Iterator[Stage]:
     with engine.load(artifact, device) as session:
-        yield Stage(name, session.run, precision, graph, session.differentiate, others)
+        yield Stage(name, session.run, precision, graph, session.differentiate, describe_software(engine), others)

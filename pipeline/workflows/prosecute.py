@@ -11,7 +11,8 @@ from enginesmith.pipeline.artifact import replace_folder
 from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.measure.prosecution.evidence import FINDING, Prosecution
+from enginesmith.pipeline.measure.prosecution.evidence import FINDING
+from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
@@ -25,11 +26,12 @@ from enginesmith.pipeline.workflows.stages import try_steps
 
 
 class ProsecutionResult(BaseModel, frozen=True):
-    """Report a prosecution, with the folder of the evidence if there is some."""
+    """Report a prosecution."""
 
     subject: str
     prosecution: Prosecution
     evidence: str | None = None
+    """Folder of the evidence if there is some, as the caller named it."""
 
 
 def prosecute_file(
@@ -60,7 +62,7 @@ def prosecute_variant(
             resolve(found.recipe.model)
     except (OSError, SourceError):
         folder = Path.cwd()
-    out = out.absolute()
+    named, out = out, out.absolute()
     with contextlib.chdir(folder):
         resolved = resolve_recipe(found.recipe)
         planned = plan(resolved, kept=[each.id for each in found.variants])
@@ -69,7 +71,8 @@ def prosecute_variant(
             reason = f"{run} has no variant {chosen!r}" if chosen else f"{run} has no winner"
             raise UsageError(reason, f"name one of {', '.join(able)}")
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds)
-        return _run(chosen, steps, found.recipe, out, settings)
+        result = _run(chosen, steps, found.recipe, out, settings)
+    return result.model_copy(update={"evidence": str(named) if result.evidence else None})
 
 
 def _check_output(out: Path) -> None:

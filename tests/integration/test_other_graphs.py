@@ -105,7 +105,7 @@ def test_a_node_that_its_ranges_cut_is_kept_in_float(quantized: Quantized, tmp_p
     stages = [
         Stage("model", given, "fp32"),
         Stage("simplify", given, "fp32", quantized.given.path),
-        Stage("precision", made, "int8", out / effect.file, None, others),
+        Stage("precision", made, "int8", out / effect.file, other_graphs=others),
         Stage("engine", made, "int8"),
     ]
     finding = locate(stages, tmp_path / "finding")
@@ -140,7 +140,7 @@ def test_a_node_that_the_engine_gets_wrong_in_int8_is_kept_in_float(quantized: Q
     others = partial(list_other_graphs, quantized.task, quantized.inputs)
     stages = [
         Stage("model", made, "fp32"),
-        Stage("precision", made, "int8", out / effect.file, None, others),
+        Stage("precision", made, "int8", out / effect.file, other_graphs=others),
         Stage("engine", lambda feeds: {"y": made(feeds)["y"] + 9}, "int8"),
     ]
     finding = locate(stages, tmp_path / "finding", Wrong())
@@ -166,7 +166,7 @@ def test_a_graph_that_an_exporter_made_wrong_is_made_by_the_other_one(tmp_path: 
         others = partial(list_other_graphs, task, {"model": given})
         stages = [
             Stage("model", eager.run, "fp32"),
-            Stage("export", made, "fp32", out / effect.file, None, others),
+            Stage("export", made, "fp32", out / effect.file, other_graphs=others),
             Stage("engine", made, "fp32"),
         ]
         finding = locate(stages, tmp_path / "finding")
@@ -199,7 +199,7 @@ def test_a_graph_that_simplifying_made_wrong_is_used_as_it_was(quantized: Quanti
     stages = [
         Stage("model", given, "fp32"),
         Stage("export", given, "fp32", quantized.given.path),
-        Stage("simplify", answer_by(tmp_path / "wrong.onnx"), "fp32", tmp_path / "wrong.onnx", None, others),
+        Stage("simplify", answer_by(tmp_path / "wrong.onnx"), "fp32", tmp_path / "wrong.onnx", other_graphs=others),
         Stage("engine", given, "fp32"),
     ]
     finding = locate(stages, tmp_path / "finding")

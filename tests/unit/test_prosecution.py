@@ -1,10 +1,7 @@
 """Inputs that are tried on engines, the judgement of their answers, and the reduction of graphs."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.measure.prosecution import reduction
-from enginesmith.pipeline.measure.prosecution.evidence import Finding, load_arrays, write_evidence
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate, list_sizes
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement, InputSearch, Subject
@@ -328,15 +324,53 @@ def test_the_first_wrong_node_is_found_by_names_and_without(renamed: bool) -> No
     if renamed:
         truth = {name if name in "xy" else f"other_{name}": value for name, value in truth.items()}
     wrong = chain(SOUND[0], NODE("Mul", ["a", "three"], ["b"], name="second"), *SOUND[2:], three=np.float32(3))
-    values = reduction.record_values(wrong, FEEDS)
-    assert reduction.find_wrong_nodes(wrong, values, truth, ["y"]) == [1]
+    part = find_wrong_part(wrong, truth)
+    assert part.suspects[0] == 1
+    assert (part.nodes, part.value) == (((1, 2, 3), "y") if renamed else ((1,), "b"))
     assert reduction.slice_between(wrong, [1], ["y"]) == [1, 2, 3]
+
+
+def find_wrong_part(wrong: onnx.ModelProto, truth: Feeds) -> reduction.WrongPart:
+    found = reduction.find_wrong_part(wrong, reduction.record_values(wrong, FEEDS), truth, {"y": truth["y"]})
+    assert found is not None
+    return found
 
 
 def test_a_dropped_activation_is_named_although_another_value_equals_its_own() -> None:
     truth = reduction.record_values(chain(*SOUND, **TWO), FEEDS)
     wrong = chain(NODE("Identity", ["x"], ["a"], name="first"), *SOUND[1:], **TWO)
-    assert reduction.find_wrong_nodes(wrong, reduction.record_values(wrong, FEEDS), truth, ["y"]) == [0]
+    assert find_wrong_part(wrong, truth).nodes == (0,)
+    assert reduction.find_wrong_part(chain(*SOUND, **TWO), truth, truth, {"y": truth["y"]}) is None
+
+
+def test_the_node_that_computes_is_named_before_those_that_move_numbers() -> None:
+    """A pass computes a product with axes in another order, and gets its factor wrong."""
+    truth = reduction.record_values(chain(*SOUND, **TWO), FEEDS)
+    inner = [NODE("Transpose", ["a"], ["t"], perm=[1, 0]), NODE("Mul", ["t", "three"], ["u"])]
+    wrong = chain(SOUND[0], *inner, NODE("Transpose", ["u"], ["b"], perm=[1, 0]), *SOUND[2:], three=np.float32(3))
+    part = find_wrong_part(wrong, truth)
+    assert [wrong.graph.node[at].op_type for at in part.suspects] == ["Mul", "Transpose", "Transpose"]
+    assert (part.nodes, part.value) == ((1, 2, 3), "b")
+
+    inner[1].input[1] = "two"
+    wrong = chain(SOUND[0], *inner, NODE("Transpose", ["u"], ["b"], perm=[0, 1]), *SOUND[2:], **TWO)
+    square = {"x": RNG.standard_normal((4, 4)).astype(np.float32)}
+    truth = reduction.record_values(chain(*SOUND, **TWO), square)
+    values = reduction.record_values(wrong, square)
+    found = reduction.find_wrong_part(wrong, values, truth, {"y": truth["y"]})
+    assert found is not None
+    assert found.nodes == (3,), "the product is right but for the order of its axes"
+
+
+def test_values_that_a_pass_scales_and_scales_back_are_not_accused() -> None:
+    """The first values that differ by their names are 4 times as large by intent; they are divided by 3."""
+    truth = reduction.record_values(chain(*SOUND, **TWO), FEEDS)
+    scaled = [NODE("Mul", ["a", "eight"], ["b"]), NODE("Mul", ["x", "four"], ["z"]), NODE("Add", ["b", "z"], ["c"])]
+    back = [NODE("Div", ["c", "three"], ["s"]), NODE("Tanh", ["s"], ["y"])]
+    wrong = chain(SOUND[0], *scaled, *back, eight=np.float32(8), four=np.float32(4), three=np.float32(3))
+    part = find_wrong_part(wrong, truth)
+    assert part.value == "y"
+    assert [wrong.graph.node[at].op_type for at in part.suspects] == ["Div", "Tanh", "Mul", "Mul", "Add"]
 
 
 def test_subgraphs_count_as_read() -> None:
@@ -349,26 +383,3 @@ def test_subgraphs_count_as_read() -> None:
     )
     branch = NODE("If", ["condition"], ["y"], then_branch=body, else_branch=body)
     assert set(reduction.list_reads(branch)) == {"condition", "outer"}
-
-
-# Evidence
-
-
-def test_the_script_shows_the_fault_alone(tmp_path: Path) -> None:
-    model = chain(*SOUND, **TWO)
-    finding = Finding(walk="sizes", note="batch 3", reason="wrong", witness=MODEL, attempts=3, guilty="engine")
-    script = """
-import onnxruntime
-session = onnxruntime.InferenceSession(MODEL, providers=["CPUExecutionProvider"])
-found = {"y": session.run(["y"], inputs)[0]}
-"""
-    right = reduction.compute(model, FEEDS)
-    for name, expected, code in (("right", right, 0), ("wrong", {"y": right["y"] + 1}, 1)):
-        folder = tmp_path / name
-        write_evidence(folder, finding, model.SerializeToString(), FEEDS, expected, script)
-        done = subprocess.run([sys.executable, "-I", folder / "repro.py"], capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert load_arrays(folder / "inputs.npz").keys() == FEEDS.keys()
-        assert "batch 3" in (folder / "issue.md").read_text()
-    write_evidence(tmp_path / "bare", finding, None, FEEDS, right, script)
-    assert not (tmp_path / "bare" / "repro.py").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.engines.options import AddedOption
-from enginesmith.pipeline.measure.prosecution.evidence import Finding, Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.run import Run, VariantRecord, find_workarounds
 from enginesmith.pipeline.workflows.optimize import RunRequest, _add_workarounds, _restore_workarounds

@@ -2,91 +2,60 @@
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel
 
-from enginesmith.pipeline.engines.options import AddedOption
+from enginesmith.pipeline.measure.prosecution.finding import Finding
+from enginesmith.pipeline.measure.prosecution.issue import write_issue
 from enginesmith.pipeline.tensors import Array, Feeds
 
-FINDING, MODEL, INPUTS, EXPECTED, SCRIPT, ISSUE = (
-    *("finding.json", "model.onnx", "inputs.npz", "expected.npz", "repro.py", "issue.md"),
+if TYPE_CHECKING:
+    import onnx
+
+FINDING, MODEL, INPUTS, EXPECTED, FOUND, SCRIPT, ISSUE = (
+    *("finding.json", "model.onnx", "inputs.npz", "expected.npz", "found.npz", "repro.py", "issue.md"),
 )
-_SHOWN = 12
 
 
-class Finding(BaseModel, frozen=True):
-    """Describe an input on which an engine is wrong, and what is guilty."""
+@dataclass(frozen=True)
+class Evidence:
+    """A graph, its inputs, the right answers and those that were given; and how to run it."""
 
-    walk: str
-    """Family of the input: ``sizes``, ``values`` …"""
-    note: str
-    reason: str
-    witness: str
-    """Source of the right answer: ``model``, ``graph``, or itself on one sample ``alone``."""
-    attempts: int
-    """Inputs that were tried, this one included."""
-    guilty: str
-    """The stage that made the answer wrong: ``export``, ``simplify``, a precision, ``engine``."""
-    nodes: tuple[str, ...] = ()
-    """Operators and names of the nodes that the graph was reduced to."""
-    whole: int | None = None
-    """Nodes of the graph that was reduced."""
-    workaround: str = ""
-    """An option with which the engine answers right, as people give it; empty if none was found."""
-    option: AddedOption | None = None
-    """The workaround as a change of the recipe."""
-    versions: dict[str, str] = {}
-    folder: str = ""
-    """Folder of the evidence, below the run's."""
-    unreduced: str = ""
-    """Reason why the graph was not reduced."""
+    model: "onnx.ModelProto | None"
+    feeds: Feeds
+    expected: Feeds
+    found: Feeds | None
+    """None where there was no answer."""
+    script: str = ""
+    """Lines of the engine's own package that set ``found`` by output name; empty where it cannot run the graph."""
+    tolerance: float = 1e-4
+    """Share of an output's range from which a difference is a fault."""
 
     @property
-    def fault(self) -> str:
-        """The input and what is wrong on it."""
-        return f"wrong on {self.walk} ({self.note}): {self.reason}"
-
-    @property
-    def sentence(self) -> str:
-        """The finding in one sentence."""
-        reduced = f", in {len(self.nodes)} of {self.whole} nodes ({', '.join(self.nodes[:3])})" if self.nodes else ""
-        mended = f"; right with {self.workaround}" if self.workaround else ""
-        return f"{self.fault}; guilty: {self.guilty}{reduced}{mended}"
+    def program(self) -> str:
+        """The text of ``repro.py``; empty where there is none."""
+        if self.model is None or not self.script:
+            return ""
+        lines = textwrap.indent(self.script.strip(), "    ").strip()
+        return _SCRIPT.replace("# ENGINE", lines).replace("TOLERANCE", f"{self.tolerance:g}")
 
 
-class Prosecution(BaseModel, frozen=True):
-    """Report what was tried on an engine, and what was found."""
-
-    seconds: float
-    """Time for trying inputs."""
-    attempts: int
-    walks: dict[str, int]
-    """Inputs by family."""
-    finding: Finding | None = None
-
-
-def write_evidence(
-    folder: Path,
-    finding: Finding,
-    model: bytes | None,
-    feeds: Feeds,
-    expected: Feeds,
-    script: str,
-) -> None:
-    """Write the folder; ``script`` are the lines of the engine's own package that set ``found`` by output name."""
+def write_evidence(folder: Path, finding: Finding, evidence: Evidence) -> None:
+    """Write the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FINDING).write_text(finding.model_dump_json(indent=1) + "\n")
-    if model is not None:
-        (folder / MODEL).write_bytes(model)
-    _save(folder / INPUTS, feeds)
-    _save(folder / EXPECTED, expected)
-    if model is not None and script:
-        (folder / SCRIPT).write_text(_SCRIPT.replace("# ENGINE", textwrap.indent(script.strip(), "    ").strip()))
-    (folder / ISSUE).write_text(_write_issue(finding, feeds, expected, runnable=model is not None and bool(script)))
+    if evidence.model is not None:
+        (folder / MODEL).write_bytes(evidence.model.SerializeToString())
+    _save(folder / INPUTS, evidence.feeds)
+    _save(folder / EXPECTED, evidence.expected)
+    if evidence.found is not None:
+        _save(folder / FOUND, evidence.found)
+    if evidence.program:
+        (folder / SCRIPT).write_text(evidence.program)
+    (folder / ISSUE).write_text(write_issue(finding, evidence))
 
 
 def _save(file: Path, arrays: Feeds) -> None:
@@ -135,39 +104,16 @@ for name, wanted in expected.items():
         continue
     if not wanted.size:
         continue
-    finite = np.isfinite(wanted.astype(float))
-    apart = np.abs(given.astype(float) - wanted.astype(float))
-    error = float(np.nan_to_num(apart[finite], nan=np.inf, posinf=np.inf).max(initial=0))
-    span = float(np.ptp(wanted[finite].astype(float))) if finite.any() else 0.0
-    span = span or float(np.abs(wanted[finite].astype(float)).max(initial=0)) or 1.0
-    far = error > 1e-4 * span or (np.isfinite(given.astype(float)) != finite).any()
-    print(f"{name}: wrong by up to {error:.6g}, {100 * error / span:.3g} % of the range" + (" <-" if far else ""))
+    wide, right = given.astype(float), wanted.astype(float)
+    finite = np.isfinite(right)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(np.isfinite(wide) == finite, np.nan_to_num(np.abs(wide - right)), np.inf)
+    span = float(np.ptp(right[finite])) if finite.any() else 0.0
+    span = span or float(np.abs(right[finite]).max(initial=0)) or 1.0
+    at, error = np.unravel_index(apart.argmax(), apart.shape), float(apart.max())
+    far = error > TOLERANCE * span
+    place, share = f"{name}{[int(each) for each in at]}", 100 * error / span
+    print(f"{place}: {given[at]}, expected {wanted[at]} ({share:.3g} % of the range){' <-' if far else ''}")
     wrong = wrong or far
 sys.exit(int(wrong))
 '''
-
-
-def _write_issue(finding: Finding, feeds: Feeds, expected: Feeds, *, runnable: bool) -> str:
-    lines = [
-        f"# Wrong result: {', '.join(finding.nodes[:3]) or finding.guilty}\n",
-        f"{finding.reason} ({finding.walk}: {finding.note}).\n",
-    ]
-    if runnable:
-        lines.append(
-            "`model.onnx`, its inputs and the right answers are attached; `python repro.py` shows the difference.\n"
-        )
-    lines += ["## Inputs\n", *_describe(feeds), "", "## Expected outputs\n", *_describe(expected), ""]
-    if finding.nodes:
-        lines += [
-            f"## Nodes ({len(finding.nodes)} of {finding.whole})\n",
-            *(f"- {node}" for node in finding.nodes[:_SHOWN]),
-            "",
-        ]
-    if finding.workaround:
-        lines += ["## Workaround\n", f"The answer is right with {finding.workaround}.\n"]
-    lines += ["## Versions\n", *(f"- {name} {version}" for name, version in finding.versions.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _describe(arrays: Mapping[str, Array]) -> Sequence[str]:
-    return [f"- `{name}`: {value.dtype}{list(value.shape)}" for name, value in list(arrays.items())[:_SHOWN]]

@@ -174,8 +174,16 @@ def measure_scales(answers: Sequence[Feeds]) -> dict[str, float]:
 
 def make_judge(signature: Signature, precision: str, scales: dict[str, float]) -> Judge:
     """Make a judge by a precision's thresholds, or by those between an engine and its own graph."""
-    thresholds = _OWN_GRAPH if precision == OWN_GRAPH else thresholds_for(precision)
-    return Judge(signature, thresholds, precision, scales)
+    return Judge(signature, _find_thresholds(precision), precision, scales)
+
+
+def find_tolerance(precision: str) -> float:
+    """Look up the share of an output's range by which an answer may differ."""
+    return _find_thresholds(precision).max_error_of_range
+
+
+def _find_thresholds(precision: str) -> Thresholds:
+    return _OWN_GRAPH if precision == OWN_GRAPH else thresholds_for(precision)
 
 
 def take_row(feeds: Feeds, signature: Signature, row: int) -> dict[str, Array]:

@@ -1,24 +1,38 @@
 """Find the stage that made an answer wrong, and reduce its graph to the nodes that show it."""
 
 import contextlib
-import importlib.metadata
 import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.engines import simulation
+import numpy as np
+
+from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
-from enginesmith.pipeline.measure.prosecution.evidence import Finding, write_evidence
-from enginesmith.pipeline.measure.prosecution.judging import EXACT, OWN_GRAPH
+from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
+from enginesmith.pipeline.measure.prosecution.finding import Finding
+from enginesmith.pipeline.measure.prosecution.judging import (
+    find_tolerance,
+)
 from enginesmith.pipeline.measure.prosecution.mending import find_option
-from enginesmith.pipeline.measure.prosecution.search import GRAPH, Disagreement
-from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stages, differ, is_wrong
-from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement
+from enginesmith.pipeline.measure.prosecution.stages import (
+    Reduced,
+    Stage,
+    Stages,
+    differ,
+    is_wrong,
+    open_engine,
+)
+from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system.machine import environment
+from enginesmith.pipeline.tensors import Array, Feeds
 
 if TYPE_CHECKING:
     import onnx
@@ -54,18 +68,43 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
         whole=reduced.whole if reduced else None,
         workaround=option.words if option else "",
         option=option,
-        versions=_list_versions(known.engine),
+        software=_name_software(known, at),
+        reference=reduced.reference if reduced else _describe_reference(known, shown),
+        right_on=shown.right_on,
+        elsewhere=_try_other_numbers(known, reduced) if is_engine and reduced else {},
+        versions=_list_versions(known, at),
         unreduced=reason,
     )
-    model = (
-        reduced.model.SerializeToString()
-        if reduced
-        else _whole(stage.graph or next((each.graph for each in reversed(known.stages) if each.graph), None))
-    )
     script = known.engine.reproduce() if is_engine else simulation().reproduce()
-    feeds, expected = (reduced.feeds, reduced.expected) if reduced else (shown.feeds, shown.expected)
-    write_evidence(folder, finding, model, feeds, expected, script)
+    if reduced:
+        evidence = Evidence(
+            reduced.model, reduced.feeds, reduced.expected, reduced.found, script, tolerance=reduced.tolerance
+        )
+    else:
+        precision = stage.precision if shown.witness == MODEL else known.own_precision
+        found = shown.found if is_engine else _answer(stage, shown.feeds)
+        model, tolerance = _read_whole(stage.graph or _last_graph(known)), find_tolerance(precision)
+        evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
+    write_evidence(folder, finding, evidence)
     return finding
+
+
+def _answer(stage: Stage, feeds: Feeds) -> dict[str, Array] | None:
+    try:
+        return stage.answer(feeds)
+    except EnginesmithError:
+        return None
+
+
+def _last_graph(known: Stages) -> Path | None:
+    return next((stage.graph for stage in reversed(known.stages) if stage.graph), None)
+
+
+def _read_whole(graph: Path | None) -> "onnx.ModelProto | None":
+    try:
+        return reduction.read_whole(graph) if graph else None
+    except EnginesmithError:
+        return None
 
 
 def find_guilty_stage(known: Stages, shown: Disagreement) -> int:
@@ -85,13 +124,6 @@ def find_guilty_stage(known: Stages, shown: Disagreement) -> int:
     return last
 
 
-def _whole(graph: Path | None) -> bytes | None:
-    try:
-        return reduction.read_whole(graph).SerializeToString() if graph else None
-    except EnginesmithError:
-        return None
-
-
 # What the engine makes of a graph
 
 
@@ -103,7 +135,7 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
     """
     model = reduction.read_whole(graph)
     values = reduction.record_values(model, shown.feeds)
-    precision = "fp32" if known.stages[-1].precision in EXACT else OWN_GRAPH
+    precision = known.own_precision
     with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
         places = (Path(scratch, str(number)) for number in itertools.count())
 
@@ -118,9 +150,20 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         if not fails(everything):
             return None
         kept = reduction.shrink(len(everything), fails, known.seconds)
-    part, feeds = reduction.take_nodes(model, kept, values)
+        part, feeds = reduction.take_nodes(model, kept, values)
+        with open_engine(known.engine, part, known.device, next(places)) as answer:
+            found = answer(feeds)
     expected = reduction.compute(part, feeds)
-    return Reduced(part, feeds, expected, _name_nodes(model, kept), len(everything))
+    return Reduced(
+        model=part,
+        feeds=feeds,
+        expected=expected,
+        found=found,
+        reference=f"the same graph, computed by {describe_software(simulation())}",
+        tolerance=find_tolerance(precision),
+        nodes=_name_nodes(model, kept),
+        whole=len(everything),
+    )
 
 
 # What a graph is, beside the one that it was made from
@@ -145,48 +188,93 @@ def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> Reduced | None
     ):
         raise ModelError("no graph of the model answers as the model does")
     values = reduction.record_values(model, shown.feeds)
-    outputs = [value.name for value in model.graph.output]
-    wrong = [name for name in outputs if name in wanted and not reduction.are_equal(values[name], wanted[name])]
-    first = reduction.find_wrong_nodes(model, values, truth, wrong)
-    if not first:
+    tolerance = find_tolerance(stage.precision)
+    answered = {name: value for name, value in wanted.items() if name in values}
+    wrong = reduction.find_wrong_part(model, values, truth, answered, tolerance=tolerance, seconds=known.seconds)
+    if wrong is None:
         return None
-    return _with_known_answer(model, first, values, truth) or _up_to_outputs(model, first, values, wanted, wrong)
-
-
-def _with_known_answer(model: "onnx.ModelProto", first: Sequence[int], values: Feeds, truth: Feeds) -> Reduced | None:
-    """Take the nodes alone whose right answers are known by their names."""
-    kept = [
-        at
-        for at in first
-        if all(name in truth and truth[name].shape is not None for name in model.graph.node[at].output if name)
-    ]
-    if not kept:
-        return None
-    part, feeds = reduction.take_nodes(model, kept[:1], values)
-    expected = {value.name: truth[value.name] for value in part.graph.output}
-    if all(reduction.are_equal(values[name], right) for name, right in expected.items()):
-        return None
-    return Reduced(part, feeds, expected, _name_nodes(model, kept[:1]), len(model.graph.node))
-
-
-def _up_to_outputs(
-    model: "onnx.ModelProto", first: Sequence[int], values: Feeds, wanted: Feeds, wrong: Sequence[str]
-) -> Reduced:
-    """Take all nodes from the first wrong ones to the wrong outputs, whose right answers are known."""
-    kept = reduction.slice_between(model, first, wrong)
-    part, feeds = reduction.take_nodes(model, kept, values)
-    expected = {name: wanted[name] for name in wrong}
-    named = _name_nodes(model, [*first, *(at for at in kept if at not in set(first))])  # the first wrong ones first
-    return Reduced(part, feeds, expected, named, len(model.graph.node))
+    part, feeds = reduction.take_nodes(model, wrong.nodes, values)
+    expected, reference = answered.get(wrong.value), before.software
+    if expected is None:
+        computed = f"computed by {describe_software(simulation())}"
+        expected, reference = truth[wrong.value], f"the same value of another graph of the model, {computed}"
+    return Reduced(
+        model=part,
+        feeds=feeds,
+        expected={wrong.value: expected},
+        found={wrong.value: values[wrong.value]},
+        reference=reference,
+        tolerance=tolerance,
+        nodes=_name_nodes(model, wrong.suspects),
+        whole=len(model.graph.node),
+    )
 
 
 def _name_nodes(model: "onnx.ModelProto", kept: Sequence[int]) -> tuple[str, ...]:
     return tuple(f"{node.op_type} {node.name}".strip() for node in (model.graph.node[at] for at in kept))
 
 
-def _list_versions(engine: Engine) -> dict[str, str]:
-    versions = {}
-    for name in ("onnx", "torch", *engine.tools):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+# What a report says beside the nodes
+
+_NUMBERS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Array]] = {
+    "standard normal numbers": lambda rng, shape: rng.standard_normal(shape),
+    "zeros": lambda rng, shape: np.zeros(shape),
+    "ones": lambda rng, shape: np.ones(shape),
+}
+
+
+def _try_other_numbers(known: Stages, reduced: Reduced) -> dict[str, bool]:
+    """Tell for other numbers in place of the reduced graph's floats whether the engine is wrong on them, too."""
+    wrong = dict[str, bool]()
+    if not any(value.dtype.kind == "f" for value in reduced.feeds.values()):
+        return wrong
+    with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
+        for name, draw in _NUMBERS.items():
+            rng, feeds = np.random.default_rng(0), dict(reduced.feeds)
+            for key, value in reduced.feeds.items():
+                feeds[key] = draw(rng, value.shape).astype(value.dtype) if value.dtype.kind == "f" else value
+            with contextlib.suppress(EnginesmithError):
+                place, precision = Path(scratch, name), known.own_precision
+                wrong[name] = bool(is_wrong(known.engine, reduced.model, feeds, precision, known.device, place))
+    return wrong
+
+
+def describe_software(engine: Engine) -> str:
+    """Name an engine with its version: ``OpenVINO 2026.1.0``."""
+    version = next(iter(software.versions(engine.tools).values()), "")
+    plain = " without optimization" if engine in (baseline("onnx").exact(), simulation()) else ""
+    return f"{engine.title} {version}".strip() + plain
+
+
+def _name_software(known: Stages, at: int) -> str:
+    """Name what made the answer wrong."""
+    stage = known.stages[at]
+    if at == len(known.stages) - 1:
+        return describe_software(known.engine)
+    if stage.name.startswith("export"):
+        return f"torch.onnx.export of PyTorch {software.version('torch')}"
+    if stage.name != "graph":
+        return f"enginesmith {software.version('enginesmith')}, step {stage.name}"
+    with contextlib.suppress(EnginesmithError):
+        if stage.graph and (producer := model_file.summary(stage.graph).producer):
+            return f"the ONNX file, which {producer} made"
+    return "the ONNX file"
+
+
+def _describe_reference(known: Stages, shown: Disagreement) -> str:
+    if shown.witness == ALONE:
+        return "the same engine, asked for one sample of the batch alone"
+    if shown.witness == GRAPH:
+        return f"the engine's own graph, computed by {describe_software(simulation())}"
+    return known.stages[0].software
+
+
+def _list_versions(known: Stages, at: int) -> dict[str, str]:
+    """List what may matter for a fault of this stage: what made the graph does not, where an engine gets it wrong."""
+    exporters = ("torch", "onnxscript") if at < len(known.stages) - 1 else ()
+    names = dict.fromkeys((*known.engine.tools, *simulation().tools, *exporters, "onnx", "numpy"))
+    here = environment((*names, "enginesmith"))
+    system = {"operating system": f"{here.system}, kernel {here.kernel}", "Python": here.python}
+    processor = {"processor": f"{here.processor} ({here.architecture}; {', '.join(here.vector_units)})"}
+    gpus = {"GPU": ", ".join(gpu.name for gpu in here.gpus or ())} if known.device.kind == "cuda" else {}
+    return {**here.packages, **system, **processor, **gpus}

@@ -15,7 +15,7 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.measure.prosecution import reduction
-from enginesmith.pipeline.measure.prosecution.judging import EXACT, OWN_GRAPH
+from enginesmith.pipeline.measure.prosecution.judging import EXACT
 from enginesmith.pipeline.measure.prosecution.search import Disagreement
 from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stage, Stages, differ, is_wrong
 from enginesmith.pipeline.system.device import Device
@@ -52,7 +52,7 @@ def _list_trials(known: Stages, at: int, shown: Disagreement, reduced: Reduced |
 
 def _change_engine(known: Stages, reduced: Reduced) -> Iterator[Trial]:
     """Try options of the engine on the reduced graph."""
-    precision = _engine_precision(known)
+    precision = known.own_precision
     for option, engine in known.engine.variations():
 
         def is_right(place: Path, engine: Engine = engine) -> bool:
@@ -68,13 +68,9 @@ def _change_graph_of_engine(known: Stages, graph: Stage, reduced: Reduced, feeds
 
         def is_right(place: Path, make: Callable[[Path], Artifact] = make) -> bool:
             model = reduction.read_whole(make(place / "graph").path)
-            return not is_wrong(known.engine, model, feeds, _engine_precision(known), known.device, place / "engine")
+            return not is_wrong(known.engine, model, feeds, known.own_precision, known.device, place / "engine")
 
         yield option, is_right
-
-
-def _engine_precision(known: Stages) -> str:
-    return "fp32" if known.stages[-1].precision in EXACT else OWN_GRAPH
 
 
 def _change_graph(stage: Stage, before: Stage, feeds: Feeds) -> Iterator[Trial]:

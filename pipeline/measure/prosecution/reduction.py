@@ -5,12 +5,15 @@ graph computed there. So nodes are taken away as long as the rest shows the faul
 Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE Trans. Software Engineering 28, 2002).
 
 Where a graph as it is written is wrong, and not what an engine makes of it, its values are compared with those of the
-graph that it was made from: the first node that takes right values and gives a wrong one is the fault.
+graph that it was made from: the fault is between right values and the first wrong one that mends an output if it is set
+right.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,43 +158,134 @@ def shrink(count: int, fails: Callable[[Sequence[int]], bool], seconds: float) -
     return kept
 
 
-# Find the first wrong node of a graph by the values of another one
+# Find the nodes that make a graph wrong by the values of another one
+
+_MOVERS = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast"})
+_HELPERS = _MOVERS | {"Shape", "Size", "Constant", "ConstantOfShape"}
+"""Operators that compute no number of a result: passes add and remove them."""
+_MOST_AXES = 4
+_MOST_TRIALS = 60
 
 
-def find_wrong_nodes(model: "onnx.ModelProto", values: Feeds, truth: Feeds, wrong_outputs: Iterable[str]) -> list[int]:
-    """List the nodes that take right values and give a wrong one, from which only wrong values lead to a wrong output.
+@dataclass(frozen=True)
+class WrongPart:
+    """The part of a graph that makes it wrong: it takes right values and gives a wrong one."""
 
-    A value is right if it equals the truth's of its name; where the graphs have other names, or there is none, if the
-    truth has any that is equal.
+    nodes: tuple[int, ...]
+    """In the order of the graph."""
+    value: str
+    """The value that is wrong; what is right is known."""
+    suspects: tuple[int, ...]
+    """The nodes, the likeliest cause first."""
+
+
+def find_wrong_part(
+    model: "onnx.ModelProto",
+    values: Feeds,
+    truth: Feeds,
+    wanted: Feeds,
+    *,
+    tolerance: float = _SAME,
+    seconds: float = 60.0,
+) -> WrongPart | None:
+    """Find the nodes that make outputs of a graph wrong; None where no output is.
+
+    A value is right if it equals the truth's of its name; where the graphs have other names, or the truth has none of
+    that name, if the truth has any that is equal, also with its axes in another order. Of the values that are wrong by
+    their names, the first is taken that mends an output if it is set right: a pass may also scale values, and scale
+    them back later.
+
+    ``wanted`` are the right outputs, ``tolerance`` is the share of its range by which a value may differ from the one
+    of its name, and ``seconds`` are for setting values right.
     """
-    shared = {name for name, value in values.items() if name in truth and truth[name].shape == value.shape}
-    equal = {name for name in shared if are_equal(values[name], truth[name])}
-    trusted = shared if len(shared) >= _SAME_NAMES * len(values) else equal
-    right = equal | {name for name in values.keys() - trusted if _has_equal(values[name], truth)}
-    right |= {tensor.name for tensor in model.graph.initializer} | {value.name for value in model.graph.input}
-    right -= set(wrong_outputs)
+    outputs = [name for name, value in wanted.items() if not are_equal(values[name], value, tolerance)]
+    if not outputs:
+        return None
+    truth = {**truth, **{name: wanted[name] for name in outputs}}
+    right, wrong = _sort_values(model, values, truth, tolerance)
+    right -= set(outputs)
     makers = {name: at for at, node in enumerate(model.graph.node) for name in node.output if name}
-    found, seen, waiting = set[int](), set[str](), [name for name in wrong_outputs if name in makers]
+    behind = _walk_back(model, makers, right, outputs)
+    candidates = sorted({*outputs} | (wrong & behind), key=lambda name: makers.get(name, -1))
+    candidates = [name for name in candidates if name in makers]
+    if not candidates:
+        return None
+    value, end = candidates[0], time.monotonic() + seconds
+    for name in candidates[:_MOST_TRIALS]:
+        if time.monotonic() > end:
+            break
+        if name in outputs or _mends(model, name, values, truth, outputs, tolerance):
+            value = name
+            break
+    others = [name for name in candidates[: candidates.index(value)] if name not in outputs]
+    nodes = sorted({makers[name] for name in _walk_back(model, makers, right, [value])})
+    cleared = {makers[name] for name in _walk_back(model, makers, right, others)}
+    return WrongPart(tuple(nodes), value, tuple(_order_suspects(model, nodes, cleared, values)))
+
+
+def _sort_values(model: "onnx.ModelProto", values: Feeds, truth: Feeds, tolerance: float) -> tuple[set[str], set[str]]:
+    """List the values that are right, and those that are wrong by their names; of the others, neither is known."""
+    shared = {name for name, value in values.items() if name in truth and truth[name].shape == value.shape}
+    equal = {name for name in shared if are_equal(values[name], truth[name], tolerance)}
+    trusted = shared if len(shared) >= _SAME_NAMES * min(len(values), len(truth)) else equal
+    moved = {name for node in model.graph.node if node.op_type in _MOVERS for name in node.output}
+    right = equal | {tensor.name for tensor in model.graph.initializer} | {value.name for value in model.graph.input}
+    for name in values.keys() - trusted - right:
+        value = values[name]
+        others = [other for other in truth.values() if other.size == value.size]
+        if any(are_equal(value, other) for other in others) or (
+            name not in moved and any(_is_transposed(value, other) for other in others)
+        ):
+            right.add(name)
+    return right, trusted - equal
+
+
+def _is_transposed(value: Array, other: Array) -> bool:
+    """Tell whether two values have the same numbers, with axes in another order or of size 1."""
+    value, other = value.squeeze(), other.squeeze()
+    axes = range(other.ndim)
+    if value.dtype.kind != "f" or other.ndim > _MOST_AXES or sorted(value.shape) != sorted(other.shape):
+        return False
+    return any(are_equal(value, other.transpose(order)) for order in itertools.permutations(axes))
+
+
+def _walk_back(model: "onnx.ModelProto", makers: Mapping[str, int], right: set[str], names: Iterable[str]) -> set[str]:
+    """List values and those that they are computed of, up to the right ones."""
+    seen, waiting = set[str](), [name for name in names if name in makers]
     while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        at = makers[name]
-        before = [each for each in list_reads(model.graph.node[at]) if each in makers and each not in right]
-        if before:
-            waiting += before
-        else:
-            found.add(at)
-    return sorted(found)
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            reads = list_reads(model.graph.node[makers[name]])
+            waiting += [each for each in reads if each in makers and each not in right]
+    return seen
 
 
-def _has_equal(value: Array, truth: Feeds) -> bool:
-    return any(are_equal(value, other) for other in truth.values())
+def _mends(
+    model: "onnx.ModelProto", name: str, values: Feeds, truth: Feeds, outputs: Sequence[str], tolerance: float
+) -> bool:
+    """Tell whether some wrong output becomes right if a value is set right."""
+    readers = [at for at, node in enumerate(model.graph.node) if name in list_reads(node)]
+    try:
+        part, feeds = take_nodes(model, slice_between(model, readers, outputs), {**values, name: truth[name]})
+        given = compute(part, feeds)
+    except ModelError:
+        return False
+    return any(are_equal(given[output], truth[output], tolerance) for output in outputs if output in given)
 
 
-def are_equal(value: Array, other: Array) -> bool:
-    """Tell whether two values are the same but for rounding."""
+def _order_suspects(model: "onnx.ModelProto", nodes: Sequence[int], cleared: set[int], values: Feeds) -> list[int]:
+    """Order nodes: last those whose values do not matter, and those that compute no number of a result."""
+
+    def rank(at: int) -> tuple[bool, bool, bool, int]:
+        node = model.graph.node[at]
+        floats = any(values[name].dtype.kind == "f" for name in node.output if name in values)
+        return at in cleared, node.op_type in _HELPERS, not floats, at
+
+    return sorted(nodes, key=rank)
+
+
+def are_equal(value: Array, other: Array, tolerance: float = _SAME) -> bool:
+    """Tell whether two values are the same but for rounding: within a share of the range."""
     if value.shape != other.shape or value.dtype.kind != other.dtype.kind:
         return False
     if value.dtype.kind != "f":
@@ -203,7 +297,7 @@ def are_equal(value: Array, other: Array) -> bool:
     if not wanted.size:
         return True
     span = float(np.ptp(wanted)) or float(np.abs(wanted).max()) or 1.0
-    return float(np.abs(wanted - given).max()) <= _SAME * span
+    return float(np.abs(wanted - given).max()) <= tolerance * span
 
 
 def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Iterable[str]) -> list[int]:

@@ -45,10 +45,13 @@ class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
     expected: dict[str, Array]
     found: dict[str, Array] | None
     """None where the engine does not answer."""
+    right_on: dict[str, tuple[str, ...]] = {}
+    """Inputs that were answered right, by family; of each, at most the first eight."""
 
 
 _USUAL_WALKS = ("samples", "sizes", "padding")
 _GRADIENTS = "gradients"
+_MOST_RIGHT = 8
 _CLIMB_EVERY = 4
 """Other inputs between two steps along a gradient."""
 _FIRST_STEP, _SMALLEST_STEP = 0.25, 0.05
@@ -98,6 +101,7 @@ class InputSearch:
         self._rng = np.random.default_rng([seed, 1])
         self._rows_agree: bool | None = None
         self._climb: _Climb | None = None
+        self._right_on: dict[str, tuple[str, ...]] = {}
 
     def run(self, seconds: float, progress: Callable[[str], None] = lambda text: None) -> Disagreement | None:
         """Try inputs for so long, and at least the samples; return the first that shows a fault."""
@@ -175,7 +179,10 @@ class InputSearch:
             if reason := self._find_fault(subject.graph, attempt.feeds, own, found, OWN_GRAPH):
                 return self._disagree(attempt, GRAPH, reason, own, found)
             self._note_difference(attempt.feeds, own, found, OWN_GRAPH)
-        return self._examine_row(attempt, expected, found)
+        fault = self._examine_row(attempt, expected, found)
+        if fault is None:
+            self._right_on[attempt.walk] = (*self._right_on.get(attempt.walk, ()), attempt.note)[:_MOST_RIGHT]
+        return fault
 
     def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:
         judge = self._judges[precision]
@@ -239,7 +246,10 @@ class InputSearch:
         )
 
     def shrink(self, shown: Disagreement) -> Disagreement:
-        """Look for smaller sizes that show a fault of the same kind, one dimension after the other."""
+        """Look for smaller sizes that show a fault of the same kind, one dimension after the other.
+
+        The inputs that were answered right, these included, are listed with it.
+        """
         space = self.subject.space
         for name, range_ in space.ranges.items():
             current = _read_size(space, shown.feeds, name)
@@ -251,7 +261,7 @@ class InputSearch:
                 if smaller and smaller.witness == shown.witness:
                     shown = smaller
                     break
-        return shown
+        return shown.model_copy(update={"right_on": self._right_on})
 
 
 def _with_row(array: Array, row: int, value: Array) -> Array:

@@ -12,6 +12,8 @@ from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.judging import (
+    EXACT,
+    OWN_GRAPH,
     Answer,
     Judge,
     make_judge,
@@ -48,6 +50,8 @@ class Stage:
     graph: Path | None = None
     differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
     """Computes its gradient, as ``Session.differentiate`` does."""
+    software: str = ""
+    """Software that answers, with its version."""
     other_graphs: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None
     """Lists other graphs that can be made in its place, those first that concern the nodes of these names."""
 
@@ -65,6 +69,12 @@ class Stages:
     truth: Path | None = None
     """Another graph of the model, which is right where it answers like the model."""
 
+    @property
+    def own_precision(self) -> str:
+        """Key of the thresholds between the engine and its own graph."""
+        precision = self.stages[-1].precision
+        return precision if precision in EXACT else OWN_GRAPH
+
 
 @dataclass(frozen=True)
 class Reduced:
@@ -73,7 +83,13 @@ class Reduced:
     model: "onnx.ModelProto"
     feeds: dict[str, Array]
     expected: dict[str, Array]
+    found: dict[str, Array]
+    reference: str
+    """Way in which the right answers were computed."""
+    tolerance: float
+    """Share of its range by which an answer may differ."""
     nodes: tuple[str, ...]
+    """Operators and names."""
     whole: int
 
 
@@ -90,7 +106,11 @@ def make_stage_judge(wanted: Feeds, precision: str) -> Judge:
 
 
 def is_wrong(engine: Engine, part: "onnx.ModelProto", feeds: Feeds, precision: str, device: Device, place: Path) -> str:
-    """Say what an engine gets wrong of a graph, beside the same without any optimisation; nothing if it refuses it."""
+    """Say what an engine gets wrong of a graph, beside the same without any optimisation; nothing if it is right.
+
+    Raises:
+        ModelError: it refuses the graph, or its inputs.
+    """
     wanted = reduction.compute(part, feeds)
     with open_engine(engine, part, device, place) as answer:
         given = answer(feeds)

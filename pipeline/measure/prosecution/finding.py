@@ -1,0 +1,62 @@
+"""Report what was tried on an engine, and an input on which it is wrong."""
+
+from pydantic import BaseModel
+
+from enginesmith.pipeline.engines.options import AddedOption
+
+
+class Finding(BaseModel, frozen=True):
+    """Describe an input on which an engine is wrong, and what is guilty."""
+
+    walk: str
+    """Family of the input: ``sizes``, ``values`` …"""
+    note: str
+    reason: str
+    witness: str
+    """Source of the right answer: ``model``, ``graph``, or itself on one sample ``alone``."""
+    attempts: int
+    """Inputs that were tried, this one included."""
+    guilty: str
+    """The stage that made the answer wrong: ``export``, ``simplify``, a precision, ``engine``."""
+    nodes: tuple[str, ...] = ()
+    """Operators and names of the nodes that the graph was reduced to."""
+    whole: int | None = None
+    """Nodes of the graph that was reduced."""
+    workaround: str = ""
+    """An option with which the engine answers right, as people give it; empty if none was found."""
+    option: AddedOption | None = None
+    """The workaround as a change of the recipe."""
+    software: str = ""
+    """Software that gives the wrong answer, with its version: ``ONNX Runtime 1.31.1``."""
+    reference: str = ""
+    """Way in which the right answer was computed."""
+    right_on: dict[str, tuple[str, ...]] = {}
+    """Inputs that were answered right before, by family; of each, at most the first eight."""
+    elsewhere: dict[str, bool] = {}
+    """Other inputs of the reduced graph, and True where the engine is wrong on them, too."""
+    versions: dict[str, str] = {}
+    unreduced: str = ""
+    """Reason why the graph was not reduced."""
+
+    @property
+    def fault(self) -> str:
+        """The input and what is wrong on it."""
+        return f"wrong on {self.walk} ({self.note}): {self.reason}"
+
+    @property
+    def sentence(self) -> str:
+        """The finding in one sentence."""
+        reduced = f", in {len(self.nodes)} of {self.whole} nodes ({', '.join(self.nodes[:3])})" if self.nodes else ""
+        mended = f"; right with {self.workaround}" if self.workaround else ""
+        return f"{self.fault}; guilty: {self.guilty}{reduced}{mended}"
+
+
+class Prosecution(BaseModel, frozen=True):
+    """Report what was tried on an engine, and what was found."""
+
+    seconds: float
+    """Time for trying inputs."""
+    attempts: int
+    walks: dict[str, int]
+    """Inputs by family."""
+    finding: Finding | None = None

@@ -1,0 +1,122 @@
+"""The proof of a finding: a script that shows it, and a report for an issue tracker."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline.engines.options import AddedOption
+from enginesmith.pipeline.measure.prosecution import reduction
+from enginesmith.pipeline.measure.prosecution.evidence import Evidence, load_arrays, write_evidence
+from enginesmith.pipeline.measure.prosecution.finding import Finding
+from enginesmith.pipeline.measure.prosecution.issue import write_issue
+from enginesmith.pipeline.tensors import Feeds
+
+SCRIPT = """
+import onnxruntime
+session = onnxruntime.InferenceSession(MODEL, providers=["CPUExecutionProvider"])
+found = {"y": session.run(["y"], inputs)[0]}
+"""
+FEEDS = {"x": np.arange(12, dtype=np.float32).reshape(3, 4) / 7}
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
+    nodes = [helper.make_node("Mul", ["x", "two"], ["b"]), helper.make_node("MatMul", ["b", "weight"], ["y"])]
+    weights = {"two": np.float32(2), "weight": np.eye(4, dtype=np.float32).repeat(2, axis=1)[:, :4] + 1}
+    weights["weight"] = np.concatenate([weights["weight"]] * 4)[:4]
+    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def make_finding(**fields: Any) -> Finding:
+    known: dict[str, Any] = {"walk": "sizes", "note": "batch 3", "reason": "wrong", "witness": "model", "attempts": 3}
+    return Finding(**{**known, "guilty": "engine", "software": "ONNX Runtime 1.31.1", **fields})
+
+
+def make_issue(model: onnx.ModelProto, expected: Feeds, found: Feeds | None, **fields: Any) -> str:
+    return write_issue(make_finding(**fields), Evidence(model, FEEDS, expected, found, SCRIPT))
+
+
+def test_the_script_shows_the_fault_alone(model: onnx.ModelProto, tmp_path: Path) -> None:
+    right = reduction.compute(model, FEEDS)
+    wrong = {"y": right["y"] + np.float32(1)}
+    for name, expected, tolerance, code in (
+        ("right", right, 1e-4, 0),
+        ("wrong", wrong, 1e-4, 1),
+        ("coarse", wrong, 1.0, 0),
+    ):
+        folder = tmp_path / name
+        write_evidence(folder, make_finding(), Evidence(model, FEEDS, expected, right, SCRIPT, tolerance))
+        done = subprocess.run([sys.executable, "-I", folder / "repro.py"], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert load_arrays(folder / "inputs.npz").keys() == FEEDS.keys()
+        assert np.array_equal(load_arrays(folder / "found.npz")["y"], right["y"])
+        assert "y[0, 0]: " in done.stdout
+    write_evidence(tmp_path / "bare", make_finding(), Evidence(None, FEEDS, right, None, SCRIPT))
+    assert {file.name for file in (tmp_path / "bare").iterdir()} == {
+        *("finding.json", "inputs.npz", "expected.npz", "issue.md")
+    }
+
+
+def test_a_report_says_what_was_expected_and_found_and_by_what(model: onnx.ModelProto) -> None:
+    expected = reduction.compute(model, FEEDS)
+    found = {"y": expected["y"].copy()}
+    found["y"][1, 2], found["y"][2, 0] = 7.25, np.float32(0.1)
+    text = make_issue(
+        model,
+        expected,
+        found,
+        nodes=("Mul scale", "MatMul node_2"),
+        whole=37,
+        option=AddedOption(field="onnxruntime.disabled_optimizers", value="MatMulFusion", words="--ort-disable M"),
+        workaround="--ort-disable M",
+        reference="the same graph, computed by ONNX Runtime 1.31.1 without optimization",
+        right_on={"samples": ("sample 0",), "sizes": ("batch 1", "batch 8")},
+        elsewhere={"standard normal numbers": True, "zeros": False},
+        versions={"onnxruntime": "1.31.1", "numpy": "2.4.6", "processor": "AMD EPYC"},
+    )
+    title = text.splitlines()[0]
+    assert title.startswith("# ONNX Runtime 1.31.1: wrong result of Mul, MatMul with MatMulFusion, off by up to ")
+    for words in (
+        "The expected values are from the same graph, computed by ONNX Runtime 1.31.1 without optimization.",
+        "The result is right if the optimization `MatMulFusion` is disabled.",
+        "a part of a model of 37 nodes",
+        "2 of 12 numbers differ",
+        "in the rows 1, 2 of 3",
+        f"| [2, 0] | {expected['y'][2, 0]:.9g} | 0.100000001 |",
+        "- `x`: float32[3, 4] = [[0, 0.142857149,",
+        "They are what the whole model computes there for this input: sizes (batch 3).",
+        "were answered right: samples, sizes (batch 1; batch 8).",
+        "the result is wrong, too: standard normal numbers.",
+        "the result is right: zeros.",
+        "session = onnxruntime.InferenceSession(MODEL",
+        "b = Mul (x, two)",
+        "- processor: AMD EPYC",
+    ):
+        assert words in text, words
+    rows = [line for line in text.splitlines() if line.startswith("| [")]
+    assert len(rows) == 2, "elements that do not differ are not shown"
+
+
+def test_a_report_tells_nan_other_shapes_and_no_answer(model: onnx.ModelProto) -> None:
+    expected = {"y": np.ones((2, 3), np.float32)}
+    odd = expected["y"].copy()
+    odd[1] = [np.nan, np.nan, np.inf]
+    text = make_issue(model, expected, {"y": odd})
+    assert text.splitlines()[0].endswith("wrong result, nan instead of 1")
+    assert "3 of 6 numbers differ, found are 2 NaN and 1 infinite, in the rows 1 of 2" in text
+    other = make_issue(model, expected, {"y": odd[:1]})
+    assert other.splitlines()[0].endswith(", of shape [1, 3] instead of [2, 3]")
+    assert "`y` is float32[1, 3], expected float32[2, 3]" in other
+    none = make_issue(model, expected, None, reason="it does not answer: no room")
+    assert "There is no answer: it does not answer: no room." in none
+    whole = make_issue(model, {"y": np.array([1, 2, 3])}, {"y": np.array([1, 2, 4])})
+    assert "| [2] | 3 | 4 |" in whole
