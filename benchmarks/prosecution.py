@@ -4,12 +4,14 @@
 
 Sound engines are variants of small networks of the usual kinds (``nets/suspects.py``), as `optimize` makes them;
 faulty ones are their exported graphs with a fault put in (``nets/injected_faults.py``) that changes some allowed
-answer: that is seen by brute force, on random inputs of many sizes. Each is given to `enginesmith prosecute` with
-nothing but the model. Counted are the faults found, the sound engines accused, the seconds, the nodes of the
-reproducers, and whether `repro.py` shows the fault alone. Writes results/prosecution.json and .md.
+answer: that is seen by brute force, on random inputs of many sizes. Two thirds of them, if there are as many, are not
+seen on inputs like the samples: they hold for other batches, values or masks alone. Each is given to `enginesmith
+prosecute` with nothing but the model. Counted are the faults found, the sound engines accused, the seconds, the nodes
+of the reproducers, and whether `repro.py` shows the fault alone. Writes results/prosecution.json and .md.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx
@@ -40,6 +42,7 @@ _SOUND = (
     *("--engine", "onnxruntime", "--engine", "openvino", "--precision", "fp32", "--precision", "int8"),
     *("--precision", "bf16", "--precision", "int8-dynamic", "--synthetic-calibration"),
 )
+_Item = TypeVar("_Item")
 _VISIBLE = 1e-3
 """Of an output's range, by which a fault has to change some answer to count as one."""
 
@@ -59,41 +62,66 @@ def export(name: str, work: Path) -> Path:
     return file
 
 
-def draw_inputs(model: onnx.ModelProto, batch: int, seed: int, scale: float) -> dict[str, NDArray[Any]]:
+class Draw(NamedTuple):
+    """Describe inputs: the batch, how large they are, and the shape of the mask."""
+
+    batch: int
+    scale: float = 1.0
+    alike: bool = False
+    """All rows are the same."""
+    places: int | None = None
+    """Places of the mask that are there in the first row; at random if it is None."""
+
+
+_LIKE_SAMPLES = [Draw(batch) for batch in (1, 8, 1, 8)]
+_OTHERS = [
+    *(Draw(batch, scale) for batch in range(1, 9) for scale in (1.0, 0.0, 10.0)),
+    *(Draw(3, alike=True), Draw(8, alike=True), Draw(4, places=1), Draw(4, places=0)),
+]
+
+
+def draw_inputs(model: onnx.ModelProto, draw: Draw, seed: int) -> dict[str, NDArray[Any]]:
     """Draw allowed inputs: normal numbers, ids below 200, masks with tails."""
     rng, feeds = np.random.default_rng(seed), {}
     for value in model.graph.input:
-        shape = [dim.dim_value or (batch if at == 0 else 12) for at, dim in enumerate(value.type.tensor_type.shape.dim)]
+        dims = value.type.tensor_type.shape.dim
+        shape = [dim.dim_value or (draw.batch if at == 0 else 12) for at, dim in enumerate(dims)]
         if value.name == "mask":
-            there = np.arange(shape[1])[None] < rng.integers(1, shape[1] + 1, batch)[:, None]
-            feeds[value.name] = there.astype(np.int64)
+            lengths = rng.integers(2, shape[1] + 1, draw.batch)
+            lengths[0] = lengths[0] if draw.places is None else draw.places
+            feeds[value.name] = (np.arange(shape[1])[None] < lengths[:, None]).astype(np.int64)
         elif value.type.tensor_type.elem_type == onnx.TensorProto.INT64:
-            feeds[value.name] = rng.integers(0, 200, shape)
+            feeds[value.name] = rng.integers(0, 200, shape) if draw.scale else np.full(shape, 7)
         else:
-            feeds[value.name] = (scale * rng.standard_normal(shape)).astype(np.float32)
+            feeds[value.name] = (draw.scale * rng.standard_normal(shape)).astype(np.float32)
+        if draw.alike:
+            feeds[value.name][:] = feeds[value.name][:1]
     return feeds
 
 
-def is_visible(sound: onnx.ModelProto, faulty: onnx.ModelProto) -> bool:
-    """Tell by brute force whether a fault changes an answer, or ends it."""
-    for batch in range(1, 9):
-        for scale in (1.0, 0.0):
-            feeds = draw_inputs(sound, batch, batch, scale)
-            wanted = compute(sound, feeds)
-            try:
-                given = compute(faulty, feeds)
-            except ModelError:
-                return batch > 1 or scale == 0.0  # a graph that computes nothing is no engine
-            for name, value in wanted.items():
-                span = float(np.ptp(value)) or 1.0
-                if value.shape != given[name].shape or not np.abs(value - given[name]).max() <= _VISIBLE * span:
-                    return True
+def is_visible(sound: onnx.ModelProto, faulty: onnx.ModelProto, draws: Sequence[Draw]) -> bool:
+    """Tell by brute force whether a fault changes an answer to inputs like these, or ends it."""
+    for seed, draw in enumerate(draws):
+        feeds = draw_inputs(sound, draw, seed)
+        wanted = compute(sound, feeds)
+        try:
+            given = compute(faulty, feeds)
+        except ModelError:
+            return True
+        for name, value in wanted.items():
+            span = float(np.ptp(value)) or 1.0
+            if value.shape != given[name].shape or not np.abs(value - given[name]).max() <= _VISIBLE * span:
+                return True
     return False
 
 
-def choose_faults(count: int, work: Path) -> list[tuple[str, Fault]]:
-    """Choose visible faults, of all networks and kinds in turn."""
-    found: dict[str, list[tuple[str, Fault]]] = {}
+def choose_faults(count: int, work: Path) -> list[tuple[str, Fault, bool]]:
+    """Choose faults of all networks and kinds in turn, with whether inputs like the samples show them.
+
+    Two thirds of them are not shown by such inputs, if there are as many.
+    """
+    plain: dict[str, list[tuple[str, Fault, bool]]] = {}
+    hidden: dict[str, list[tuple[str, Fault, bool]]] = {}
     for name in SUSPECTS:
         model = onnx.load(export(name, work))
         for fault in list_faults(model):
@@ -101,12 +129,22 @@ def choose_faults(count: int, work: Path) -> list[tuple[str, Fault]]:
                 onnx.checker.check_model(fault.model, full_check=True)
             except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
                 continue
-            if is_visible(model, fault.model):
-                found.setdefault(fault.kind, []).append((name, fault))
-    chosen: list[tuple[str, Fault]] = []
-    while len(chosen) < count and any(found.values()):
-        chosen += [listed.pop(0) for listed in found.values() if listed]
-    return chosen[:count]
+            try:
+                compute(fault.model, draw_inputs(model, _LIKE_SAMPLES[0], 0))
+            except ModelError:
+                continue  # a graph that computes nothing is no engine
+            if is_visible(model, fault.model, _LIKE_SAMPLES):
+                plain.setdefault(fault.kind, []).append((name, fault, True))
+            elif is_visible(model, fault.model, _OTHERS):
+                hidden.setdefault(fault.kind, []).append((name, fault, False))
+    first = _take_in_turn(hidden, (2 * count + 2) // 3)
+    return [*first, *_take_in_turn(plain, count - len(first))]
+
+
+def _take_in_turn(listed: Mapping[str, list[_Item]], count: int) -> list[_Item]:
+    """Take the first of each kind, then the second, and so on."""
+    rounds = itertools.zip_longest(*listed.values())
+    return [each for row in rounds for each in row if each is not None][:count]
 
 
 def prosecute(subject: Sequence[object], seconds: float, out: Path) -> dict[str, Any]:
@@ -141,12 +179,12 @@ def prosecute(subject: Sequence[object], seconds: float, out: Path) -> dict[str,
 
 def prosecute_faulty(count: int, seconds: float, work: Path) -> Iterator[dict[str, Any]]:
     """Prosecute graphs with faults in them."""
-    for number, (name, fault) in enumerate(choose_faults(count, work)):
+    for number, (name, fault, visible) in enumerate(choose_faults(count, work)):
         file = work / f"fault-{number}.onnx"
         onnx.save(fault.model, file)
         subject = (f"suspects:{name}", file)
         made = prosecute(subject, seconds, work / f"finding-{number}")
-        yield {"network": name, "fault": fault.kind, "place": fault.place, **made}
+        yield {"network": name, "fault": fault.kind, "place": fault.place, "like_samples": visible, **made}
 
 
 def prosecute_sound(seconds: float, work: Path) -> Iterator[dict[str, Any]]:
@@ -172,7 +210,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     caught = [each for each in faulty if each.get("found")]
     accused = [each for each in sound if each.get("found") or "error" in each]
     yield "# The prosecutor\n"
-    yield f"{len(caught)} of {len(faulty)} faults were found; {len(accused)} of {len(sound)} sound engines were"
+    hidden = [each for each in faulty if not each.get("like_samples", True)]
+    yield f"{len(caught)} of {len(faulty)} faults were found, {sum(bool(each.get('found')) for each in hidden)} of the"
+    yield f"{len(hidden)} that inputs like the samples do not show; {len(accused)} of {len(sound)} sound engines were"
     yield "accused."
     if caught:
         nodes = [each["nodes"] for each in caught if each["nodes"]]

@@ -202,6 +202,123 @@ def _overflow(graph: Graph, at: int) -> None:
     )
 
 
+def _wrong_where(condition: Callable[[Graph, str], tuple[list[onnx.NodeProto], str]]) -> Callable[[Graph, int], None]:
+    """Scale the result where a condition on the graph's inputs or the result holds; it names a bool value."""
+
+    def apply(graph: Graph, at: int) -> None:
+        made, here = condition(graph, "right")
+        factor = _constant(graph, "fault_factor", np.float32(1.1))
+        wrong = helper.make_node("Mul", ["right", factor], ["fault_wrong"])
+        _behind(graph, at, *made, wrong, helper.make_node("Where", [here, "fault_wrong", "right"], [""]))
+
+    return apply
+
+
+def _batch(graph: Graph) -> list[onnx.NodeProto]:
+    """Compute the batch as ``fault_batch``."""
+    zero = _constant(graph, "fault_zero", np.int64(0))
+    shape = helper.make_node("Shape", [graph.input[0].name], ["fault_shape"])
+    return [shape, helper.make_node("Gather", ["fault_shape", zero], ["fault_batch"])]
+
+
+def _batch_between(graph: Graph, right: str) -> tuple[list[onnx.NodeProto], str]:
+    """Hold for batches above one that are no multiple of eight: the tail of a tile."""
+    eight, one = _constant(graph, "fault_eight", np.int64(8)), _constant(graph, "fault_one", np.int64(1))
+    zero = _constant(graph, "fault_none", np.int64(0))
+    return [
+        *_batch(graph),
+        helper.make_node("Mod", ["fault_batch", eight], ["fault_rest"]),
+        helper.make_node("Greater", ["fault_rest", zero], ["fault_tail"]),
+        helper.make_node("Greater", ["fault_batch", one], ["fault_several"]),
+        helper.make_node("And", ["fault_tail", "fault_several"], ["fault_here"]),
+    ], "fault_here"
+
+
+def _odd_batch(graph: Graph, right: str) -> tuple[list[onnx.NodeProto], str]:
+    """Hold for odd batches above one: the rest of a loop that takes two rows at a time."""
+    two, one = _constant(graph, "fault_two", np.int64(2)), _constant(graph, "fault_one", np.int64(1))
+    return [
+        *_batch(graph),
+        helper.make_node("Mod", ["fault_batch", two], ["fault_rest"]),
+        helper.make_node("Equal", ["fault_rest", one], ["fault_odd"]),
+        helper.make_node("Greater", ["fault_batch", one], ["fault_several"]),
+        helper.make_node("And", ["fault_odd", "fault_several"], ["fault_here"]),
+    ], "fault_here"
+
+
+def _all_equal(graph: Graph, right: str) -> tuple[list[onnx.NodeProto], str]:
+    """Hold where all numbers of an input are the same: ties of everything."""
+    name = graph.input[0].name
+    return [
+        helper.make_node("ReduceMax", [name], ["fault_max"], keepdims=0),
+        helper.make_node("ReduceMin", [name], ["fault_min"], keepdims=0),
+        helper.make_node("Equal", ["fault_max", "fault_min"], ["fault_here"]),
+    ], "fault_here"
+
+
+def _rows_alike(graph: Graph, right: str) -> tuple[list[onnx.NodeProto], str]:
+    """Hold where the first sample of a batch is also the last: rows that are merged."""
+    name = graph.input[0].name
+    first, last = _constant(graph, "fault_first", np.int64(0)), _constant(graph, "fault_last", np.int64(-1))
+    nothing, one = _constant(graph, "fault_nothing", np.float32(0)), _constant(graph, "fault_one", np.int64(1))
+    return [
+        *_batch(graph),
+        helper.make_node("Gather", [name, first], ["fault_head"], axis=0),
+        helper.make_node("Gather", [name, last], ["fault_foot"], axis=0),
+        helper.make_node("Sub", ["fault_head", "fault_foot"], ["fault_apart"]),
+        helper.make_node("Cast", ["fault_apart"], ["fault_float"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Abs", ["fault_float"], ["fault_far"]),
+        helper.make_node("ReduceMax", ["fault_far"], ["fault_farthest"], keepdims=0),
+        helper.make_node("LessOrEqual", ["fault_farthest", nothing], ["fault_same"]),
+        helper.make_node("Greater", ["fault_batch", one], ["fault_several"]),
+        helper.make_node("And", ["fault_same", "fault_several"], ["fault_here"]),
+    ], "fault_here"
+
+
+def _row_of_length(length: int) -> Callable[[Graph, str], tuple[list[onnx.NodeProto], str]]:
+    """Hold where the mask of some row has so many places: one alone, or none."""
+
+    def condition(graph: Graph, right: str) -> tuple[list[onnx.NodeProto], str]:
+        wanted, axis = _constant(graph, "fault_one", np.int64(length)), _constant(graph, "fault_axis", np.array([1]))
+        return [
+            helper.make_node("ReduceSum", ["mask", axis], ["fault_lengths"], keepdims=0),
+            helper.make_node("ReduceMin", ["fault_lengths"], ["fault_shortest"], keepdims=0),
+            helper.make_node("Equal", ["fault_shortest", wanted], ["fault_here"]),
+        ], "fault_here"
+
+    return condition
+
+
+def _reads_mask(graph: Graph, node: onnx.NodeProto) -> bool:
+    return _computes(graph, node) and any(value.name == "mask" for value in graph.input)
+
+
+def _clip_input(low: float, high: float) -> Callable[[Graph, int], None]:
+    """Cut what the graph reads off: a calibrated range, which no sample leaves."""
+
+    def apply(graph: Graph, at: int) -> None:
+        node, ends = graph.node[at], [_constant(graph, "fault_low", np.float32(low))]
+        ends.append(_constant(graph, "fault_high", np.float32(high)))
+        made = helper.make_node("Clip", [node.input[0], *ends], ["fault_clipped"])
+        node.input[0] = "fault_clipped"
+        rest = list(graph.node)
+        del graph.node[:]
+        graph.node.extend([*rest[:at], made, *rest[at:]])
+
+    return apply
+
+
+def _reads_floats(graph: Graph, node: onnx.NodeProto) -> bool:
+    floats = {each.name for each in graph.input if each.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    return bool(node.input) and node.input[0] in floats
+
+
+def _saturate_top(graph: Graph, at: int) -> None:
+    """Cut large results off at one end alone, at 9, as int8 with a zero point at its end."""
+    high = _constant(graph, "fault_high", np.float32(9))
+    _behind(graph, at, helper.make_node("Min", ["right", high], [""]))
+
+
 def _nan_at_zero(graph: Graph, at: int) -> None:
     """Divide by the greatest magnitude and multiply by it again: NaN where all are zero."""
     _behind(
@@ -263,6 +380,15 @@ _FAULTS: dict[str, tuple[Callable[[Graph, onnx.NodeProto], bool], Change]] = {
     "stale scale": (_has_weight("Conv", "Gemm", "MatMul"), _change_weight(_stale_scale)),
     "weights in bfloat16": (_has_weight("Conv", "Gemm", "MatMul"), _change_weight(_as_bfloat16)),
     "weight reversed": (_has_weight("Conv", "ConvTranspose"), _change_weight(_reverse_channel)),
+    "tail of a tile": (_computes, _wrong_where(_batch_between)),
+    "wrong for odd batches": (_computes, _wrong_where(_odd_batch)),
+    "wrong where all is equal": (_computes, _wrong_where(_all_equal)),
+    "wrong where rows are alike": (_computes, _wrong_where(_rows_alike)),
+    "wrong with a row of one place": (_reads_mask, _wrong_where(_row_of_length(1))),
+    "wrong with a row of no place": (_reads_mask, _wrong_where(_row_of_length(0))),
+    "input cut at six": (_reads_floats, _clip_input(-6, 6)),
+    "input cut below six": (_reads_floats, _clip_input(-6, 3e38)),
+    "results cut above nine": (_computes, _saturate_top),
     "wrong for batch 3": (_computes, _wrong_for_batch(3)),
     "wrong for batch 7": (_computes, _wrong_for_batch(7)),
     "rows mixed": (_is("Relu", "Gemm", "LayerNormalization", "Softmax"), _mix_rows),
