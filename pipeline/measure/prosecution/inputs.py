@@ -222,13 +222,20 @@ def _fill(pattern: str, base: Array, bounds: tuple[float, float], rng: np.random
 
 
 def _walk_padding(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
-    """Cut the tails of masks off: to one place, to half, to another length for each row; and fill them."""
+    """Cut the tails of masks off: to one place, to half, to another length for each row; fill and empty them.
+
+    A row of which nothing is there has an answer only in models that see to it, and is no usual input.
+    """
     masks = space.masks
-    for note in ("all there", "one place each", "half of each", "another length each", "holes") if masks else ():
+    for note in (*_PADDINGS, _EMPTY_ROW) if masks else ():
         feeds = make_feeds(space, space.usual_sizes(), rng)
         for name in masks:
             feeds[name] = _pad(note, feeds[name], rng)
-        yield Attempt("padding", f"{', '.join(masks)}: {note}", feeds, True)
+        yield Attempt("padding", f"{', '.join(masks)}: {note}", feeds, note != _EMPTY_ROW)
+
+
+_PADDINGS = ("all there", "one place each", "half of each", "another length each", "holes")
+_EMPTY_ROW = "nothing in the first row"
 
 
 def _pad(note: str, mask: Array, rng: np.random.Generator) -> Array:
@@ -240,11 +247,12 @@ def _pad(note: str, mask: Array, rng: np.random.Generator) -> Array:
         "half of each": np.full(rows, max(1, length // 2)),
         "another length each": rng.integers(1, length + 1, rows),
         "holes": np.full(rows, length),
+        _EMPTY_ROW: np.where(np.arange(rows) == 0, 0, length),
     }[note]
     filled = np.arange(length)[None] < np.asarray(lengths)[:, None]
     if note == "holes":
         filled &= rng.random(filled.shape) < 0.5
-        filled[:, 0] = True  # a row of which nothing is there has no right answer
+        filled[:, 0] = True
     return filled.reshape(mask.shape).astype(mask.dtype)
 
 

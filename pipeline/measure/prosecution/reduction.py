@@ -220,7 +220,7 @@ def find_wrong_part(
     others = [name for name in candidates[: candidates.index(value)] if name not in outputs]
     nodes = sorted({makers[name] for name in _walk_back(model, makers, right, [value])})
     cleared = {makers[name] for name in _walk_back(model, makers, right, others)}
-    return WrongPart(tuple(nodes), value, tuple(_order_suspects(model, nodes, cleared, values)))
+    return WrongPart(tuple(nodes), value, tuple(_order_suspects(model, nodes, cleared, values, values[value].size)))
 
 
 def _sort_values(model: "onnx.ModelProto", values: Feeds, truth: Feeds, tolerance: float) -> tuple[set[str], set[str]]:
@@ -273,13 +273,16 @@ def _mends(
     return any(are_equal(given[output], truth[output], tolerance) for output in outputs if output in given)
 
 
-def _order_suspects(model: "onnx.ModelProto", nodes: Sequence[int], cleared: set[int], values: Feeds) -> list[int]:
-    """Order nodes: last those whose values do not matter, and those that compute no number of a result."""
+def _order_suspects(
+    model: "onnx.ModelProto", nodes: Sequence[int], cleared: set[int], values: Feeds, size: int
+) -> list[int]:
+    """Order nodes: last those whose values do not matter, and those that compute no number of a result of this size."""
 
     def rank(at: int) -> tuple[bool, bool, bool, int]:
         node = model.graph.node[at]
-        floats = any(values[name].dtype.kind == "f" for name in node.output if name in values)
-        return at in cleared, node.op_type in _HELPERS, not floats, at
+        made = [values[name] for name in node.output if name in values]
+        numbers = any(value.dtype.kind == "f" and value.size >= min(2, size) for value in made)
+        return at in cleared, node.op_type in _HELPERS, not numbers, at
 
     return sorted(nodes, key=rank)
 
