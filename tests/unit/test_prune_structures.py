@@ -507,3 +507,27 @@ def test_channels_that_leave_the_model_stay() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
     with pytest.raises(ModelError, match="no layer of this model can lose channels"):
         prune(model)
+
+
+def test_a_weight_that_is_computed_keeps_its_layers_whole() -> None:
+    """The channels of weight norm are in two parameters, of which none is the weight."""
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(16, 16, 1))
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), normed, nn.Conv2d(16, 16, 1), head(16))
+    done = prune(model, target="macs=-30%")
+    assert "computed from other parameters" in done.whole["0"]
+    assert model[0].out_channels == 16
+
+
+def test_no_layer_is_emptied_that_has_only_some_of_the_units() -> None:
+    """Where outputs are joined and a layer behind them is called twice, one group has the channels of both."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = torch.cat([self.a(x), self.b(x)], 1)
+        return self.head(self.both(F.relu(self.both(x))))
+
+    model = Of(forward, a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 14, 1), both=nn.Conv2d(16, 16, 1), head=head(16))
+    with torch.no_grad():
+        model.a.weight.mul_(1e-3)
+    prune(model, target="60%", multiple_of=1)
+    assert model.a.out_channels >= 1
+    assert model(torch.rand(IMAGE)).shape == (2, 3)

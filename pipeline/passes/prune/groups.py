@@ -42,13 +42,34 @@ def find_groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], di
     """
     groups: list[Group] = []
     whole: dict[str, str] = {}
-    for traced in graph.get_all_groups(root_module_types=[nn.modules.conv._ConvNd, nn.Linear, nn.Embedding]):
-        root = graph._module2name[traced[0].dep.target.module]
+    seen: set[Any] = set()
+    for layer in list(graph.module2node):
+        if layer in seen or layer in graph.IGNORED_LAYERS_IN_TRACING:
+            continue
+        if not isinstance(layer, (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)):
+            continue
+        root, traced = graph._module2name[layer], None
         try:
+            traced = _trace_group(graph, layer)
+            seen |= {dep.target.module for dep, _ in traced if graph.is_out_channel_pruning_fn(dep.handler)}
             groups.append(_make_group(graph, parts, _reroot(graph, traced), root))
         except Unprunable as reason:
             whole[root] = f"{reason}{through(traced)}"
     return groups, whole
+
+
+def _trace_group(graph: "DependencyGraph", layer: nn.Module) -> Any:
+    """Follow the channels that a layer makes.
+
+    Raises:
+        Unprunable: torch_pruning fails, as it does behind operations whose sizes it reads in another way than PyTorch.
+    """
+    pruner = graph.get_pruner_of_module(layer)
+    try:
+        return graph.get_pruning_group(layer, pruner.prune_out_channels, range(pruner.get_out_channels(layer)))
+    except Exception as error:
+        text = " ".join(str(error).split())[:100]
+        raise Unprunable(f"torch_pruning cannot follow its channels ({type(error).__name__}: {text})") from error
 
 
 def through(traced: Any) -> str:
@@ -93,6 +114,8 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
         raise Unprunable("its channels are an output of the model")
     if any(dep.target.type == ops.OPTYPE.OUTPUT for dep, _ in traced):
         raise Unprunable("its channels are an output")
+    if computed := next((item.name for item in items if _is_computed(item, parts)), ""):
+        raise Unprunable(f"the weight of {computed} is computed from other parameters, as by weight_norm")
     units = _units(items, len(traced[0].idxs))
     slices: list[Slice] = []
     attributes: list[Attribute] = []
@@ -110,7 +133,7 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
             name = next((value for key, value in _COUNTS.items() if kind.startswith(key)), "normalized_shape")
             attributes.append(Attribute(item.name, name, sizes.pop()))
     makers = [item.name for item in items if not item.reads and item.name in modules]
-    return Group(
+    group = Group(
         root=min(makers, key=list(parts.modules).index, default=root),
         unit="channel",
         channels=units,
@@ -119,6 +142,15 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
         attributes=tuple(attributes),
         traced=traced,
     )
+    if group.order_removal(range(group.units))[1] == group.units:
+        raise Unprunable("each of its channels is the only one that some layer has")
+    return group
+
+
+def _is_computed(item: Item, parts: Parts) -> bool:
+    """Tell whether a layer has a weight that is none of the model's parameters."""
+    weight = getattr(item.module, "weight", None) if isinstance(item.module, nn.Module) else None
+    return weight is not None and f"{item.name}.weight" not in parts.canonical
 
 
 def _items(graph: "DependencyGraph", traced: Any) -> Iterator[Item]:

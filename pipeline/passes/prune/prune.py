@@ -14,6 +14,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ _SHARE = 4
 """One unit in so many is taken away to verify a group."""
 _TOLERANCE = 1e-3
 """Tolerated share of the largest number that comes out; single precision adds up in another order after a cut."""
+_ROUNDING = 1e-5
+"""Share of all that a layer adds up, below which a difference says nothing."""
+_DIFFERENT = "the model answers differently without channels that no layer reads: its forward counts on their number"
 _MIXING = (nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 _SHOWN = 4
 
@@ -45,7 +49,25 @@ def keep_verified(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[
     bad = _try_halves(model, run, [group for group in groups if group not in mixing])
     for group in mixing:
         bad |= _try_halves(model, run, [group])
+    bad |= _find_overlaps([group for group in groups if group.root not in bad])
     return [group for group in groups if group.root not in bad], bad
+
+
+def _find_overlaps(groups: Sequence[Group]) -> dict[str, str]:
+    """Find groups, by root, that share a channel of a tensor with one before them; with the reason.
+
+    Each can lose units, and yet all together may empty a layer, or take a channel that another one still has.
+    """
+    owners: dict[tuple[str, int, int], str] = {}
+    bad: dict[str, str] = {}
+    for group in groups:
+        held = {(part.tensor, part.axis, index) for part in group.slices for unit in part.indices for index in unit}
+        if shared := held & owners.keys():
+            name, _, _ = first = min(shared)
+            bad[group.root] = f"it shares channels of {name} with {owners[first]}"
+        else:
+            owners |= dict.fromkeys(held, group.root)
+    return bad
 
 
 def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group]) -> dict[str, str]:
@@ -61,12 +83,14 @@ def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group]) -> dict[str
 def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
     """Explain why these groups cannot lose units together; nothing where they can."""
     removals = [Removal(group, _draw_units(group)) for group in groups]
-    with _scale_by_numbers(model, removals) as replay:
+    with _scale_by_numbers(model, removals) as replay, _record_readers(model, removals) as records:
         with mask_units(model, removals):
             expected, why = run_or_explain(model, run)
         if why:
             return f"the model does not run: {why}"
         replay()
+        reads = list(records)
+        records.clear()
         with cut_for_now(model, removals):
             given, why = run_or_explain(model, run)
     if why:
@@ -75,27 +99,83 @@ def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
         if before.shape != after.shape:
             return f"an output becomes {list(after.shape)} instead of {list(before.shape)}"
         if not _are_alike(before, after):
-            return (
-                "the model answers differently without channels that no layer reads: its forward counts on their number"
-            )
+            return _DIFFERENT
+    if len(reads) != len(records) or not all(_read_alike(*pair) for pair in zip(reads, records, strict=True)):
+        return _DIFFERENT
     return ""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a layer that reads channels made of them in one call."""
+
+    value: Tensor
+    noise: float
+    """Bound of what is lost where single precision adds up large numbers to small ones."""
+    axis: int
+    removed: tuple[int, ...]
+    """Rows of the layer that go, along the axis of its channels."""
+
+
+@contextlib.contextmanager
+def _record_readers(model: nn.Module, removals: Sequence[Removal]) -> Iterator[list[_Read]]:
+    """Record what layers that read the units make of them; what else a model computes may hide a difference."""
+    records: list[_Read] = []
+    modules, parts = (
+        dict(model.named_modules()),
+        [(part, removal) for removal in removals for part in removal.group.slices],
+    )
+    rows: dict[str, set[int]] = {part.tensor.rpartition(".")[0]: set() for part, _ in parts if part.side == "reads"}
+    for part, removal in parts:
+        path, _, leaf = part.tensor.rpartition(".")
+        if part.side == "makes" and leaf == "weight" and path in rows:
+            rows[path].update(removal.along(part))
+
+    def record(removed: tuple[int, ...], layer: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+        if given and isinstance(made, Tensor) and made.is_floating_point():
+            weight = layer.get_parameter("weight").detach()
+            noise = float(given[0].abs().max() * weight.abs().flatten(1).sum(1).max()) if made.numel() else 0.0
+            axis = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
+            records.append(_Read(made.detach(), noise * _ROUNDING, axis, removed))
+
+    hooks = [
+        modules[path].register_forward_hook(functools.partial(record, tuple(removed)))
+        for path, removed in rows.items()
+        if isinstance(modules.get(path), (nn.Linear, nn.modules.conv._ConvNd))
+    ]
+    try:
+        yield records
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _read_alike(before: _Read, after: _Read) -> bool:
+    """Compare what a layer made, along the rows that are left."""
+    expected = before.value
+    if expected.shape != after.value.shape:
+        kept = [row for row in range(expected.shape[before.axis]) if row not in set(before.removed)]
+        expected = expected.index_select(before.axis, torch.tensor(kept, dtype=torch.long))
+    if expected.shape != after.value.shape:  # a layer in groups, whose rows are counted in another way
+        return True
+    return _are_alike(expected, after.value, before.noise)
 
 
 def _draw_units(group: Group) -> tuple[int, ...]:
     """Choose some units, in no pattern that the layers' own could fall in with."""
     generator = torch.Generator().manual_seed(group.units)
-    drawn = torch.randperm(group.units, generator=generator)[: max(1, group.units // _SHARE)]
-    return tuple(sorted(drawn.tolist()))
+    order, _ = group.order_removal(torch.randperm(group.units, generator=generator).tolist())
+    return tuple(sorted(order[: max(1, group.units // _SHARE)]))
 
 
-def _are_alike(before: Tensor, after: Tensor) -> bool:
+def _are_alike(before: Tensor, after: Tensor, noise: float = 0.0) -> bool:
     if not before.is_floating_point():
         return torch.equal(before, after)
     finite = before.isfinite()
     if not torch.equal(finite, after.isfinite()):
         return False
     scale = float(before[finite].abs().max()) if finite.any() else 0.0
-    return bool(((before - after)[finite].abs() <= _TOLERANCE * scale).all())
+    return bool(((before - after)[finite].abs() <= max(_TOLERANCE * scale, noise)).all())
 
 
 @contextlib.contextmanager

@@ -153,9 +153,10 @@ def order_cuts(groups: Sequence[Group], importance: Mapping[str, Tensor], multip
     rated: list[tuple[int, float, int, int, Cut]] = []
     for index, group in enumerate(groups):
         values = importance[group.root]
-        least = 1 if uniform else math.ceil(group.units * LEAST_SHARE)
+        order, stay = group.order_removal(values.argsort(stable=True).tolist())
+        least = max(stay, 1 if uniform else math.ceil(group.units * LEAST_SHARE))
         worst = 0.0
-        for position, cut in enumerate(_cuts_of(group, values.argsort(stable=True).tolist(), multiple_of, least)):
+        for position, cut in enumerate(_cuts_of(group, order, multiple_of, least)):
             if uniform:  # where the number of units that should stay is nearer to this cut's than to the one before
                 before = cut.left + len(cut.gone)
                 rating = 1 - (before + cut.left) / 2 / group.units

@@ -63,6 +63,16 @@ class Group:
         """Modules that are cut or whose attributes shrink."""
         return (*self.modules, *(attribute.module for attribute in self.attributes))
 
+    def order_removal(self, order: Sequence[int]) -> tuple[list[int], int]:
+        """Reorder units so that those behind which a layer would be empty come last; return how many those are.
+
+        A layer may have some of the units only: one of those whose outputs are joined, of which another one has the
+        rest.
+        """
+        held = {part.indices: [unit for unit in order if part.indices[unit]] for part in self.slices}
+        last = {units[-1] for units in held.values() if units}
+        return [unit for unit in order if unit not in last] + [unit for unit in order if unit in last], len(last)
+
 
 @dataclass(frozen=True)
 class Removal:
@@ -135,8 +145,8 @@ def cut(model: nn.Module, removals: Sequence[Removal]) -> None:
             gone.setdefault((part.tensor, axis), set()).update(removal.along(part))
     for (name, axis), indices in sorted(gone.items()):
         old = parts.get(name)
-        kept = torch.tensor([index for index in range(old.shape[axis]) if index not in indices], device=old.device)
-        new = old.detach().index_select(axis, kept)
+        kept = torch.tensor([index for index in range(old.shape[axis]) if index not in indices], dtype=torch.long)
+        new = old.detach().index_select(axis, kept.to(old.device))
         parts.put(name, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
     for removal in removals:
         for path in removal.group.modules:
@@ -190,7 +200,7 @@ def mask_units(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
             for name, value in kept.items():
                 parts.put(name, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
             for part, removal in slices:
-                parts.get(part.tensor).index_fill_(part.axis, torch.tensor(removal.along(part)), 0.0)
+                parts.get(part.tensor).index_fill_(part.axis, torch.tensor(removal.along(part), dtype=torch.long), 0.0)
         yield
     finally:
         for name, value in kept.items():
