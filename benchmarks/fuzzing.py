@@ -13,16 +13,10 @@ OpenVINO and the builder of TensorRT-RTX make of the graphs is noted, and is no 
 benchmarks/results/fuzzing.json and fuzzing.md.
 """
 
-import argparse
 import importlib.util
-import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from fuzz_process import FINDINGS, Outcome, collect, run_command, shorten, write_report, write_table
 
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
@@ -61,11 +56,9 @@ RESULTS = Path(__file__).parent / "results" / "fuzzing.json"
 LOG = Path(tempfile.gettempdir()) / "enginesmith-fuzzing.jsonl"
 BATCHES = (1, 3)
 _CALIBRATION_ROWS = 8
-_HANG_SECONDS = 60.0
 _ENGINES_EVERY, _SPARSE_EVERY, _BUILDER_EVERY, _PACKAGE_EVERY = 10, 20, 50, 200
 """Every so many seeds, the engines run the graphs, 2:4 graphs go through other passes, TensorRT-RTX is built, and a
 bundle is made, too."""
-FINDINGS = ("wrong", "traceback", "hang", "crash")
 _COARSE = ("int8", "fp8", "int4")
 _BROKEN = Thresholds(min_sqnr_db=0, max_error_of_range=0.5, min_agreement=0)
 """How coarse few bits are is found out by the search, and no pass promises it; noise above the signal is a fault."""
@@ -126,17 +119,6 @@ _KEEP_ZEROS = ("simplify", "smooth, multiplications", "fp16", "int8, tensorrt_rt
 _PACKAGE = "package"
 _BUILT = {"simplify": "sm86", "fp16, inputs and outputs too": "sm89", "int8, tensorrt_rtx": "sm86", "fp8": "sm89"}
 """Passes whose graphs are built by TensorRT-RTX, with the target."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a pass over a graph."""
-
-    seed: int
-    trial: str
-    kind: str
-    """``right``, ``unchanged``, ``refused``, one of the findings, or of an engine ``engine: …``."""
-    text: str = ""
 
 
 class RandomFeeder(Feeder):
@@ -358,7 +340,7 @@ def fuzz(seed: int, names: list[str], folder: Path, begin: Callable[[str], None]
         if stop:
             raise
         kind = "wrong" if isinstance(error, EnginesmithError) else "traceback"
-        yield Outcome(seed, "prepare", kind, _shorten(error))
+        yield Outcome(seed, "prepare", kind, shorten(error))
         return
 
     def attempt(name: str, work: Callable[[], Outcome]) -> Outcome:
@@ -368,7 +350,7 @@ def fuzz(seed: int, names: list[str], folder: Path, begin: Callable[[str], None]
         except Exception as error:
             if stop:
                 raise
-            return Outcome(seed, name, "traceback", _shorten(error))
+            return Outcome(seed, name, "traceback", shorten(error))
 
     for index, name in enumerate(names):
         out = folder / str(index)
@@ -427,86 +409,8 @@ def _run_openvino(path: Path, feeds: Feeds) -> None:
 _ENGINES: Mapping[str, Callable[[Path, Feeds], None]] = {"onnxruntime": _run_onnxruntime, "openvino": _run_openvino}
 
 
-def _shorten(error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "benchmarks" not in frame.filename]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name})" if frames else ""
-    own = [frame for frame in frames if "/pipeline/" in frame.filename]
-    where = f" under {Path(own[-1].filename).name} {own[-1].name}" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}{where}"
-
-
-# Processes.
-
-
-def _work(first: int, last: int, names: list[str], log: Path) -> None:
-    """Fuzz seeds in this process; each line of the log is an outcome, or what begins."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    done = {entry["seed"] for entry in _read(log) if entry.get("done")}
-    with log.open("a", buffering=1) as stream:
-        for seed in (one for one in range(first, last) if one not in done):
-            with tempfile.TemporaryDirectory() as folder:
-
-                def begin(what: str, seed: int = seed) -> None:
-                    stream.write(json.dumps({"seed": seed, "begin": what}) + "\n")
-
-                for outcome in fuzz(seed, names, Path(folder), begin, stop=False):
-                    stream.write(json.dumps(outcome.__dict__) + "\n")
-            stream.write(json.dumps({"seed": seed, "done": True}) + "\n")
-
-
-def _supervise(first: int, last: int, log: Path) -> None:
-    """Have seeds fuzzed by a process, and start another one behind the seed where it crashed or hung."""
-    seed = first
-    while seed < last:
-        command = [sys.executable, __file__, "--from", str(seed), "--to", str(last), "--log", str(log), "--worker"]
-        process = subprocess.Popen(command)
-        kind = "crash"
-        while process.poll() is None:
-            time.sleep(1)
-            if log.exists() and time.time() - log.stat().st_mtime > _HANG_SECONDS:
-                process.kill()
-                kind = "hang"
-        if process.returncode == 0:
-            return
-        entry = _read(log)[-1]
-        seed = int(entry["seed"]) + 1
-        if not entry.get("done"):
-            what = entry.get("begin", entry.get("trial", ""))
-            kind = f"engine: {kind}" if what.startswith("engine") else kind
-            with log.open("a") as stream:
-                lost = Outcome(seed - 1, what, kind, f"the process ended with {process.returncode}")
-                stream.write(json.dumps(lost.__dict__) + "\n" + json.dumps({"seed": seed - 1, "done": True}) + "\n")
-
-
-def _read(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
 def _report(log: Path) -> None:
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    findings, reasons, seeds = [], Counter[str](), set()
-    for entry in _read(log):
-        if entry.get("done"):
-            seeds.add(entry["seed"])
-        if "kind" not in entry:
-            continue
-        counts[entry["trial"]][entry["kind"]] += 1
-        if entry["kind"] in FINDINGS:
-            findings.append(entry)
-        if entry["kind"] in ("refused", "unchanged"):
-            reasons[f"{entry['trial']}: {entry['text'][:100]}"] += 1
-    document = {
-        "seeds": len(seeds),
-        "first": min(seeds, default=0),
-        "last": max(seeds, default=0),
-        "passes": {name: dict(one) for name, one in counts.items()},
-        "findings": findings,
-        "refusals": dict(reasons.most_common(100)),
-    }
-    previous = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    document["mended"] = previous.get("mended", [])
-    RESULTS.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    RESULTS.with_suffix(".md").write_text("\n".join(_write_lines(document)) + "\n")
+    write_report(RESULTS, collect(log), _write_lines)
 
 
 def _write_lines(document: dict[str, Any]) -> Iterator[str]:
@@ -514,13 +418,7 @@ def _write_lines(document: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"Seeds {document['first']} to {document['last']}; `python benchmarks/fuzzing.py` made this."
     yield ""
-    kinds = ("right", "unchanged", "refused", *FINDINGS)
-    yield f"| pass | {' | '.join(kinds)} |"
-    yield "| --- " * (len(kinds) + 1) + "|"
-    for name, one in document["passes"].items():
-        if not name.startswith("engine"):
-            yield f"| {name} | {' | '.join(str(one.get(kind, 0)) for kind in kinds)} |"
-    yield ""
+    yield from write_table(document, ("right", "unchanged", "refused", *FINDINGS))
     yield "What engines made of the graphs is no finding:"
     yield ""
     for name, one in document["passes"].items():
@@ -528,46 +426,7 @@ def _write_lines(document: dict[str, Any]) -> Iterator[str]:
             told = ", ".join(f"{kind.removeprefix('engine: ')} {count}" for kind, count in one.items())
             yield f"- {name.removeprefix('engine: ')}: {told}"
     yield ""
-    yield "## Open findings"
-    yield ""
-    for entry in document["findings"]:
-        yield f"- seed {entry['seed']}, {entry['trial']}: {entry['kind']}: {entry['text']}"
-    if not document["findings"]:
-        yield "None."
-    yield ""
-    yield "## Found and mended"
-    yield ""
-    for entry in document["mended"]:
-        yield f"- seed {entry['seed']}, {entry['pass']}: {entry['text']}"
-
-
-def main() -> None:
-    """Fuzz the seeds that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="first", type=int, default=0)
-    parser.add_argument("--to", dest="last", type=int, default=10_000)
-    parser.add_argument("--passes", nargs="*", default=list(TRIALS), choices=list(TRIALS))
-    parser.add_argument("--seed", type=int, help="one graph, in this process")
-    parser.add_argument("--stop", action="store_true", help="with --seed: let what is raised through")
-    parser.add_argument("--log", type=Path, default=LOG, help="outcomes, which a later call goes on with")
-    parser.add_argument("--again", action="store_true", help="forget the outcomes of earlier calls")
-    parser.add_argument("--report", action="store_true", help="write the report of the outcomes so far, and end")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.seed is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            for outcome in fuzz(arguments.seed, arguments.passes, Path(folder), _ignore, stop=arguments.stop):
-                print(f"{outcome.trial:32} {outcome.kind:10} {outcome.text}")
-        return
-    if arguments.worker:
-        _work(arguments.first, arguments.last, arguments.passes, arguments.log)
-        return
-    if arguments.again:
-        arguments.log.unlink(missing_ok=True)
-    if not arguments.report:
-        _supervise(arguments.first, arguments.last, arguments.log)
-    _report(arguments.log)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, Path(__file__), LOG, list(TRIALS), fuzz, _report)
