@@ -45,6 +45,8 @@ _SOUND = (
 _Item = TypeVar("_Item")
 _VISIBLE = 1e-3
 """Of an output's range, by which a fault has to change some answer to count as one."""
+_SEEN = 2e-5
+"""Of an output's range, by which a fault that samples show changes an answer to inputs like them."""
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -73,7 +75,7 @@ class Draw(NamedTuple):
     """Places of the mask that are there in the first row; at random if it is None."""
 
 
-_LIKE_SAMPLES = [Draw(batch) for batch in (1, 8, 1, 8)]
+_LIKE_SAMPLES = [Draw(batch) for batch in (1, 8) * 4]
 _OTHERS = [
     *(Draw(batch, scale) for batch in range(1, 9) for scale in (1.0, 0.0, 10.0)),
     *(Draw(3, alike=True), Draw(8, alike=True), Draw(4, places=1), Draw(4, places=0)),
@@ -99,8 +101,8 @@ def draw_inputs(model: onnx.ModelProto, draw: Draw, seed: int) -> dict[str, NDAr
     return feeds
 
 
-def is_visible(sound: onnx.ModelProto, faulty: onnx.ModelProto, draws: Sequence[Draw]) -> bool:
-    """Tell by brute force whether a fault changes an answer to inputs like these, or ends it."""
+def is_visible(sound: onnx.ModelProto, faulty: onnx.ModelProto, draws: Sequence[Draw], share: float) -> bool:
+    """Tell by brute force whether a fault changes an answer to such inputs by a share of its range, or ends it."""
     for seed, draw in enumerate(draws):
         feeds = draw_inputs(sound, draw, seed)
         wanted = compute(sound, feeds)
@@ -110,7 +112,7 @@ def is_visible(sound: onnx.ModelProto, faulty: onnx.ModelProto, draws: Sequence[
             return True
         for name, value in wanted.items():
             span = float(np.ptp(value)) or 1.0
-            if value.shape != given[name].shape or not np.abs(value - given[name]).max() <= _VISIBLE * span:
+            if value.shape != given[name].shape or not np.abs(value - given[name]).max() <= share * span:
                 return True
     return False
 
@@ -133,9 +135,9 @@ def choose_faults(count: int, work: Path) -> list[tuple[str, Fault, bool]]:
                 compute(fault.model, draw_inputs(model, _LIKE_SAMPLES[0], 0))
             except ModelError:
                 continue  # a graph that computes nothing is no engine
-            if is_visible(model, fault.model, _LIKE_SAMPLES):
+            if is_visible(model, fault.model, _LIKE_SAMPLES, _SEEN):
                 plain.setdefault(fault.kind, []).append((name, fault, True))
-            elif is_visible(model, fault.model, _OTHERS):
+            elif is_visible(model, fault.model, _OTHERS, _VISIBLE):
                 hidden.setdefault(fault.kind, []).append((name, fault, False))
     first = _take_in_turn(hidden, (2 * count + 2) // 3)
     return [*first, *_take_in_turn(plain, count - len(first))]
