@@ -85,6 +85,13 @@ def test_all_families_come_early_and_sizes_reach_both_ends() -> None:
     assert len({tuple(mask.sum(axis=1)) for mask in tails}) > 2
 
 
+def test_an_empty_row_has_another_one_beside_it() -> None:
+    ranges = {"batch": ShapeRange.parse("1:1:4"), "length": ShapeRange.parse("2:8:33")}
+    tried = itertools.islice(generate(InputSpace(TOKENS.signature, ranges, TOKENS.samples), 0), 80)
+    (odd,) = [each for each in tried if each.walk == "padding" and not each.usual]
+    assert odd.feeds["mask"].any(axis=1).tolist() == [False, True]
+
+
 def test_sizes_are_ends_tiles_and_primes() -> None:
     assert list_sizes(ShapeRange.parse("1:8:64"))[:4] == [1, 64, 2, 63]
     assert {7, 15, 16, 17, 31, 33} <= set(list_sizes(ShapeRange.parse("1:8:64")))

@@ -224,11 +224,15 @@ def _fill(pattern: str, base: Array, bounds: tuple[float, float], rng: np.random
 def _walk_padding(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
     """Cut the tails of masks off: to one place, to half, to another length for each row; fill and empty them.
 
-    A row of which nothing is there has an answer only in models that see to it, and is no usual input.
+    A row of which nothing is there has an answer only in models that see to it, and is no usual input; there is
+    another row beside it, if the batch may have two.
     """
     masks = space.masks
     for note in (*_PADDINGS, _EMPTY_ROW) if masks else ():
-        feeds = make_feeds(space, space.usual_sizes(), rng)
+        sizes = space.usual_sizes()
+        if note == _EMPTY_ROW and space.batch:
+            sizes[space.batch] = min(max(2, sizes[space.batch]), space.ranges[space.batch].max)
+        feeds = make_feeds(space, sizes, rng)
         for name in masks:
             feeds[name] = _pad(note, feeds[name], rng)
         yield Attempt("padding", f"{', '.join(masks)}: {note}", feeds, note != _EMPTY_ROW)
