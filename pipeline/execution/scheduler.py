@@ -20,6 +20,7 @@ from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outc
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.store import retry
+from enginesmith.pipeline.tasks.base import Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +46,8 @@ class Runner:
     _waiting: "_WaitingSteps | None" = None
     _deadline: float = math.inf
     _search_deadline: float = math.inf
+    _changed: dict[str, Task] = field(default_factory=dict)
+    """By step, the task that it has got in the place of the planned one."""
     _looked_up_at: dict[str, float] = field(default_factory=dict)
     """By step that the store lacks, the time at which it was looked up."""
     _notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -124,6 +127,10 @@ class Runner:
         if self._waiting is not None:
             self._waiting.prefer(order)
 
+    def change_task(self, step: str, task: Task) -> None:
+        """Have a step that has not begun do another task of the same kind; for ``on_new``."""
+        self._changed[step] = task
+
     def _announce(self, ended: Sequence[tuple[Step, Outcome]], waiting: "_WaitingSteps") -> dict[str, Outcome]:
         """Announce the steps that have ended, make those ready that waited for them, and list the outcomes."""
         for step, outcome in ended:
@@ -180,8 +187,9 @@ class Runner:
 
         deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
-        share = max(left * step.task.time_share, min(left, _LEAST_SECONDS))
-        limited = step.task.model_copy(update={"left_seconds": share}) if share < math.inf else step.task
+        task = self._changed.get(step.id, step.task)
+        share = max(left * task.time_share, min(left, _LEAST_SECONDS))
+        limited = task.model_copy(update={"left_seconds": share}) if share < math.inf else task
         request = StepRequest(
             replace(step, task=limited),
             {role: outcome.artifact for role, outcome in inputs.items() if outcome.artifact and outcome.good},

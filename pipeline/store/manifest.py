@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from pydantic import Base64Bytes, BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, file_digest, folder_digest
 from enginesmith.pipeline.tensors import Signature
 
+PastFolder = Literal["races", "searches"]
+"""Folder of what earlier runs found out."""
 _ALWAYS_HASH_BYTES = 32 << 20
 """Smaller files are hashed again, even if their inode is unchanged."""
 

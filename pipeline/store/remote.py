@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from enginesmith.pipeline.errors import StoreError, UsageError, storage_errors
 from enginesmith.pipeline.store.address import open_filesystem
@@ -35,6 +35,7 @@ from enginesmith.pipeline.store.manifest import (
     SMALL_FILE,
     Entry,
     Manifest,
+    PastFolder,
     StoredFile,
     decode_checked,
     describe_file,
@@ -271,7 +272,7 @@ class SharedStore:
                 removed += self._remove_small("objects", files)
         if max_age_seconds is not None:
             oldest = time.time() - max_age_seconds
-            for folder in ("reads", "races"):
+            for folder in ("reads", *get_args(PastFolder)):
                 known = {f"{self.root}/{folder}/{path}": info for path, info in self.files(folder).items()}
                 old = {path: info for path, info in known.items() if self.modified(info) < oldest}
                 removed += self._remove_small(folder, old)

@@ -9,6 +9,7 @@ folder here, which works as a store by itself does: cached entries are not reque
     ROOT/tmp/earlier-KEY-…                             an entry that is being replaced; put back if that was interrupted
     ROOT/reads/NAME/CANDIDATE.json                     the user's files that steps read, by name
     ROOT/races/MACHINE.json                            how long variants took in earlier searches
+    ROOT/searches/PRECISION.json                       what brought similar models within their goals
     ROOT/unshared/KEY                                  entries that are not, or not as a whole, in the shared store yet
 
 An entry appears whole or not at all: it is written under ``tmp`` and renamed. Files are checked against
@@ -27,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
 from enginesmith.pipeline.errors import MissingEntry, storage_errors
@@ -39,6 +41,7 @@ from enginesmith.pipeline.store.manifest import (
     UNFINISHED,
     Entry,
     Manifest,
+    PastFolder,
     decode_checked,
     describe_file,
     encode,
@@ -46,15 +49,14 @@ from enginesmith.pipeline.store.manifest import (
     is_unchanged,
     prune_entries,
 )
-from enginesmith.pipeline.store.races import FOLDER as RACES
-from enginesmith.pipeline.store.races import PastRaces
+from enginesmith.pipeline.store.past_records import PastRecords, R
 from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.retry import notify
 from enginesmith.pipeline.tensors import Signature
 
 _EARLIER = "earlier-"
 """Begin of the name of an entry that is being replaced."""
-_SMALL_FILES = ("reads", RACES, "timing", "kernels")
+_SMALL_FILES = ("reads", *get_args(PastFolder), "timing", "kernels")
 """Folders of files that are made again when they are needed; TensorRT's timings and kernels are in the last two."""
 
 
@@ -232,9 +234,9 @@ class Store:
         """Return the user's files that the step of that name may depend on."""
         return InputDependencies(self.root / "reads", name, self._shared if self.reuse else None)
 
-    def races(self, machine: str) -> PastRaces:
-        """Return the earlier races on machines of one kind."""
-        return PastRaces(self.root, machine, self._shared)
+    def past(self, folder: PastFolder, name: str, kind: type[R]) -> PastRecords[R]:
+        """Return the records of one file of what earlier runs found out."""
+        return PastRecords(self.root, folder, name, kind, self._shared)
 
     def entries(self) -> list[Entry]:
         """List published entries, most recently used first; of a folder, partial work, too."""

@@ -29,8 +29,10 @@ from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import diagnose, layers, precision, search
 from enginesmith.pipeline.passes.quantize.layers import require_opset
-from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB, Form
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import (
+    NO_ADVICE,
+    Advice,
     Candidate,
     GroupFact,
     Groups,
@@ -101,7 +103,8 @@ class Sensitivity(Task):
                 macs=work.get(group.name, 0),
                 sqnr_db=ratios.get(group.name),
                 reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
-                cause=causes.get(group.name, ""),
+                cause=causes[group.name][1] if group.name in causes else "",
+                pattern=causes[group.name][0] if group.name in causes else "unknown",
             )
             for group in groups
         ]
@@ -115,7 +118,7 @@ class Sensitivity(Task):
         summary = f"{len(records)} groups, {len(known)} measured{worst}"
         return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected)
 
-    def _explain_weak(self, inputs: Inputs, names: set[str]) -> dict[str, str]:
+    def _explain_weak(self, inputs: Inputs, names: set[str]) -> dict[str, tuple[Cause, str]]:
         """Explain by group why these lose much; nothing where no ranges are known, as for weights alone."""
         if not names or "ranges" not in inputs:
             return {}
@@ -319,6 +322,8 @@ class Search(Task):
     """Values to try, in order: True where biases make up for the error of rounded weights."""
     keep: tuple[str, ...]
     """Patterns of groups that stay in floating point anyway."""
+    advice: Advice = NO_ADVICE
+    """The order of the trials that earlier searches suggest."""
     timed: bool = False
     """True where speed decides, too: what is found then holds for this machine alone."""
 
@@ -334,7 +339,7 @@ class Search(Task):
         forms = read_forms(inputs, self.step)
         trials = read_models(inputs.get(BEFORE), Trial)
         kept = find_kept(self.keep, forms["given"])
-        candidate = propose(trials, forms, self.methods, kept, self.signs, self.corrections)
+        candidate = propose(trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
         limit = min(_SEARCH_SECONDS, self.left_seconds)
         late = bool(trials) and sum(trial.seconds for trial in trials) >= limit
         reads: tuple[Path, ...] = ()

@@ -2,10 +2,18 @@
 
 audit of the graph ── work ─┬─ races of similar work ── expected times ── steps of the fastest variants first
                             └─ race of this run ── times ── store
+
+What is fastest on one kind of machine need not be on another one, so that each kind has records of its own: stores of
+several machines can be put together.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, Field, FiniteFloat
 
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.execution.events import Outcomes
@@ -13,7 +21,7 @@ from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.run import Run
-from enginesmith.pipeline.store.races import PastRace, PastRaces, Work, expect_times
+from enginesmith.pipeline.store.past_records import PastRecord, PastRecords
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.tasks.base import read_models
@@ -26,6 +34,37 @@ _NAMED = 3
 """Variants that the order is told of."""
 _MEASURED = 1_000_000
 """Stands for the full measurement, which comes after all laps."""
+_ALIKE = 0.5
+"""Distance below which two models count as similar: half of the work in other operators, or eight times the work."""
+_DOUBLINGS = 6.0
+"""Times that the work, the batch size or the threads have to be doubled for a distance of 1."""
+
+
+class Work(BaseModel, frozen=True):
+    """What a session has to do in a call, as far as that decides which variant is fast."""
+
+    operators: dict[str, FiniteFloat]
+    """Share of the multiply-adds by operator."""
+    total_macs: int
+    """Multiply-adds of one sample."""
+    batch: int
+    threads: int
+
+    def distance(self, other: "Work") -> float:
+        """Measure how unlike two are: 0 for the same, 1 and more where one says nothing about the other."""
+        names = self.operators.keys() | other.operators.keys()
+        moved = sum(abs(self.operators.get(name, 0.0) - other.operators.get(name, 0.0)) for name in names) / 2
+        sizes = ((self.total_macs, other.total_macs), (self.batch, other.batch), (self.threads, other.threads))
+        doublings = sum(abs(math.log2(max(mine, 1) / max(its, 1))) for mine, its in sizes)
+        return moved + doublings / _DOUBLINGS
+
+
+class PastRace(PastRecord, frozen=True):
+    """The result of a search: how long each variant took that was raced."""
+
+    work: Work
+    times: dict[str, Annotated[float, Field(ge=1, allow_inf_nan=False)]]
+    """Time of a call by variant, as a multiple of the fastest one's."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +73,7 @@ class EarlierRaces:
 
     plan: Plan
     recipe: Recipe
-    races: PastRaces
+    races: PastRecords[PastRace]
 
     @classmethod
     def open(cls, plan: Plan, recipe: Recipe, store: Store, here: Environment) -> "EarlierRaces":
@@ -43,7 +82,7 @@ class EarlierRaces:
         index = recipe.where.index
         gpu = gpus[index].name if recipe.where.kind == "cuda" and index < len(gpus) else ""
         machine = json_digest([here.processor, here.vector_units, here.usable_cores, gpu])
-        return cls(plan, recipe, store.races(machine))
+        return cls(plan, recipe, store.past("races", machine, PastRace))
 
     @functools.cached_property
     def audit(self) -> StepRef | None:
@@ -109,3 +148,19 @@ def relative_times(run: Run) -> dict[str, float]:
     for _, speeds in sorted(laps.items()):
         times = {name: max(speeds.values()) / speed for name, speed in speeds.items()} | times
     return times
+
+
+def expect_times(work: Work, races: Sequence[PastRace]) -> dict[str, float]:
+    """Expect the time of each variant that was in races of similar work, as a multiple of the fastest one's.
+
+    It is the geometric mean over those races, weighted by how similar they are.
+    """
+    logs: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for race in races:
+        if (distance := work.distance(race.work)) < _ALIKE:
+            for name, time in race.times.items():
+                weight = 1 / (0.05 + distance)
+                logs[name] = logs.get(name, 0.0) + weight * math.log(time)
+                weights[name] = weights.get(name, 0.0) + weight
+    return {name: math.exp(logs[name] / weights[name]) for name in logs}

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import itertools
 import tempfile
 import time
@@ -45,6 +46,7 @@ from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.units import format_seconds
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
+from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
 from enginesmith.pipeline.workflows.run_directory import (
     RunDirectory,
     claim_run_directory,
@@ -112,6 +114,8 @@ class _ActiveRun:
     directory: RunDirectory
     races: EarlierRaces | None = None
     """Of a search on this machine."""
+    searches: EarlierSearches | None = None
+    """For a precision, on this machine."""
     shared: frozenset[str] = frozenset()
     """Steps that another run shares, and that are done for that one."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -196,10 +200,13 @@ class OptimizeJob:
             request.out, request.recipe, made, self._environment, len(self._plans), request.workarounds
         )
         directory.write()
-        races = None
-        if request.recipe.races and place is None and executor.is_local:
-            races = EarlierRaces.open(made, request.recipe, self._settings.open_store(), self._environment)
-        return _ActiveRun(request, made, directory, races)
+        races = searches = None
+        if place is None and executor.is_local:
+            store = self._settings.open_store()
+            searches = EarlierSearches(made, store)
+            if request.recipe.races:
+                races = EarlierRaces.open(made, request.recipe, store, self._environment)
+        return _ActiveRun(request, made, directory, races, searches)
 
     def _run_plans(self, executor: Executor) -> None:
         settings, runs = self._settings, self._active.values()
@@ -225,17 +232,24 @@ class OptimizeJob:
                 active.directory.write()
                 reports.write(active.request.out)
 
+            def note(active: _ActiveRun, text: str) -> None:
+                settings.listener(Event("note", active.plan.steps[0], text))
+
             def update(new: Outcomes) -> dict[str, str]:
                 for name, outcomes in together.by_plan(new).items():
                     active = self._active[name]
                     active.add(outcomes)
                     if few := _explain_few_samples(active.request.recipe, outcomes):
-                        settings.listener(Event("note", active.plan.steps[0], few))
+                        note(active, few)
+                    if active.searches:
+                        told = functools.partial(note, active)
+                        for step, task in active.searches.advise(outcomes, active.outcomes, told):
+                            runner.change_task(together.shared_step(name, step).id, task)
                     if active.races and active.races.audit in outcomes:
                         order, why = active.races.order(outcomes)
                         runner.prefer([together.shared_step(name, step).id for step in order])
                         if why:
-                            settings.listener(Event("note", active.plan.steps[0], why))
+                            note(active, why)
                     if active.ended:
                         report(active)
                 over = {name: active.over for name, active in self._active.items() if active.over}
@@ -250,9 +264,11 @@ class OptimizeJob:
                     if not active.ended:
                         report(active)
         for active in runs:
-            if active.races:
-                with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError):
+                if active.races:
                     active.races.remember(active.directory.write(), active.outcomes)
+                if active.searches:
+                    active.searches.remember(active.outcomes)
             lacking = any(outcome.status == "unavailable" for outcome in active.outcomes.values())
             if lacking and not active.directory.losses:
                 with storage_errors(f"the run directory {active.request.out}"):

@@ -18,7 +18,7 @@ from runs import RECOVERY, small, variant
 GRAPH = "net (float[N,8] x) => (float[N,4] y) <float[8,4] w> { y = MatMul(x, w) }"
 
 
-def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0) -> str:
+def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0) -> tuple[str, str]:
     sizes = tuple(float(size) for size in amax)
     statistics = ChannelStatistics(
         axis=1, amax=sizes, mean=(0.0,) * 8, mean_absolute=(rms,) * 8, mean_square=(rms**2,) * 8
@@ -33,22 +33,28 @@ def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0)
 
 def test_few_large_channels_are_counted() -> None:
     assert cause([812, 700, 13, 12, 11, 14, 0, 13.2]) == (
-        "activations to 812 in 2 of 8 channels, and to 13.2 in the middle one"
+        "uneven activations",
+        "activations to 812 in 2 of 8 channels, and to 13.2 in the middle one",
     )
 
 
 def test_large_weights_of_single_inputs_are_named() -> None:
     weight = np.ones((8, 4), np.float32)
     weight[3] = 64
-    assert cause([1.0] * 8, weight).startswith("weights of 1 input channels are up to 64 times as large")
+    name, sentence = cause([1.0] * 8, weight)
+    assert name == "uneven weights"
+    assert sentence.startswith("weights of 1 input channels are up to 64 times as large")
 
 
 def test_single_peaks_are_named() -> None:
-    assert cause([30.0] * 8, rms=0.5, largest=30.0) == "single activations to 30, 60 times their root mean square"
+    words = "single activations to 30, 60 times their root mean square"
+    assert cause([30.0] * 8, rms=0.5, largest=30.0) == ("single peaks", words)
 
 
 def test_where_nothing_stands_out_it_says_so() -> None:
-    assert cause([1.0, 1.2, 0.8, 1.1, 1.3, 0.9, 1.0, 1.0]).startswith("no channel stands out")
+    name, sentence = cause([1.0, 1.2, 0.8, 1.1, 1.3, 0.9, 1.0, 1.0])
+    assert name == "no outliers"
+    assert sentence.startswith("no channel stands out")
 
 
 WEAK = Assignment(

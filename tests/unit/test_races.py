@@ -15,10 +15,10 @@ from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.run import Run, VariantRecord
-from enginesmith.pipeline.store.races import PastRace, PastRaces, Work, expect_times
+from enginesmith.pipeline.store.past_records import PastRecords
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import RECORDS, scratch_artifact, write_records
-from enginesmith.pipeline.workflows.earlier_races import EarlierRaces, relative_times
+from enginesmith.pipeline.workflows.earlier_races import EarlierRaces, PastRace, Work, expect_times, relative_times
 from runs import small
 
 CONVOLUTIONS = {"Conv": 0.98, "Gemm": 0.02}
@@ -27,6 +27,10 @@ WORK = Work(operators=CONVOLUTIONS, total_macs=1_000_000, batch=1, threads=1)
 
 def race(work: Work = WORK, **times: float) -> PastRace:
     return PastRace(work=work, times=times)
+
+
+def races_of(store: Store, machine: str) -> PastRecords[PastRace]:
+    return store.past("races", machine, PastRace)
 
 
 def test_work_is_similar_by_operators_size_batch_and_threads() -> None:
@@ -50,7 +54,7 @@ def test_times_are_expected_from_similar_work_alone_and_the_most_similar_counts_
 
 
 def test_races_are_remembered_by_machine_newest_first(tmp_path: Path) -> None:
-    here, there = (Store(tmp_path / "store").races(name) for name in ("here", "there"))
+    here, there = (races_of(Store(tmp_path / "store"), name) for name in ("here", "there"))
     assert here.read() == ()
     for count in range(70):
         here.add(race(a=1.0 + count, b=2.0))
@@ -61,21 +65,29 @@ def test_races_are_remembered_by_machine_newest_first(tmp_path: Path) -> None:
     assert there.read() == (race(b=1.0, a=3.0),)
 
 
-def test_a_damaged_file_of_races_is_replaced(tmp_path: Path) -> None:
-    races = PastRaces(tmp_path, "here")
+def test_what_is_damaged_is_ignored_with_a_note_and_replaced(tmp_path: Path) -> None:
+    races = races_of(Store(tmp_path), "here")
     races.add(race(a=1.0, b=2.0))
     (file,) = tmp_path.rglob("here.json")
     work = '{"operators": {}, "total_macs": 1, "batch": 1, "threads": 1}'
     file.write_text(f'{{"races": [{{"work": {work}, "times": {{"a": 0}}}}]}}')
-    assert races.read() == ()
+    notes: list[str] = []
+    assert races.read(notes.append) == ()
+    assert notes.pop() == "races/here.json in the store: 1 of 1 records cannot be read, and are ignored"
     races.add(race(a=1.0, b=2.0))
-    assert races.read() == (race(a=1.0, b=2.0),)
+    assert races.read(notes.append) == (race(a=1.0, b=2.0),)
+    assert not notes
+    for damage in ("", "{", "[]", '{"races": 7}', '{"others": []}', "\udcff"):
+        file.write_bytes(damage.encode(errors="surrogateescape"))
+        assert races.read(notes.append) == ()
+        assert len(notes) == bool(damage)
+        notes.clear()
 
 
 def test_machines_of_one_kind_share_races_in_a_shared_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path / name))
-        races = Store(f"file://{tmp_path}/shared").races("kind")
+        races = races_of(Store(f"file://{tmp_path}/shared"), "kind")
         races.add(PastRace(work=WORK, times={"a": 1.0, name: 2.0}))
     assert [*races.read()] == [race(a=1.0, two=2.0), race(a=1.0, one=2.0)]
     store = Store(f"file://{tmp_path}/shared")
@@ -85,7 +97,7 @@ def test_machines_of_one_kind_share_races_in_a_shared_store(tmp_path: Path, monk
 
 def test_races_are_small_files_that_pruning_removes(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.races("kind").add(race(a=1.0, b=2.0))
+    races_of(store, "kind").add(race(a=1.0, b=2.0))
     assert [entry.key for entry in store.prune(max_age_seconds=0)] == ["races/kind.json"]
 
 

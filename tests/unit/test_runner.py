@@ -316,3 +316,26 @@ def test_steps_that_have_not_begun_can_be_put_into_another_order(desk: Desk) -> 
     ]
     runner.run([*steps, Step(StepRef("last"), Idle(), {"model": StepRef("late")})], on_new=on_new)
     assert [name for name in desk.asked if not name.startswith("?")] == ["first", "late", "early", "middle", "last"]
+
+
+def test_steps_that_have_not_begun_can_get_another_task(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: dict[str, list[Task]] = {}
+
+    def remember(request: StepRequest) -> Artifact | None:
+        tasks.setdefault(request.step.id, []).append(request.step.task)
+        return None
+
+    monkeypatch.setattr(desk, "lookup", remember)
+    monkeypatch.setattr(desk, "execute", lambda request: Result(remember(request) or artifact(), cached=False))
+    runner = Runner(desk, lambda step: tmp_path / step.id)
+
+    def on_new(outcomes: Outcomes) -> dict[str, str]:
+        if "first" in outcomes:
+            runner.change_task("late", Alone())
+        return {}
+
+    steps = [Step(StepRef("first"), Idle()), Step(StepRef("late"), Idle(), {"model": StepRef("first")})]
+    runner.run(steps, on_new=on_new)
+    assert tasks == {"first": [Idle(), Idle()], "late": [Alone(), Alone()]}

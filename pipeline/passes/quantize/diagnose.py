@@ -11,6 +11,7 @@ import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.quantize.precisions import Cause
 from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
 
@@ -26,8 +27,8 @@ _PEAK = 40.0
 """Times the root mean square from which on single numbers take the levels of the others: normal ones stay below 6."""
 
 
-def explain_loss(node: "ir.Node", ranges: Ranges) -> str:
-    """Explain the loss of a product by its activations, by its weight, or by neither."""
+def explain_loss(node: "ir.Node", ranges: Ranges) -> tuple[Cause, str]:
+    """Explain the loss of a product by its activations, by its weight, or by neither: the cause, and a sentence."""
     value = node.inputs[0]
     name = str(value.name) if value is not None else ""
     known = ranges.tensors.get(name)
@@ -35,11 +36,12 @@ def explain_loss(node: "ir.Node", ranges: Ranges) -> str:
     if channels is not None and (found := _describe_outliers(np.asarray(channels.amax))):
         count, largest, middle = found
         share = f"{count} of {len(channels.amax)} channels"
-        return f"activations to {_write(largest)} in {share}, and to {_write(middle)} in the middle one"
+        words = f"activations to {_write(largest)} in {share}, and to {_write(middle)} in the middle one"
+        return "uneven activations", words
     weight = layers.read_constant(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
     if weight is not None and (found := _describe_outliers(_input_channels(node, weight.numpy()))):
         count, largest, middle = found
-        return (
+        return "uneven weights", (
             f"weights of {count} input channels are up to {largest / middle:.0f} times as large as those of the middle "
             "one, and an output channel has one scale"
         )
@@ -47,8 +49,9 @@ def explain_loss(node: "ir.Node", ranges: Ranges) -> str:
         rms = float(np.sqrt(np.mean(channels.mean_square)))
         largest = max(abs(known.minimum), abs(known.maximum))
         if rms > 0 and largest > _PEAK * rms:
-            return f"single activations to {_write(largest)}, {largest / rms:.0f} times their root mean square"
-    return "no channel stands out: 8 bits are few for what it computes"
+            words = f"single activations to {_write(largest)}, {largest / rms:.0f} times their root mean square"
+            return "single peaks", words
+    return "no outliers", "no channel stands out: 8 bits are few for what it computes"
 
 
 def _write(number: float) -> str:

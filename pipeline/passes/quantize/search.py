@@ -7,6 +7,9 @@
    until it passes, then bisected.
 3. Of those, the groups with the most work are quantised after all, if that passes too.
 4. Where speed was measured: whole kinds of operators that may lose by being quantised stay in floating point.
+
+Advice from earlier searches changes the order alone: a setting that worked comes first, and those that failed again and
+again come last, where all of this leaves most of the work in floating point.
 """
 
 from collections import Counter
@@ -14,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
-from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, Form
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, Cause, Form
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -33,6 +36,8 @@ _LEAST_SHARE = 0.001
 """A kind with less of the work than this is not worth a trial for speed: the last product of a classifier."""
 _WORTHWHILE_SHARE = 0.01
 _MOST_KINDS = 3
+_MOST_IN_FLOAT = 0.5
+"""Share of the work in floating point above which settings are tried that failed in earlier searches."""
 
 
 class GroupFact(BaseModel, frozen=True):
@@ -49,6 +54,8 @@ class GroupFact(BaseModel, frozen=True):
     """Reason for staying in floating point anyway."""
     cause: str = ""
     """Says what about its numbers makes it lose much, where it does."""
+    pattern: Cause = "unknown"
+    """The kind of that cause."""
 
 
 class Judgement(BaseModel, frozen=True):
@@ -81,6 +88,46 @@ class Trial(Judgement):
     seconds: float = 0.0
 
 
+class Setting(BaseModel, frozen=True, extra="forbid"):
+    """How everything is quantised: what a search changes before it leaves a group in floating point."""
+
+    form: Form = "given"
+    unsigned: bool = False
+    """True where activations are in uint8, although int8 around 0 is faster."""
+    corrected: bool = False
+    method: str
+
+    @classmethod
+    def of(cls, trial: Trial, signs: Sequence[bool]) -> "Setting":
+        """Return the setting of a trial; ``signs`` has the faster form of activations first."""
+        unsigned = trial.signed != signs[0]
+        return cls(form=trial.form, unsigned=unsigned, corrected=trial.corrected, method=trial.method)
+
+    def describe(self) -> str:
+        """Describe it for people."""
+        words = ["everything quantized"]
+        words += [FORM_WORDS[self.form]] if self.form in FORM_WORDS else []
+        words += ["activations in uint8"] if self.unsigned else []
+        words += ["biases corrected"] if self.corrected else []
+        return ", ".join([*words, f"ranges by {self.method}"])
+
+
+class Advice(BaseModel, frozen=True, extra="forbid"):
+    """What earlier searches of models with the same pattern suggest."""
+
+    first: Setting | None = None
+    """The setting that worked."""
+    float_share: float = Field(0.0, ge=0, le=1)
+    """Share of the groups that stayed in floating point with it."""
+    failed: tuple[Setting, ...] = ()
+    """Settings that failed again and again."""
+    why: str = ""
+    """Reason for what is first, for people."""
+
+
+NO_ADVICE = Advice()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """The assignment to try next."""
@@ -105,6 +152,7 @@ def propose(
     fixed: frozenset[str],
     signs: Sequence[bool] = (False,),
     corrections: Sequence[bool] = (False,),
+    advice: Advice = NO_ADVICE,
 ) -> Candidate | None:
     """Propose the next candidate, None where the search is over; ``fixed`` groups stay in floating point anyway.
 
@@ -113,19 +161,26 @@ def propose(
     """
     forms = {form: [group for group in groups if not group.reason] for form, groups in forms.items()}
     everything = [trial for trial in trials if trial.phase == "everything"]
-    if not any(trial.passed for trial in everything) and (
-        setting := _next_setting(everything, forms, methods, signs, corrections)
-    ):
-        form, signed, corrected, method = setting
-        words = ["everything quantized"]
-        words += [FORM_WORDS[form]] if form in FORM_WORDS else []
-        words += ["activations in uint8"] if signed < signs[0] else []
-        words += ["biases corrected"] if corrected > corrections[0] else []
-        why = ", ".join([*words, f"ranges by {method}"])
-        return Candidate("everything", form, signed, method, fixed, why, corrected)
+
+    def quantize_all(advice: Advice) -> Candidate | None:
+        if any(trial.passed for trial in everything):
+            return None
+        setting, why = _next_setting(everything, forms, methods, signs, corrections, advice)
+        if setting is None:
+            return None
+        signed = signs[setting.unsigned]
+        return Candidate("everything", setting.form, signed, setting.method, fixed, why, setting.corrected)
+
+    if candidate := quantize_all(advice):
+        return candidate
     tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}
-    later = (_grow(trials, forms, fixed), _give_back(trials, forms, fixed), _speed_up(trials, forms))
-    return next((new for new in later if new and (new.form, new.signed, new.method, new.kept) not in tried), None)
+    share = advice.float_share
+    later = (_grow(trials, forms, fixed, share), _give_back(trials, forms, fixed), _speed_up(trials, forms))
+    for new in later:
+        if new and (new.form, new.signed, new.method, new.kept) not in tried:
+            return new
+    mostly = _least_float_share(trials, forms["given"]) > _MOST_IN_FLOAT
+    return quantize_all(advice.model_copy(update={"failed": ()})) if mostly else None
 
 
 def _next_setting(
@@ -134,17 +189,50 @@ def _next_setting(
     methods: Sequence[str],
     signs: Sequence[bool],
     corrections: Sequence[bool],
-) -> tuple[Form, bool, bool, str] | None:
-    """Choose the setting of one more trial with everything quantised: one of its parts differs."""
-    count = len(everything)
-    if count < len(forms):
-        return tuple(forms)[count], signs[0], corrections[0], methods[0]
-    nearest = min(everything, key=lambda trial: trial.error)
-    changes = [(signed, nearest.corrected, methods[0]) for signed in signs[1:]]
-    changes += [(nearest.signed, corrected, methods[0]) for corrected in corrections[1:]]
-    changes += [(nearest.signed, nearest.corrected, method) for method in methods[1:]]
-    count -= len(forms)
-    return (nearest.form, *changes[count]) if count < len(changes) else None
+    advice: Advice,
+) -> tuple[Setting | None, str]:
+    """Choose the setting of one more trial with everything quantised, and say why.
+
+    The one that worked for others comes first; then all forms; then one change at a time of what lost least so far.
+    """
+    tried = [Setting.of(trial, signs) for trial in everything]
+    usual = [Setting(form=form, corrected=corrections[0], method=methods[0]) for form in forms]
+    first = advice.first
+    advised = first is not None and (
+        first.form in forms
+        and first.method in methods
+        and first.corrected in corrections
+        and first.unsigned < len(signs)
+    )
+    options = [*([first] if advised and first else []), *usual]
+    if everything:
+        nearest = Setting.of(min(everything, key=lambda trial: trial.error), signs)
+        alone = [setting for setting in tried if setting != first]  # these differ in one thing
+        changes: list[dict[str, object]] = []
+        if len(signs) > 1 and not any(setting.unsigned for setting in alone):
+            changes.append({"unsigned": True, "method": methods[0]})
+        if len(corrections) > 1 and not any(setting.corrected > corrections[0] for setting in alone):
+            changes.append({"corrected": corrections[1], "method": methods[0]})
+        used = {setting.method for setting in alone}
+        changes += [{"method": method} for method in methods[1:] if method not in used]
+        options += [nearest.model_copy(update=change) for change in changes]
+    fresh = [setting for setting in options if setting not in tried]
+    wanted = [setting for setting in fresh if setting not in advice.failed]
+    if not wanted and not everything:  # what stays in floating point is found by a trial without
+        wanted = fresh
+    if not wanted:
+        return None, ""
+    chosen = wanted[0]
+    moved = chosen == first and chosen != usual[0] and not everything
+    return chosen, f"{chosen.describe()}; {advice.why}" if moved else chosen.describe()
+
+
+def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> float:
+    """Return the smallest share of the work in floating point with which a trial passed, 1 if none did."""
+    work = {group.name: group.macs for group in groups}
+    total = sum(work.values()) or 1
+    shares = (sum(work.get(name, 0) for name in trial.kept) / total for trial in trials if trial.passed)
+    return min(shares, default=1.0)
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
@@ -159,8 +247,11 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     return fastest
 
 
-def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Candidate | None:
-    """Propose some of the most sensitive groups: twice as many as did not pass, or half way to those that passed."""
+def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str], share: float) -> Candidate | None:
+    """Propose some of the most sensitive groups: twice as many as did not pass, or half way to those that passed.
+
+    The first time, it is the share that was enough in an earlier search, or a single group.
+    """
     everything = [trial for trial in trials if trial.phase == "everything"]
     if any(trial.passed for trial in everything):
         return None
@@ -170,7 +261,8 @@ def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Cand
     counts = [(len(set(trial.kept) - fixed), trial.passed) for trial in trials if trial.phase == "sensitive"]
     failed = max((count for count, passed in counts if not passed), default=0)
     enough = min((count for count, passed in counts if passed), default=None)
-    count = min(len(ranked), 2 * failed or 1) if enough is None else (failed + enough) // 2
+    begin = max(1, round(share * len(ranked)))
+    count = min(len(ranked), 2 * failed or begin) if enough is None else (failed + enough) // 2
     if count <= failed:
         return None
     why = f"the {count} most sensitive groups" if count > 1 else "the most sensitive group"
