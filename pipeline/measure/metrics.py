@@ -1,6 +1,7 @@
 """Compute task metrics by name, from one output and its labels; the axis of samples comes first.
 
-What a library that people trust has, it computes: torchmetrics, pycocotools and jiwer, which the extra ``metrics`` has.
+What a library that people trust has, it computes: torchmetrics, pycocotools, jiwer and seqeval, which the extra
+``metrics`` has.
 """
 
 import contextlib
@@ -290,6 +291,39 @@ def _are_letters(output: Array, labels: Array) -> bool:
     return whole and labels.ndim == 2 and _are_whole(labels)
 
 
+def _count_entities(output: Array, labels: Array) -> Array:
+    """Count entities that were found right, that were found, and that there are, [samples, 3].
+
+    An entity is right if its type, its first and its last token are. Tokens whose label is negative are left out.
+    """
+    entities = _import("seqeval.metrics.sequence_labeling").get_entities
+    counts = []
+    for given, wanted in zip(output.argmax(axis=-1), labels.astype(np.int64), strict=True):
+        used = wanted >= 0
+        found, truth = (set(entities([_name_tag(int(tag)) for tag in tags[used]])) for tags in (given, wanted))
+        counts.append((len(found & truth), len(found), len(truth)))
+    return np.asarray(counts)
+
+
+def _name_tag(number: int) -> str:
+    """Write a tag as seqeval reads it: 0 is outside; of each type, the odd number begins and the even one goes on."""
+    return f"{'B' if number % 2 else 'I'}-{(number + 1) // 2}" if number else "O"
+
+
+def _score_entities(counts: Array) -> float:
+    right, found, wanted = counts.sum(axis=0)
+    return float(2 * right / (found + wanted)) if found + wanted else math.nan
+
+
+def _are_tags(output: Array, labels: Array) -> bool:
+    """Tell whether there are scores of tags for each token, an odd number of them: outside, and two of each type."""
+    if output.ndim != 3 or output.shape[2] % 2 == 0 or output.shape[2] == 1:
+        return False
+    if labels.ndim != 2 or labels.shape[1] != output.shape[1]:
+        return False
+    return _are_whole(labels) and int(labels.max()) < output.shape[2] and bool((labels >= 0).any())
+
+
 # Boxes
 
 
@@ -420,6 +454,13 @@ METRICS: Mapping[str, OwnMetric] = {
         "CTC's blank; labels [samples, length], negative behind the end",
         _divide_errors,
         sign=-1.0,
+    ),
+    "entity_f1": OwnMetric(
+        _count_entities,
+        _are_tags,
+        "scores of tags, [samples, tokens, tags], with 0 for outside, then B and I of each type by turns; labels "
+        "[samples, tokens], such tags as whole numbers, negative where a token does not count",
+        _score_entities,
     ),
     "map": OwnMetric(
         _match_boxes,

@@ -96,6 +96,41 @@ def test_letters_are_counted_over_all_texts() -> None:
         METRICS["cer"].compute(np.array([[1], [1]]), np.array([[1], [-1]]))
 
 
+@pytest.mark.parametrize("seed", CASES)
+def test_entities_are_those_of_seqeval(seed: int) -> None:
+    from seqeval.metrics import f1_score
+
+    generator = np.random.default_rng(seed)
+    names = ["O", "B-PER", "I-PER", "B-ORG", "I-ORG"]
+    labels = generator.integers(0, 5, (6, 12))
+    output = np.eye(5)[labels] + generator.random((6, 12, 5)) * 1.6
+    labels[:, 9:] = -100
+    sides = ([[names[tag] for tag in row[:9]] for row in side] for side in (labels, output.argmax(-1)))
+    assert compute("entity_f1", output, labels) == pytest.approx(f1_score(*sides), abs=1e-6)
+
+
+def test_entities_by_hand() -> None:
+    """Two persons of two tokens, and an organization: all right; one end is wrong; a type is wrong, and one missed."""
+    labels = np.array([[1, 2, 0, 3, -100], [0, 1, 2, 0, -100]])
+    assert METRICS["entity_f1"].accepts(np.zeros((1, 5, 5)), labels), "it is asked with fewer samples than there are"
+    cases = {
+        1.0: [[1, 2, 0, 3, 1], [0, 1, 2, 0, 4]],
+        2 / 3: [[1, 2, 2, 3, 0], [0, 1, 2, 0, 0]],
+        2 / 5: [[1, 2, 0, 1, 0], [0, 0, 0, 0, 0]],
+    }
+    for expected, tags in cases.items():
+        assert compute("entity_f1", np.eye(5)[np.array(tags)], labels) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("tags", "labels"), [(4, [[1, 0]]), (1, [[0, 0]]), (5, [[5, 0]]), (5, [[1, 0, 0]]), (5, [[-100, -100]])]
+)
+def test_tags_of_another_form_are_refused(tags: int, labels: list[list[int]]) -> None:
+    output = {"y": np.zeros((1, 2, tags))}
+    with pytest.raises(DataError, match="B and I of each type by turns"):
+        evaluate("entity_f1", output, output, np.array(labels))
+
+
 def make_boxes(seed: int) -> tuple[Arrays, Arrays]:
     """Two boxes of three classes in each of six images, found at a little distance, and as many that are not there."""
     generator = np.random.default_rng(seed)
