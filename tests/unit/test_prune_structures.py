@@ -531,3 +531,21 @@ def test_no_layer_is_emptied_that_has_only_some_of_the_units() -> None:
     prune(model, target="60%", multiple_of=1)
     assert model.a.out_channels >= 1
     assert model(torch.rand(IMAGE)).shape == (2, 3)
+
+
+def test_a_layer_stays_whole_of_which_only_the_largest_channels_count_apart() -> None:
+    """A maximum over channels depends on few of them, which are not among those that are taken away first."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.head(self.second(x * x.amax(1, keepdim=True).sigmoid()))
+
+    torch.manual_seed(0)
+    model = Of(forward, first=nn.Conv2d(3, 24, 1), second=nn.Conv2d(24, 16, 1), head=head(16))
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(24)).tolist()
+    with torch.no_grad():
+        assert model.first.bias is not None
+        model.first.bias[order[10]] = 9.0
+    done = prune(model, target="macs=-20%")
+    assert "first" in done.whole
+    assert model.first.out_channels == 24

@@ -81,8 +81,18 @@ def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group]) -> dict[str
 
 
 def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
-    """Explain why these groups cannot lose units together; nothing where they can."""
-    removals = [Removal(group, _draw_units(group)) for group in groups]
+    """Explain why these groups cannot lose units together; nothing where they can.
+
+    All units but one are taken away once, in two parts: a forward may depend on few, as one with a maximum does.
+    """
+    for draw in (_draw_few, _draw_rest):
+        removals = [Removal(group, units) for group in groups if (units := draw(group))]
+        if removals and (why := _verify_removals(model, run, removals)):
+            return why
+    return ""
+
+
+def _verify_removals(model: nn.Module, run: Run, removals: Sequence[Removal]) -> str:
     with _scale_by_numbers(model, removals) as replay, _record_readers(model, removals) as records:
         with mask_units(model, removals):
             expected, why = run_or_explain(model, run)
@@ -121,10 +131,8 @@ class _Read:
 def _record_readers(model: nn.Module, removals: Sequence[Removal]) -> Iterator[list[_Read]]:
     """Record what layers that read the units make of them; what else a model computes may hide a difference."""
     records: list[_Read] = []
-    modules, parts = (
-        dict(model.named_modules()),
-        [(part, removal) for removal in removals for part in removal.group.slices],
-    )
+    modules = dict(model.named_modules())
+    parts = [(part, removal) for removal in removals for part in removal.group.slices]
     rows: dict[str, set[int]] = {part.tensor.rpartition(".")[0]: set() for part, _ in parts if part.side == "reads"}
     for part, removal in parts:
         path, _, leaf = part.tensor.rpartition(".")
@@ -161,11 +169,25 @@ def _read_alike(before: _Read, after: _Read) -> bool:
     return _are_alike(expected, after.value, before.noise)
 
 
-def _draw_units(group: Group) -> tuple[int, ...]:
+def _draw_few(group: Group) -> tuple[int, ...]:
     """Choose some units, in no pattern that the layers' own could fall in with."""
+    order, _ = _shuffle(group)
+    return tuple(sorted(order[: _count_few(group)]))
+
+
+def _draw_rest(group: Group) -> tuple[int, ...]:
+    """Choose the others, but for those that have to stay."""
+    order, stay = _shuffle(group)
+    return tuple(sorted(order[_count_few(group) : group.units - max(1, stay)]))
+
+
+def _count_few(group: Group) -> int:
+    return max(1, group.units // _SHARE)
+
+
+def _shuffle(group: Group) -> tuple[list[int], int]:
     generator = torch.Generator().manual_seed(group.units)
-    order, _ = group.order_removal(torch.randperm(group.units, generator=generator).tolist())
-    return tuple(sorted(order[: max(1, group.units // _SHARE)]))
+    return group.order_removal(torch.randperm(group.units, generator=generator).tolist())
 
 
 def _are_alike(before: Tensor, after: Tensor, noise: float = 0.0) -> bool:
