@@ -1,4 +1,4 @@
-"""Random graphs through the cheap passes; benchmarks/fuzzing.py runs many more of them through all."""
+"""Random graphs through the cheap passes, and random modules through pruning; benchmarks run many more of them."""
 
 import importlib
 import sys
@@ -20,7 +20,7 @@ def fuzzing() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         for folder in (BENCHMARKS / "nets", BENCHMARKS):
             patch.syspath_prepend(str(folder))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("fuzzing", "random_graphs")})
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("fuzzing", "random_graphs", "fuzzing_prune")})
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -65,3 +65,13 @@ def test_a_pass_that_changes_the_answer_is_found(fuzzing: SimpleNamespace, tmp_p
             found.append(module.apply(subject, "sparsify unstructured", tmp_path / str(seed) / "out").kind)
     assert found.count("wrong") >= found.count("right")
     assert "wrong" in found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pruning_keeps_its_promises_on_random_modules(fuzzing: SimpleNamespace, tmp_path: Path) -> None:
+    module, kinds = fuzzing.fuzzing_prune, Counter[str]()
+    for seed in (3, 13, 21):
+        for outcome in module.fuzz(seed, list(module.QUICK), tmp_path / str(seed), lambda _: None, stop=True):
+            assert outcome.kind not in module.FINDINGS, outcome
+            kinds[outcome.kind] += 1
+    assert kinds["right"] > 3
