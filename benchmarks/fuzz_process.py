@@ -79,9 +79,9 @@ def collect(log: Path) -> dict[str, Any]:
 
 
 def write_report(results: Path, document: dict[str, Any], lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
-    """Write a document as JSON and as text; what was mended is taken over from the one that is there."""
+    """Write a document as JSON and as text; notes and what was mended are taken over from the one that is there."""
     previous = json.loads(results.read_text()) if results.exists() else {}
-    document["mended"] = previous.get("mended", [])
+    document |= {name: previous.get(name, []) for name in ("notes", "mended")}
     results.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     results.with_suffix(".md").write_text("\n".join((*lines(document), *_list_findings(document))) + "\n")
 
@@ -97,6 +97,8 @@ def write_table(document: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]
 
 
 def _list_findings(document: dict[str, Any]) -> Iterator[str]:
+    for note in document["notes"]:
+        yield f"{note}\n"
     yield "## Open findings"
     yield ""
     for entry in document["findings"]:
