@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
@@ -35,6 +35,20 @@ class PrecisionRequest:
     """Bits of int8 weights, where the recipe leaves them to the engine."""
 
 
+class OtherOption(NamedTuple):
+    """A value of an option with which a pass makes another graph that has to compute the same."""
+
+    field: str
+    """Field of the recipe: ``export.opset``."""
+    value: str | int | bool
+    instead_of: str | int | bool
+    """The value that it replaces."""
+    words: str
+    """Option on the command line: ``--opset 20``."""
+    step: "Pass | None"
+    """The pass with that value; None where the option leaves it out."""
+
+
 class Pass(BaseModel, frozen=True, extra="forbid"):
     """A transformation; its fields are its parameters, and with the parent's digest they make its key.
 
@@ -57,6 +71,10 @@ class Pass(BaseModel, frozen=True, extra="forbid"):
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make the passes that a recipe asks for, by the fields that ``reads`` names; one by default."""
         return (cls(),)
+
+    def list_other_options(self) -> Iterable[OtherOption]:
+        """List options that make another graph of the same parent, to try if this one turns out wrong."""
+        return ()
 
     @property
     def step_name(self) -> str:

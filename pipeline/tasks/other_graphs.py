@@ -8,15 +8,10 @@ from pathlib import Path
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.measure.prosecution.stages import OtherGraph
-from enginesmith.pipeline.passes.base import PrecisionPass
-from enginesmith.pipeline.passes.export.export import Export
-from enginesmith.pipeline.passes.simplify import Simplify
+from enginesmith.pipeline.passes.base import Pass, PrecisionPass
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, read_records, scratch_artifact
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT
-
-_OLDER_OPSET = 20
-"""The newest opset that the TorchScript exporter writes, without operators for attention and normalization."""
 
 
 def list_other_graphs(task: Transform, inputs: Inputs, suspects: Sequence[str]) -> Iterator[OtherGraph]:
@@ -25,23 +20,15 @@ def list_other_graphs(task: Transform, inputs: Inputs, suspects: Sequence[str]) 
     ``suspects`` are names of nodes, the likeliest to be wrong first.
     """
     step = task.step
-    if isinstance(step, Export):
-        yield from _export_otherwise(task, step, inputs)
-    elif isinstance(step, Simplify):
-        option = AddedOption(field="simplify", value=False, instead_of=True, words="--no-simplify")
-        yield OtherGraph(option, lambda _: inputs["model"])
-    elif isinstance(step, PrecisionPass) and ASSIGNMENT in inputs:
+    for other in step.list_other_options():
+        option = AddedOption(field=other.field, value=other.value, instead_of=other.instead_of, words=other.words)
+        yield OtherGraph(option, functools.partial(_make, task, other.step, inputs))
+    if isinstance(step, PrecisionPass) and ASSIGNMENT in inputs:
         yield from _keep_in_float(task, step, inputs, suspects)
 
 
-def _export_otherwise(task: Transform, step: Export, inputs: Inputs) -> Iterator[OtherGraph]:
-    others = {"exporter": ("torchscript", "dynamo"), "attention": ("decomposed",), "opset": (_OLDER_OPSET,)}
-    for field, values in others.items():
-        given = getattr(step, field)
-        for value in (each for each in values if each != given):
-            option = AddedOption(field=f"export.{field}", value=value, instead_of=given, words=f"--{field} {value}")
-            other = task.model_copy(update={"step": step.model_copy(update={field: value})})
-            yield OtherGraph(option, functools.partial(_run, other, inputs))
+def _make(task: Transform, step: Pass | None, inputs: Inputs, out: Path) -> Artifact:
+    return inputs["model"] if step is None else _run(task.model_copy(update={"step": step}), inputs, out)
 
 
 def _keep_in_float(

@@ -20,7 +20,10 @@ def fuzzing() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         for folder in (BENCHMARKS / "nets", BENCHMARKS):
             patch.syspath_prepend(str(folder))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("fuzzing", "random_graphs", "fuzzing_prune")})
+        patch.delitem(sys.modules, "nets", raising=False)  # the tests' own file of networks, where that was loaded
+        yield SimpleNamespace(
+            **{name: importlib.import_module(name) for name in ("fuzzing", "random_graphs", "fuzzing_prune")}
+        )
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

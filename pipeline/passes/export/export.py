@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator
-from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.base import OtherOption, Pass, PrecisionRequest, Progress, Records, Stage
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
     from enginesmith.pipeline.tensors import Signature, TensorSpec
+
+
+_OLDER_OPSET = 20
+"""The newest opset that the TorchScript exporter writes, without operators for attention and normalization."""
 
 
 class Export(Pass):
@@ -45,6 +49,15 @@ class Export(Pass):
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make the export of a module."""
         return (cls(**options["export"].model_dump()),)
+
+    def list_other_options(self) -> Iterator[OtherOption]:
+        """List the other exporters, simpler operators for attention, and an older opset."""
+        others = {"exporter": ("torchscript", "dynamo"), "attention": ("decomposed",), "opset": (_OLDER_OPSET,)}
+        for field, values in others.items():
+            given = getattr(self, field)
+            for value in (each for each in values if each != given):
+                step = self.model_copy(update={field: value})
+                yield OtherOption(f"export.{field}", value, given, f"--{field} {value}", step)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Load the module and export it."""
