@@ -128,11 +128,12 @@ def _work(fuzz: Fuzz, arguments: argparse.Namespace) -> None:
             stream.write(json.dumps({"seed": seed, "done": True}) + "\n")
 
 
-def _supervise(script: Path, first: int, last: int, log: Path) -> None:
+def _supervise(script: Path, first: int, last: int, log: Path, passes: Sequence[str]) -> None:
     """Have seeds fuzzed by a process, and start another one behind the seed where it crashed or hung."""
     seed = first
     while seed < last:
-        command = [sys.executable, str(script), "--from", str(seed), "--to", str(last), "--log", str(log), "--worker"]
+        seeds = ("--from", str(seed), "--to", str(last))
+        command = [sys.executable, str(script), *seeds, "--log", str(log), "--worker", "--passes", *passes]
         process = subprocess.Popen(command)
         kind = "crash"
         while process.poll() is None:
@@ -178,5 +179,5 @@ def run_command(
     if arguments.again:
         arguments.log.unlink(missing_ok=True)
     if not arguments.report:
-        _supervise(script, arguments.first, arguments.last, arguments.log)
+        _supervise(script, arguments.first, arguments.last, arguments.log, arguments.passes)
     report(arguments.log)

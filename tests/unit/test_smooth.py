@@ -336,6 +336,15 @@ def test_a_weight_that_something_else_reads_is_left_alone(tmp_path: Path) -> Non
     assert difference(before, after, X) == 0
 
 
+def test_a_weight_that_is_read_along_both_axes_is_left_alone(tmp_path: Path) -> None:
+    nodes = [node("Gemm", "x w", "y"), node("Gemm", "x w", "z", transB=1)]
+    before = save_graph(tmp_path, nodes, {"w": normal(WIDTH, WIDTH, seed=2)}, "y z", opset=23, x=("n", WIDTH))
+    x = normal(8, WIDTH, seed=1) * uneven()
+    after, done = written(before, measured(before, "x", x=x), insert=True)
+    assert (done.values, done.shared) == (0, 1)
+    assert difference(before, after, x) == 0
+
+
 def test_constants_with_other_readers_are_copied(tmp_path: Path) -> None:
     nodes, weights, value = normalised()
     before = saved(tmp_path, [*nodes, node("LayerNormalization", "x scale shift", "z")], weights, "y z")

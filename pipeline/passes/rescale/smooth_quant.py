@@ -168,7 +168,7 @@ class Smoothed:
     values: int = 0
     inserted: int = 0
     shared: int = 0
-    """Left alone as something else reads one of the weights."""
+    """Left alone as something else reads one of the weights, or two products read it along other axes."""
     unknown: int = 0
     """Left alone as the ranges say nothing of them."""
     homeless: int = 0
@@ -219,7 +219,9 @@ class _Smoother:
         place = channels.place(value, axis, readers[0].inputs)
         statistics = self._statistics(place) if place is not None else None
         way = self._way(place, nodes) if place is not None else None
-        if any(use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses()):
+        both_ways = len({(product.weight, channels.inputs_first(product.node)) for product in readers}) > len(weights)
+        elsewhere = (use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses())
+        if both_ways or any(elsewhere):
             self.done.shared += 1
         elif place is None or statistics is None:
             self.done.unknown += 1
