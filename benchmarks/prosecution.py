@@ -41,6 +41,7 @@ _NETS = Path(__file__).parent / "nets"
 _SOUND = (
     *("--engine", "onnxruntime", "--engine", "openvino", "--precision", "fp32", "--precision", "int8"),
     *("--precision", "bf16", "--precision", "int8-dynamic", "--synthetic-calibration"),
+    *("--graph-optimization", "all", "--graph-optimization", "basic"),
 )
 _Item = TypeVar("_Item")
 _VISIBLE = 1e-3

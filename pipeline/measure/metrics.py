@@ -272,6 +272,12 @@ def _divide_errors(counts: Array) -> float:
     return float(errors / letters)
 
 
+def _compare_texts(output: Array, labels: Array) -> Samples:
+    """Give 1 where a text has no error."""
+    pairs = zip(_decode(output), labels, strict=True)
+    return np.asarray([_spell(given) == _spell(wanted) for given, wanted in pairs], np.float64)
+
+
 def _decode(output: Array) -> Array:
     if output.ndim == 2:
         return output
@@ -429,6 +435,10 @@ _MAPS = (
     "a whole number, counted from 0; negative ones, 255 and -100 do not count"
 )
 _PICTURES = "pictures of shape [samples, channels, height, width] from 0 to 1 or 255, 11 pixels or more along each edge"
+_TEXTS = (
+    "letters as whole numbers above 0, [samples, length], or scores of them, [samples, steps, letters] with 0 for "
+    "CTC's blank; labels [samples, length], negative behind the end"
+)
 METRICS: Mapping[str, OwnMetric] = {
     "top1": OwnMetric(partial(_find_among_greatest, count=1), _are_classes, _CLASSES, counts=True),
     "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES, counts=True),
@@ -447,14 +457,8 @@ METRICS: Mapping[str, OwnMetric] = {
     "ndcg": OwnMetric(
         _compute_ndcg, _are_relevances, "scores of shape [queries, documents], and relevances as whole numbers"
     ),
-    "cer": OwnMetric(
-        _count_errors,
-        _are_letters,
-        "letters as whole numbers above 0, [samples, length], or scores of them, [samples, steps, letters] with 0 for "
-        "CTC's blank; labels [samples, length], negative behind the end",
-        _divide_errors,
-        sign=-1.0,
-    ),
+    "cer": OwnMetric(_count_errors, _are_letters, _TEXTS, _divide_errors, sign=-1.0),
+    "exact_match": OwnMetric(_compare_texts, _are_letters, _TEXTS, counts=True),
     "entity_f1": OwnMetric(
         _count_entities,
         _are_tags,

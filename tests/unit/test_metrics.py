@@ -96,6 +96,14 @@ def test_letters_are_counted_over_all_texts() -> None:
         METRICS["cer"].compute(np.array([[1], [1]]), np.array([[1], [-1]]))
 
 
+def test_texts_match_only_as_a_whole() -> None:
+    labels = np.array([[1, 2, 3], [4, 5, -1], [1, 1, -1]])
+    texts = np.array([[1, 2, 3], [4, 4, -1], [1, 1, 0]])
+    assert compute("exact_match", texts, labels) == pytest.approx(2 / 3)
+    steps = np.array([[1, 2, 2, 3], [4, 0, 5, 5], [1, 1, 0, 0]])  # a repeated letter needs a blank between
+    assert compute("exact_match", np.eye(6)[steps], labels) == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("seed", CASES)
 def test_entities_are_those_of_seqeval(seed: int) -> None:
     from seqeval.metrics import f1_score
