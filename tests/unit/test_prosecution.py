@@ -141,6 +141,34 @@ def test_steps_along_the_gradient_reach_what_other_inputs_do_not() -> None:
     assert found == {"with": "gradients", "without": None}
 
 
+def test_outputs_are_driven_to_where_no_sample_brings_them() -> None:
+    """The engine cuts sums off that only inputs with the signs of the weights reach; below, it is exactly right."""
+    weights = RNG.standard_normal((64, 3))
+    space = InputSpace(
+        Signature(inputs=(spec("x", "float32", 2, 64),), outputs=(spec("y", "float32", 2, 3),)),
+        {},
+        [{"x": RNG.uniform(-1, 1, (2, 64)).astype(np.float32)}],
+    )
+
+    def model(feeds: Feeds) -> dict[str, Array]:
+        return {"y": (feeds["x"] @ weights).astype(np.float32)}
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        outlier = np.abs(feeds["x"]).max() > 1
+        return model(feeds) if outlier else {"y": model(feeds)["y"].clip(-35, 35)}
+
+    def differentiate(feeds: Feeds, changes: Feeds) -> dict[str, Array]:
+        return {"x": changes["y"] @ weights.T}
+
+    found = {}
+    for name, gradient in (("with", differentiate), ("without", None)):
+        search = InputSearch(Subject(space, "fp32", engine, model, differentiate=gradient), 0)
+        shown = filter(None, map(search.examine, itertools.islice(search._attempts(), 120)))
+        found[name] = next((each.note for each in shown), None)
+    assert found["with"].startswith("y: number")
+    assert found["without"] is None
+
+
 def test_eager_computes_gradients_of_its_float_inputs() -> None:
     import torch
 

@@ -21,7 +21,8 @@ _MOST_ELEMENTS = 1 << 24
 """Elements of one input, above which only the ends of the ranges are tried."""
 _JITTER = 0.02
 """Share of an input's standard deviation that is added to rows that are repeated."""
-_OUTLIER = 10.0
+OUTLIER = 10.0
+"""Outliers are so many times as large as what samples have."""
 _DENORMAL = 1e-40
 
 
@@ -209,9 +210,9 @@ def _fill(pattern: str, base: Array, bounds: tuple[float, float], rng: np.random
             flat[:] = np.sort(base.reshape(-1).astype(np.float64))
         case "one outlier":
             flat[:] = base.reshape(-1)
-            flat[rng.integers(base.size)] = _OUTLIER * max(abs(low), abs(high))
+            flat[rng.integers(base.size)] = OUTLIER * max(abs(low), abs(high))
         case "all ten times as large":
-            flat[:] = _OUTLIER * base.reshape(-1).astype(np.float64)
+            flat[:] = OUTLIER * base.reshape(-1).astype(np.float64)
         case "denormal":
             flat[:] = _DENORMAL
         case "negative":

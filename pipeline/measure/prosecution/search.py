@@ -5,7 +5,8 @@ like the samples alone: on others, the engine is compared with its own graph, wh
 optimisation. And a sample has to be answered as it would be alone, whatever else is in its batch.
 
 Between other inputs, the one whose answers differ most, as yet within what is allowed, is changed along the model's
-gradient of that difference, where the model has one.
+gradient of that difference, where the model has one; and by the gradient of single outputs these are driven to where no
+sample brought them, as some faults show at large values alone.
 """
 
 import time
@@ -16,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.measure.prosecution.inputs import Attempt, InputSpace, format_sizes, generate
+from enginesmith.pipeline.measure.prosecution.inputs import OUTLIER, Attempt, InputSpace, format_sizes, generate
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
     OWN_GRAPH,
@@ -52,8 +53,9 @@ class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
 _USUAL_WALKS = ("samples", "sizes", "padding")
 _GRADIENTS = "gradients"
 _MOST_RIGHT = 8
-_CLIMB_EVERY = 4
-"""Other inputs between two steps along a gradient."""
+_CLIMB_EVERY, _DRIVE_EVERY = 4, 6
+"""Other inputs between two steps along a gradient, and between two that drive an output."""
+_MOST_DRIVEN = 64
 _FIRST_STEP, _SMALLEST_STEP = 0.25, 0.05
 """Sizes of a step, as shares of an input's range."""
 
@@ -101,6 +103,7 @@ class InputSearch:
         self._rng = np.random.default_rng([seed, 1])
         self._rows_agree: bool | None = None
         self._climb: _Climb | None = None
+        self._driven = 0
         self._right_on: dict[str, tuple[str, ...]] = {}
 
     def run(self, seconds: float, progress: Callable[[str], None] = lambda text: None) -> Disagreement | None:
@@ -121,6 +124,8 @@ class InputSearch:
             yield attempt
             if number % _CLIMB_EVERY == 0 and (step := self._take_step()):
                 yield step
+            if number % _DRIVE_EVERY == 0 and (driven := self._drive_output()):
+                yield driven
 
     def _take_step(self) -> Attempt | None:
         """Change the input whose answers differ most along the gradient of the difference.
@@ -128,15 +133,10 @@ class InputSearch:
         The gradient is the model's alone, as engines have none, so the difference may grow in either direction: both
         are tried, then shorter steps, until it grows; where it does not, another input comes.
         """
-        climb, space = self._climb, self.subject.space
-        if climb is None or self.subject.differentiate is None:
+        climb = self._climb
+        if climb is None:
             return None
-        feeds = dict(climb.feeds)
-        for name, slope in self.subject.differentiate(climb.feeds, climb.difference).items():
-            low, high = space.bounds[name]
-            if name not in space.masks and np.isfinite(slope).all():
-                moved = feeds[name] + climb.step * (high - low) * np.sign(slope)
-                feeds[name] = moved.clip(low, high).astype(feeds[name].dtype)
+        feeds = self._move(climb.feeds, climb.difference, climb.step)
         note = f"a step of {climb.step:+.2g} of the range"
         climb.step = -climb.step if climb.step > 0 else -climb.step / 2
         if climb.step < _SMALLEST_STEP and climb.step > 0:
@@ -145,6 +145,43 @@ class InputSearch:
             self._climb = None
             return None
         return Attempt(_GRADIENTS, note, feeds, False)
+
+    def _drive_output(self) -> Attempt | None:
+        """Go from a sample to the ends of its inputs' ranges, where one number of an output is large or small.
+
+        Every second pair goes to outliers.
+        """
+        subject, number = self.subject, self._driven
+        if subject.differentiate is None or number >= _MOST_DRIVEN:
+            return None
+        self._driven += 1
+        sample = subject.space.samples[number % len(subject.space.samples)]
+        outputs = {name: value for name, value in subject.model(sample).items() if value.dtype.kind == "f"}
+        name = list(outputs)[number // 2 % len(outputs)] if outputs else ""
+        if not name or not outputs[name].size:
+            return None
+        change = np.zeros_like(outputs[name])
+        rows = change.reshape(change.shape[0] if change.ndim else 1, -1)
+        place = int(self._rng.integers(rows.shape[1]))
+        rows[:, place] = -1 if number % 2 else 1
+        feeds = self._move(sample, {name: change}, 1.0)
+        note = f"{name}: number {place} of each sample is driven {'down' if number % 2 else 'up'}"
+        if number % 4 > 1:
+            far = {key: OUTLIER * value for key, value in feeds.items() if value.dtype.kind == "f"}
+            feeds |= {key: value for key, value in far.items() if key not in subject.space.masks}
+            note += " by inputs ten times as large"
+        return Attempt(_GRADIENTS, note, feeds, False)
+
+    def _move(self, feeds: Feeds, change: Feeds, step: float) -> dict[str, Array]:
+        """Move inputs by a share of their ranges, and within them, by the signs of the gradient of a change."""
+        moved, space = dict(feeds), self.subject.space
+        assert self.subject.differentiate is not None
+        for name, slope in self.subject.differentiate(feeds, change).items():
+            low, high = space.bounds[name]
+            if name not in space.masks and np.isfinite(slope).all():
+                values = moved[name] + step * (high - low) * np.sign(slope)
+                moved[name] = values.clip(low, high).astype(moved[name].dtype)
+        return moved
 
     def _note_difference(self, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> None:
         """Keep the input whose answers differ most."""
