@@ -28,7 +28,7 @@ class Case(BaseModel, frozen=True):
     sizes: dict[str, int]
     batch: int
     points: tuple[Point | Literal["measured"], ...] = ()
-    """Of the shape range; ``measured`` where it is none of those."""
+    """Points of the shape range that these sizes are; ``measured`` where they are none of those."""
     measured: bool = False
     calls: int = 1
     """Calls whose outputs are judged, each with feeds of its own; the first one's feeds are those that are measured."""

@@ -14,7 +14,7 @@ from enginesmith.pipeline.system import software
 LOSSLESS = "fp32"
 """The precision that changes nothing but the order of sums."""
 _PRUNED = "macs=-50%"
-"""What is pruned where there is time to train back what is left: half of the work (benchmarks/results/pruning.md)."""
+"""The pruning target where there is time to train what is left: half of the work (benchmarks/results/pruning.md)."""
 _RECOVERING, _TIME_TO_RECOVER = 0.2, 480.0
 """Share of a run's time for training back, and the least time of a run that has it: half of digits needs 86 s."""
 

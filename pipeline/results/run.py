@@ -252,7 +252,7 @@ class BestReference(BaseModel, frozen=True):
     variant: str
     batch: int
     speedup: Interval | None = None
-    """Of the winner over it; None where one of them has no interval, or the winner is it."""
+    """Speedup of the winner over it; None where one of them has no interval, or the winner is it."""
     too_noisy: bool = False
     """True where the speed-up is no result: its interval is too wide, or its calls were disturbed."""
 

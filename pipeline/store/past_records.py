@@ -23,7 +23,7 @@ _MOST = 64
 
 
 class PastRecord(BaseModel, frozen=True):
-    """What one run found out."""
+    """Record a finding of one run."""
 
     def replaces(self, other: Any) -> bool:
         """Tell whether another record says nothing more beside this one."""

@@ -72,7 +72,7 @@ class Recover(ResumableTask):
 
     @property
     def subject(self) -> Subject:
-        """What is trained."""
+        """The kind of model that is trained."""
         return "pruned"
 
     @property

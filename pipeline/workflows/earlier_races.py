@@ -41,7 +41,7 @@ _DOUBLINGS = 6.0
 
 
 class Work(BaseModel, frozen=True):
-    """What a session has to do in a call, as far as that decides which variant is fast."""
+    """Describe the work of a session in one call, as far as that decides which variant is fast."""
 
     operators: dict[str, FiniteFloat]
     """Share of the multiply-adds by operator."""

@@ -51,7 +51,7 @@ class TriedSetting(BaseModel, frozen=True, extra="forbid"):
 
 
 class PastSearch(PastRecord, frozen=True, extra="forbid"):
-    """What came of a search: digests, numbers and names of patterns."""
+    """Record the result of a search: digests, numbers and names of patterns."""
 
     search: str
     """Digest of what was searched, and for which goal."""

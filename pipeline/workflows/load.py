@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a model is opened from, its files checked."""
+    """Hold the files that a model is opened from, once they are checked."""
 
     candidate: Candidate
     ranges: Mapping[str, ShapeRange]

@@ -113,9 +113,9 @@ class _ActiveRun:
     plan: Plan
     directory: RunDirectory
     races: EarlierRaces | None = None
-    """Of a search on this machine."""
+    """Times of earlier runs; None for a run on another machine, or one that races no variants."""
     searches: EarlierSearches | None = None
-    """For a precision, on this machine."""
+    """Earlier searches for a precision; None for a run on another machine."""
     shared: frozenset[str] = frozenset()
     """Steps that another run shares, and that are done for that one."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)

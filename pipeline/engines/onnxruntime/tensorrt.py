@@ -50,7 +50,7 @@ class _Record(BaseModel, frozen=True):
     """Record in ``context.json`` what the file beside it was built for, and with."""
 
     versions: dict[str, str]
-    """Of ONNX Runtime and of the libraries that build and run the engines."""
+    """Versions of ONNX Runtime and of the libraries that build and run the engines, by name."""
     compute_capability: str
     driver: int | None
     context: bool

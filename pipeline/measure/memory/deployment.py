@@ -49,7 +49,7 @@ class Deployment:
     bytes: int | None
     source: str
     note: str
-    """What it means; why there is nothing, where ``bytes`` is None."""
+    """Meaning of the number; reason why there is none, where ``bytes`` is None."""
     device_bytes: int | None = None
     """All memory of the device."""
 

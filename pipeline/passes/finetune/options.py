@@ -170,7 +170,7 @@ class Point(BaseModel, frozen=True):
 
 
 Subject = Literal["pruned", "sparse", "int8"]
-"""What is trained: a pruned module, a graph with zeros, or a graph in int8."""
+"""The kind of model that is trained: a pruned module, a graph with zeros, or a graph in int8."""
 
 
 class Recovery(BaseModel, frozen=True):

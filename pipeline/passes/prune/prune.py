@@ -117,7 +117,7 @@ def _verify_removals(model: nn.Module, run: Run, removals: Sequence[Removal]) ->
 
 @dataclass(frozen=True)
 class _Read:
-    """What a layer that reads channels made of them in one call."""
+    """Record the result of one call of a layer that reads channels."""
 
     value: Tensor
     noise: float

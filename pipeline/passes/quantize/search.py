@@ -113,7 +113,7 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
 
 
 class Advice(BaseModel, frozen=True, extra="forbid"):
-    """What earlier searches of models with the same pattern suggest."""
+    """Suggest an order of trials, from earlier searches of models with a similar pattern."""
 
     first: Setting | None = None
     """The setting that worked."""

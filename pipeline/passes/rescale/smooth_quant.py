@@ -202,7 +202,7 @@ class _Smoother:
         self._made_by = {product.node.outputs[0]: product for product in every}
         self._read_by: dict[tuple[ir.Value, int], list[Product]] = {}
         self._scaled: set[ir.Value] = set()
-        """What products read whose ties were scaled."""
+        """Values whose ties were scaled and that products read."""
         self._ties: dict[ir.Value, list[tuple[channels.Tie, int]]] = {}
         for tie in channels.find_all_ties(every) if settings.insert else ():
             for value, first in dict.fromkeys((reader.product.data, reader.first) for reader in tie.readers):

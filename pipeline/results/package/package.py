@@ -200,7 +200,7 @@ class Packaged(BaseModel, frozen=True):
     """Names the package as a whole, as the manifest names every other file by its digest."""
     cautions: tuple[str, ...]
     check: str = ""
-    """What ``python infer.py`` said in the bundle; empty for other packages."""
+    """Output of ``python infer.py`` in the bundle; empty for other packages."""
     next: str
 
     @property
