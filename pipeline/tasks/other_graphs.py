@@ -1,7 +1,9 @@
 """Make a graph of a plan in another way, in case its own step made a wrong one."""
 
 import functools
+import glob
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,8 +41,9 @@ def _keep_in_float(
     groups = [str(entry["group"]) for entry in entries if entry["precision"] == low]
     places = {name: place for place, name in enumerate(suspects)}
     for name in sorted(groups, key=lambda group: places.get(group, len(places))):
-        words = f"--keep {name}" if name.isidentifier() else f"--keep '{name}'"
-        option = AddedOption(field="quantisation.keep", value=name.replace("[", "[[]"), words=words)
+        pattern = glob.escape(name)
+        words = f"--keep {shlex.quote(pattern)}"
+        option = AddedOption(field="quantisation.keep", value=pattern, words=words)
         kept = [{**entry, "precision": step.remainder} if entry["group"] == name else entry for entry in entries]
 
         def make(out: Path, kept: list[dict[str, object]] = kept) -> Artifact:
