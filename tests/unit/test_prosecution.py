@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.errors import InvalidGraph, ModelError
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate, list_sizes
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
@@ -435,3 +436,17 @@ def test_subgraphs_count_as_read() -> None:
     )
     branch = NODE("If", ["condition"], ["y"], then_branch=body, else_branch=body)
     assert set(reduction.list_reads(branch)) == {"condition", "outer"}
+
+
+def test_a_graph_with_large_weights_in_another_file_is_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weight])
+    file = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph), file, save_as_external_data=True, location="weights", size_threshold=0)
+    assert reduction.read_whole(file).graph.initializer[0].raw_data
+    monkeypatch.setattr(reduction, "_LARGEST_BYTES", 1 << 12)
+    with pytest.raises(InvalidGraph, match="too large to be cut up"):
+        reduction.read_whole(file)

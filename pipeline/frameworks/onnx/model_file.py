@@ -265,6 +265,11 @@ def precision(path: Path) -> str:
     return f"{narrow}+{rest}" if rest != "fp32" else narrow
 
 
+def count_weight_bytes(model: "onnx.ModelProto") -> int:
+    """Add up the sizes of all constants, of those in external files, too."""
+    return _bytes_by_dtype(model).total()
+
+
 def _bytes_by_dtype(model: "onnx.ModelProto") -> Counter[str]:
     sizes = Counter[str]()
     for tensor in tensors(model):

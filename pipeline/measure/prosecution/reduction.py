@@ -42,7 +42,7 @@ def read_whole(path: Path) -> "onnx.ModelProto":
     import onnx
 
     model = model_file.read(path)
-    if sum(tensor.ByteSize() for tensor in model.graph.initializer) > _LARGEST_BYTES:
+    if model_file.count_weight_bytes(model) > _LARGEST_BYTES:
         raise InvalidGraph(f"{path.name} is too large to be cut up")
     onnx.load_external_data_for_model(model, str(path.parent))
     return model
