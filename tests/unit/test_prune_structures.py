@@ -14,6 +14,7 @@ from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply
 from enginesmith.pipeline.passes.prune import prune as pruner
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.prune import Pruned
+from enginesmith.pipeline.passes.prune.surgery import Group, Slice
 
 IMAGE = (2, 3, 8, 8)
 
@@ -549,3 +550,15 @@ def test_a_layer_stays_whole_of_which_only_the_largest_channels_count_apart() ->
     done = prune(model, target="macs=-20%")
     assert "first" in done.whole
     assert model.first.out_channels == 24
+
+
+def test_verifying_takes_no_unit_that_is_the_last_one_of_a_layer() -> None:
+    one = [
+        Slice(f"parts.{at}.weight", 0, "makes", tuple((0,) if unit == at else () for unit in range(9)))
+        for at in range(7)
+    ]
+    wide = Slice("wide.weight", 0, "makes", (*((),) * 7, (0,), (1,)))
+    group = Group("wide", "channel", tuple((unit,) for unit in range(9)), (*one, wide), ("wide",))
+    assert len(pruner._draw_few(group)) == 1
+    assert pruner._draw_few(group)[0] in (7, 8)
+    assert pruner._draw_rest(group) == ()

@@ -171,18 +171,18 @@ def _read_alike(before: _Read, after: _Read) -> bool:
 
 def _draw_few(group: Group) -> tuple[int, ...]:
     """Choose some units, in no pattern that the layers' own could fall in with."""
-    order, _ = _shuffle(group)
-    return tuple(sorted(order[: _count_few(group)]))
+    order, stay = _shuffle(group)
+    return tuple(sorted(order[: _count_few(group, stay)]))
 
 
 def _draw_rest(group: Group) -> tuple[int, ...]:
     """Choose the others, but for those that have to stay."""
     order, stay = _shuffle(group)
-    return tuple(sorted(order[_count_few(group) : group.units - max(1, stay)]))
+    return tuple(sorted(order[_count_few(group, stay) : group.units - max(1, stay)]))
 
 
-def _count_few(group: Group) -> int:
-    return max(1, group.units // _SHARE)
+def _count_few(group: Group, stay: int) -> int:
+    return min(max(1, group.units // _SHARE), group.units - stay)
 
 
 def _shuffle(group: Group) -> tuple[list[int], int]:
