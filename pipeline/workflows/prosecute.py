@@ -1,6 +1,7 @@
 """Prosecute an engine: a file against its model, or a variant of a run."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,14 +77,18 @@ def prosecute_variant(
 
 
 def _check_output(out: Path) -> None:
-    """Check that nothing but an earlier finding would be replaced.
+    """Check that nothing but an earlier finding would be replaced, and that a folder can be made there.
 
     Raises:
-        UsageError: there is something else.
+        UsageError: there is something else, or no folder can be made.
     """
     empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not empty and not (out / FINDING).is_file():
         raise UsageError(f"{out} is there already, and is no earlier finding", "choose another --output")
+    above = next(parent for parent in out.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        reason = "cannot be written" if above.is_dir() else "is no folder"
+        raise UsageError(f"{above} {reason}, and {out} is to be made there", "choose another --output")
 
 
 def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, settings: Settings) -> ProsecutionResult:
@@ -97,7 +102,8 @@ def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, setting
     (prosecution,) = read_models(made, Prosecution)
     if prosecution.finding is None:
         if (out / FINDING).is_file():  # of an earlier engine
-            shutil.rmtree(out)
+            with storage_errors(f"the output {out}"):
+                shutil.rmtree(out)
         return ProsecutionResult(subject=subject, prosecution=prosecution)
     with storage_errors(f"the output {out}"), replace_folder(out) as whole:
         shutil.copytree(made.folder / EVIDENCE, whole)

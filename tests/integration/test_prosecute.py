@@ -98,6 +98,8 @@ def test_only_an_earlier_finding_is_replaced(exported: Path, cli: Cli, tmp_path:
         refused = cli("prosecute", "digits", exported, "--time", "1s", "-o", out, "--quiet")
         assert (refused.code, "is no earlier finding" in refused.stderr) == (2, True)
     assert (own / "notes.txt").read_text() == "kept"
+    below = cli("prosecute", "digits", exported, "--time", "1s", "-o", own / "notes.txt" / "finding", "--quiet")
+    assert (below.code, "notes.txt is no folder" in below.stderr) == (2, True)
     earlier = tmp_path / "finding"
     earlier.mkdir()
     (earlier / "finding.json").write_text("{}")

@@ -116,6 +116,11 @@ def test_a_report_tells_nan_other_shapes_and_no_answer(model: onnx.ModelProto) -
     other = make_issue(model, expected, {"y": odd[:1]})
     assert other.splitlines()[0].endswith(", of shape [1, 3] instead of [2, 3]")
     assert "`y` is float32[1, 3], expected float32[2, 3]" in other
+    wanted = expected["y"].copy()
+    wanted[0, 0], odd = np.nan, expected["y"].copy()
+    odd[0, 1] += 1
+    told = make_issue(model, {"y": wanted}, {"y": odd})
+    assert "instead of nan" not in told.splitlines()[0]  # such numbers are not judged
     none = make_issue(model, expected, None, reason="it does not answer: no room")
     assert "There is no answer: it does not answer: no room." in none
     whole = make_issue(model, {"y": np.array([1, 2, 3])}, {"y": np.array([1, 2, 4])})

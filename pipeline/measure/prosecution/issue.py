@@ -224,7 +224,10 @@ def _compare(evidence: "Evidence") -> list[_Difference]:
 
 
 def _measure(expected: Array, found: Array) -> tuple[Array, float]:
-    """Measure the distance of each element, and the range of the expected ones; infinite for another shape."""
+    """Measure the distance of each element, and the range of the expected ones; infinite for another shape.
+
+    Elements that are expected to be NaN or infinite are not compared, as they are not judged.
+    """
     right = expected.astype(np.float64)
     finite = np.isfinite(right)
     span = float(np.ptp(right[finite])) if finite.any() else 0.0
@@ -233,9 +236,8 @@ def _measure(expected: Array, found: Array) -> tuple[Array, float]:
         return np.full(1, np.inf), span
     given = found.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        apart = np.where(np.isfinite(given) & finite, np.abs(given - right), np.inf)
-    same = (given == right) | (np.isnan(given) & np.isnan(right))
-    return np.where(same, 0.0, apart), span
+        apart = np.where(np.isfinite(given), np.abs(given - right), np.inf)
+    return np.where(finite, apart, 0.0), span
 
 
 def _to_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
