@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from random_blocks import DirectConv, DirectLinear
+from random_parts import DirectConv, DirectLinear
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
