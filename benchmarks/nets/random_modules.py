@@ -183,12 +183,14 @@ def _draw_weights(module: nn.Module, seed: int) -> None:
 
 def build(seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Make the module of a seed, with an example of its inputs."""
-    growing = _Growing(seed)
-    at = len(growing.shapes) - 1
-    for _ in range(growing.draw.randrange(2, 9)):
-        at = growing.grow(at)
-        if growing.draw.chance(0.1):
-            at = growing.draw.randrange(growing.module.inputs, len(growing.shapes)) if growing.module.blocks else at
-    module = growing.finish()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # spectral norms draw state of their own
+        growing = _Growing(seed)
+        at = len(growing.shapes) - 1
+        for _ in range(growing.draw.randrange(2, 9)):
+            at = growing.grow(at)
+            if growing.draw.chance(0.1):
+                at = growing.draw.randrange(growing.module.inputs, len(growing.shapes)) if growing.module.blocks else at
+        module = growing.finish()
     _draw_weights(module, seed)
     return module.eval(), tuple(growing.examples)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import onnx
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 SEEDS = range(24)
@@ -22,7 +23,10 @@ def fuzzing() -> Iterator[SimpleNamespace]:
             patch.syspath_prepend(str(folder))
         patch.delitem(sys.modules, "nets", raising=False)  # the tests' own file of networks, where that was loaded
         yield SimpleNamespace(
-            **{name: importlib.import_module(name) for name in ("fuzzing", "random_graphs", "fuzzing_prune")}
+            **{
+                name: importlib.import_module(name)
+                for name in ("fuzzing", "random_graphs", "fuzzing_prune", "random_modules")
+            }
         )
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
@@ -33,6 +37,14 @@ def test_a_seed_gives_the_same_graph_and_another_one_another(fuzzing: SimpleName
     make = fuzzing.random_graphs.make_graph
     assert make(7).SerializeToString() == make(7).SerializeToString()
     assert make(7).SerializeToString() != make(8).SerializeToString()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_seed_gives_the_same_module(fuzzing: SimpleNamespace) -> None:
+    """Seed 2 has a spectral norm, whose state PyTorch draws."""
+    one, other = (fuzzing.random_modules.build(2)[0].state_dict() for _ in range(2))
+    assert any(name.endswith("_u") for name in one)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_graphs_are_of_many_operators_and_sound(fuzzing: SimpleNamespace) -> None:
