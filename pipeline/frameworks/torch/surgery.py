@@ -253,11 +253,13 @@ def apply_surgery(surgery: Surgery, module: nn.Module) -> None:
             setattr(modules[path], name, value)
     own = named_tensors(module)
     parts = {name: modules[name.rpartition(".")[0]] for name in surgery.shapes}
+    held = {name: getattr(part, name.rpartition(".")[2]) for name, part in parts.items()}
     resized: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
     for name, shape in surgery.shapes.items():
-        old = own[name]
+        old, value = own[name], held[name]
         place = (old.data_ptr() or id(parts[name]), tuple(old.shape))  # tied entries stay tied
         new = resized.setdefault(place, torch.empty(shape, dtype=old.dtype, device=old.device))
-        leaf = name.rpartition(".")[2]
-        is_parameter = isinstance(getattr(parts[name], leaf), nn.Parameter)
-        setattr(parts[name], leaf, nn.Parameter(new, requires_grad=False) if is_parameter else new)
+        if isinstance(value, nn.Parameter):  # one that several layers have is one afterwards, too
+            new = parameters.setdefault(value, nn.Parameter(new, requires_grad=False))
+        setattr(parts[name], name.rpartition(".")[2], new)
