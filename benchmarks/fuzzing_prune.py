@@ -202,7 +202,7 @@ def _judge(subject: Subject, original: nn.Module, pruned: Artifact, effect: Effe
     _judge_counts(subject, original, module, facts, loaded.example)
     left = judging.find_all_left(original, module)
     judging.check_record(facts.groups, original, left)
-    _judge_target(facts, effect, trial)
+    _judge_target(facts, effect, trial, module)
     if trial.options.get("protect"):
         _judge_protection(trial, original, module)
     masked = judging.make_masked(original, module, left)
@@ -239,7 +239,7 @@ def _judge_counts(
         raise Fault(f"the record tells of {told} parameters, and {counted} were counted")
 
 
-def _judge_target(facts: PruningFacts, effect: Effect, trial: Trial) -> None:
+def _judge_target(facts: PruningFacts, effect: Effect, trial: Trial, module: nn.Module) -> None:
     """See that the target is met, or that a note says why not."""
     target = PruneTarget.parse(trial.target)
     sides = {
@@ -251,14 +251,25 @@ def _judge_target(facts: PruningFacts, effect: Effect, trial: Trial) -> None:
     if abs(left - target.left) > _CLOSE + 1e-9 and not any("are left, not" in note for note in effect.notes):
         raise Fault(f"{left:.1%} of {target.kind} are left, not {target.left:.1%}, and no note says why")
     gone, units = facts.channels_before - facts.channels_after, sum(one.before - one.after for one in facts.groups)
-    if not 0 < units <= gone:
+    if not units <= gone or (not units and facts.groups):
         raise Fault(f"the record tells of {gone} channels that are gone, and of {units} units")
     multiple = trial.options.get("multiple_of", PruneOptions().multiple_of)
     odd = [
-        one.root for one in facts.groups if one.unit == "channel" and one.after < one.before and one.after % multiple
+        one.root
+        for one in facts.groups
+        if one.unit == "channel"
+        and one.after < one.before
+        and one.after % multiple
+        and _count(module, one.root) % multiple
     ]
     if odd and not any("no multiples" in note for note in effect.notes):
         raise Fault(f"{odd[0]} has a width that is no multiple of {multiple}, and no note says so")
+
+
+def _count(module: nn.Module, path: str) -> int:
+    """Count the channels that a layer makes; units may have several each."""
+    axis = _find_making_axis(module, path)
+    return 1 if axis is None else module.get_submodule(path).get_parameter("weight").shape[axis]
 
 
 def _judge_protection(trial: Trial, original: nn.Module, module: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Structures that channels are pruned in: what hangs together goes together, and what cannot go stays, for a reason."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,23 +12,8 @@ from enginesmith.pipeline.frameworks.torch import surgery
 from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply_surgery, named_tensors
 from enginesmith.pipeline.passes.prune import prune as pruner
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
-from enginesmith.pipeline.passes.prune.prune import Pruned
 from enginesmith.pipeline.passes.prune.surgery import Group, Slice
-
-IMAGE = (2, 3, 8, 8)
-
-
-class Of(nn.Module):
-    """Modules by name, and a forward that is handed them."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+from prunable import IMAGE, Of, head, prune
 
 
 class Heads(nn.Module):
@@ -44,10 +28,6 @@ class Heads(nn.Module):
         count = 4 if self.fixed else self.num_heads
         q, k, v = (f(x).unflatten(-1, (count, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         return self.out((q @ k.transpose(-1, -2) / 2).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
-
-
-def head(width: int, classes: int = 3) -> nn.Module:
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
 
 
 def grouped() -> nn.Module:
@@ -120,13 +100,6 @@ def gated() -> nn.Module:
 
 STRUCTURES = {one.__name__: one for one in (grouped, squeezed, dense, transposed, flattened, normalised)}
 STRUCTURES |= {one.__name__: one for one in (without_weights, shared, gated)}
-
-
-def prune(model: nn.Module, shape: tuple[int, ...] = IMAGE, target: str = "0.3", **options: object) -> Pruned:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator)
-    chosen = PruneOptions.model_validate({"scope": "uniform", "multiple_of": 8, **options})
-    return pruner.prune(model.eval(), lambda: (model(x),), PruneTarget.parse(target), chosen)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

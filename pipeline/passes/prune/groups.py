@@ -1,5 +1,6 @@
 """Turn torch_pruning's dependency graph into groups of units, in terms of names and indices."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+_MOST_STEPS = 20_000
 _COUNTS = {"BatchNorm": "num_features", "InstanceNorm": "num_features", "GroupNorm": "num_channels"}
 
 
@@ -62,14 +64,42 @@ def _trace_group(graph: "DependencyGraph", layer: nn.Module) -> Any:
     """Follow the channels that a layer makes.
 
     Raises:
-        Unprunable: torch_pruning fails, as it does behind operations whose sizes it reads in another way than PyTorch.
+        Unprunable: torch_pruning fails or would never end, as it does behind operations whose sizes it reads in another
+            way than PyTorch.
     """
     pruner = graph.get_pruner_of_module(layer)
     try:
-        return graph.get_pruning_group(layer, pruner.prune_out_channels, range(pruner.get_out_channels(layer)))
+        with _end_following(graph):
+            return graph.get_pruning_group(layer, pruner.prune_out_channels, range(pruner.get_out_channels(layer)))
+    except Unprunable:
+        raise
     except Exception as error:
         text = " ".join(str(error).split())[:100]
         raise Unprunable(f"torch_pruning cannot follow its channels ({type(error).__name__}: {text})") from error
+
+
+@contextlib.contextmanager
+def _end_following(graph: "DependencyGraph") -> Iterator[None]:
+    """End torch_pruning's search within the block where it arrives at channels that no layer has.
+
+    Where sums and joined outputs lead back to a value, it may otherwise find ever higher channels, and never end.
+    """
+    from torch_pruning.dependency import graph as following
+
+    largest = max((size for value in graph.model.parameters() for size in value.shape), default=0)
+    plain: Any = following.Group
+
+    class Ending(plain):  # type: ignore[misc]
+        def add_dep(self, dep: Any, idxs: Any) -> None:
+            if len(self) > _MOST_STEPS or any(index.idx >= largest for index in idxs):
+                raise Unprunable("torch_pruning cannot follow its channels: it arrives at more than any layer has")
+            super().add_dep(dep, idxs)
+
+    following.Group = Ending
+    try:
+        yield
+    finally:
+        following.Group = plain
 
 
 def through(traced: Any) -> str:

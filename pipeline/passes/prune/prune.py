@@ -444,7 +444,7 @@ def _describe(removal: Removal, step: int, importance: str) -> PrunedGroup:
     return PrunedGroup(
         step=step,
         root=group.root,
-        members=group.modules,
+        members=group.members,
         unit=group.unit,
         before=group.units,
         after=len(kept),

@@ -54,9 +54,15 @@ def rate_units(groups: Sequence[Group], importance: Importance, seed: int) -> tu
                     f"importance by {importance} is not known for {layer}, a transposed convolution in groups"
                 )
                 continue
-            by_channel = measure(group.traced)
+            try:
+                by_channel = measure(group.traced)
+            except (RuntimeError, IndexError):  # the first layer that it rates has only some of the channels
+                by_channel = torch.empty(0)
             if by_channel is None:
                 none[group.root] = NO_SCALE
+                continue
+            if len(by_channel) != group.width:
+                none[group.root] = f"importance by {importance} is known for some of its channels only"
                 continue
             values = by_channel.detach().double().cpu()
             units = torch.stack([values[list(unit)].mean() for unit in group.channels])

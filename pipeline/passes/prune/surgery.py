@@ -59,6 +59,12 @@ class Group:
         return sum(map(len, self.channels))
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """Layers that are cut, and parameters that are cut and belong to none of them."""
+        own = (part.tensor for part in self.slices if part.tensor.rpartition(".")[0] not in self.modules)
+        return tuple(dict.fromkeys((*self.modules, *own)))
+
+    @property
     def paths(self) -> tuple[str, ...]:
         """Modules that are cut or whose attributes shrink."""
         return (*self.modules, *(attribute.module for attribute in self.attributes))

@@ -1,0 +1,118 @@
+"""Faults that random modules showed in pruning (benchmarks/fuzzing_prune.py), each in a small model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_pruning import DependencyGraph
+
+from enginesmith.pipeline.passes.prune import prune as pruner
+from enginesmith.pipeline.passes.prune.surgery import Group, Removal, Slice, cut, cut_for_now, mask_units
+from prunable import IMAGE, Of, head, prune
+
+
+def test_a_layer_stays_whole_where_torch_pruning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds 9 and 10: it fails in layers behind operations whose sizes it misreads."""
+    follow = DependencyGraph.get_pruning_group
+
+    def fail(self: DependencyGraph, layer: nn.Module, *given: object) -> object:
+        if layer is model[0]:
+            raise IndexError("list index out of range")
+        return follow(self, layer, *given)
+
+    monkeypatch.setattr(DependencyGraph, "get_pruning_group", fail)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
+    done = prune(model, (2, 8))
+    assert done.whole["0"] == "torch_pruning cannot follow its channels (IndexError: list index out of range)"
+    assert {one.root for one in done.surgery.history} == {"2"}
+
+
+def test_following_ends_where_a_joined_value_leads_back_to_itself() -> None:
+    """Seeds 136, 234, 281 and 483: torch_pruning takes a bilinear layer to keep channels, and finds ever more."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.middle(torch.cat([self.pair(x, x), x], 1)))
+
+    parts = {"first": nn.Linear(8, 12), "pair": nn.Bilinear(12, 12, 3), "middle": nn.Linear(15, 16)}
+    done = prune(Of(forward, **parts, last=nn.Linear(16, 3)), (2, 8))
+    assert "more than any layer has" in done.whole["first"]
+    assert {one.root for one in done.surgery.history} == {"middle"}
+
+
+def test_a_layer_of_which_no_unit_goes_is_left_as_it_is() -> None:
+    """Seed 41: the indices to remove are none, and those that are left may be none."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3))
+    parts = Slice("0.weight", 0, "makes", ((0,), ())), Slice("1.weight", 1, "reads", ((0,), ()))
+    group = Group("0", "channel", ((0,), (1,)), parts, ("0", "1"))
+    before = [value.clone() for value in model.parameters()]
+    with mask_units(model, [Removal(group, (1,))]):
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    with cut_for_now(model, [Removal(group, (1,))]):
+        assert model[0].out_features == 2
+    both = replace(group, slices=(Slice("0.weight", 0, "makes", ((0,), (1,))),))
+    cut(model, [Removal(both, (0, 1))])
+    assert model[0].weight.shape == (0, 4)
+
+
+def test_of_groups_that_share_a_channel_one_stays_whole() -> None:
+    """Seed 22: each can lose units, and both together take the same ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).eval()
+    indices = tuple((index,) for index in range(4))
+    parts = (
+        Slice("0.weight", 0, "makes", indices),
+        Slice("0.bias", 0, "makes", indices),
+        Slice("1.weight", 1, "reads", indices),
+    )
+    group = Group("0", "channel", indices, parts, ("0", "1"))
+    x = torch.randn(2, 4)
+    good, bad = pruner.keep_verified(model, lambda: (model(x),), [group, replace(group, root="other")])
+    assert [one.root for one in good] == ["0"]
+    assert bad == {"other": "it shares channels of 0.bias with 0"}
+
+
+def test_a_difference_is_seen_that_the_output_hides() -> None:
+    """Seed 0: channels are compared with their mean, and little of that is left in the output."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return 1e4 + self.head(self.second(x - x.mean(1, keepdim=True)))
+
+    torch.manual_seed(0)
+    model = Of(forward, first=nn.Conv2d(3, 16, 1), second=nn.Conv2d(16, 16, 1), head=head(16))
+    done = prune(model)
+    assert "counts on their number" in done.whole["first"]
+    assert {one.root for one in done.surgery.history} == {"second"}
+
+
+def test_a_group_that_is_rated_in_part_stays_whole() -> None:
+    """Seed 551: no embedding, depthwise convolution or LSTM is rated, only the layer that makes the last channels."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.first((x > 0).long())
+        x = torch.cat([x, self.more(x)], -1)
+        return self.last(self.out(self.recurrent(self.alone(x.transpose(1, 2)).transpose(1, 2))[0]))
+
+    parts = {"first": nn.Embedding(2, 12), "more": nn.Linear(12, 2), "alone": nn.Conv1d(14, 14, 1, groups=14)}
+    parts |= {"recurrent": nn.LSTM(14, 8, batch_first=True), "out": nn.Linear(8, 16), "last": nn.Linear(16, 3)}
+    done = prune(Of(forward, **parts), (2, 5))
+    assert done.whole["first"] == "importance by l2 is known for some of its channels only"
+    assert {one.root for one in done.surgery.history} == {"out"}
+
+
+def test_the_record_names_parameters_that_are_cut() -> None:
+    """Seeds 118 and 124: factors of a module's own are cut with the layers."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = nn.Parameter(torch.rand(16, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factors
+
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), Scale(), nn.Conv2d(16, 3, 1))
+    done = prune(model, IMAGE, "0.5")
+    assert model[1].factors.shape == (8, 1, 1)
+    assert set(done.surgery.history[0].members) == {"0", "1.factors", "2"}
