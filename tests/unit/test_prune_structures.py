@@ -535,3 +535,14 @@ def test_verifying_takes_no_unit_that_is_the_last_one_of_a_layer() -> None:
     assert len(pruner._draw_few(group)) == 1
     assert pruner._draw_few(group)[0] in (7, 8)
     assert pruner._draw_rest(group) == ()
+
+
+def test_a_norm_by_the_root_mean_square_shrinks_with_its_channels() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    done = prune(model, (2, 8), "0.5")
+    assert model[1].normalized_shape == model[1].weight.shape == (8,)
+    assert done.surgery.history[0].members == ("0", "1", "3")
+    again = nn.Sequential(nn.Linear(8, 16), nn.RMSNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    apply_surgery(done.surgery, again)
+    assert again[1].normalized_shape == (8,)

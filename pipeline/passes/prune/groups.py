@@ -155,6 +155,10 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
         slices += made
         if made and isinstance(item.module, nn.Module):
             modules.append(item.name)
+        elif made and isinstance(norm := parts.modules.get(owner := item.name.rpartition(".")[0]), nn.RMSNorm):
+            if len(norm.normalized_shape) != 1:
+                raise Unprunable(f"{owner} normalizes over more than the channels")
+            modules.append(owner)  # torch_pruning knows its weight only
         elif not made and isinstance(item.module, _NORMS):  # it has no weights, and its size is a number only
             sizes = {len(unit) for unit in units}
             if len(sizes) != 1 or item.indices != item.roots:

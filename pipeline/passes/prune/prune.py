@@ -36,7 +36,7 @@ _TOLERANCE = 1e-3
 _ROUNDING = 1e-5
 """Share of all that a layer adds up, below which a difference says nothing."""
 _DIFFERENT = "the model answers differently without channels that no layer reads: its forward counts on their number"
-_MIXING = (nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+_MIXING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 _SHOWN = 4
 
 Progress = Callable[[str], None]
@@ -216,8 +216,8 @@ def _scale_by_numbers(model: nn.Module, removals: Sequence[Removal]) -> Iterator
 
     def normalise(module: nn.Module, x: Tensor) -> Tensor:
         y = x / scale(x)
-        shape = (-1,) if isinstance(module, nn.LayerNorm) else (-1, *(1,) * (x.dim() - 2))
-        weight, bias = module.weight, module.bias
+        shape = (-1,) if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else (-1, *(1,) * (x.dim() - 2))
+        weight, bias = module.weight, getattr(module, "bias", None)
         if isinstance(weight, Tensor):
             y = y * weight.reshape(shape)
         return y + bias.reshape(shape) if isinstance(bias, Tensor) else y

@@ -178,7 +178,7 @@ def _resize(module: nn.Module) -> None:
     elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)):
         sizes = [value for value in (module.weight, module.running_mean) if value is not None]
         module.num_features = int(sizes[0].shape[0]) if sizes else module.num_features
-    elif isinstance(module, nn.LayerNorm):
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         module.normalized_shape = tuple(module.weight.shape)
     elif isinstance(module, nn.GroupNorm):
         module.num_channels = module.weight.shape[0]
