@@ -179,7 +179,7 @@ def _normalize_by(module: Any, kept: Tensor, x: Tensor) -> Tensor:
         return y * module.weight.reshape(shape) + module.bias.reshape(shape)
     chosen = x[..., kept]
     if isinstance(module, nn.RMSNorm):
-        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+        eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
         return x * torch.rsqrt(chosen.square().mean(-1, keepdim=True) + eps) * module.weight
     centred = x - chosen.mean(-1, keepdim=True)
     y = centred / (chosen.var(-1, unbiased=False, keepdim=True) + module.eps).sqrt() * module.weight
