@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch_pruning import DependencyGraph
 
 from enginesmith.pipeline.passes.prune import prune as pruner
@@ -116,3 +117,32 @@ def test_the_record_names_parameters_that_are_cut() -> None:
     done = prune(model, IMAGE, "0.5")
     assert model[1].factors.shape == (8, 1, 1)
     assert set(done.surgery.history[0].members) == {"0", "1.factors", "2"}
+
+
+def test_the_record_leaves_out_layers_that_lose_nothing() -> None:
+    """Seeds 801 and 883: the units that go are all of another one of the layers whose outputs are joined."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = torch.cat([self.a(x), self.b(x)], 1)
+        return self.head(self.both(F.relu(self.both(x))))
+
+    model = Of(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(3, 8, 1), both=nn.Conv2d(16, 16, 1), head=head(16))
+    with torch.no_grad():
+        model.a.weight.mul_(1e3)
+    done = prune(model, target="0.3", multiple_of=1)
+    assert model.a.out_channels == 8
+    assert model.b.out_channels < 8
+    assert {"b", "both"} <= set(done.surgery.history[0].members)
+    assert "a" not in done.surgery.history[0].members
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_layer_stays_whole_of_which_one_channel_is_dropped(place: int) -> None:
+    """Seed 807: the channel that a forward drops was the one that no trial took away."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.middle(torch.cat([x[:, :place], x[:, place + 1 :]], 1)))
+
+    model = Of(forward, first=nn.Linear(4, 8), middle=nn.Linear(7, 16), last=nn.Linear(16, 3))
+    assert "first" in prune(model, (2, 4)).whole

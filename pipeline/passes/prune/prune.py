@@ -83,9 +83,10 @@ def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group]) -> dict[str
 def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
     """Explain why these groups cannot lose units together; nothing where they can.
 
-    All units but one are taken away once, in two parts: a forward may depend on few, as one with a maximum does.
+    Every unit is taken away once, in three parts: a forward may depend on few, as one with a maximum does, or one that
+    drops the first channel.
     """
-    for draw in (_draw_few, _draw_rest):
+    for draw in (_draw_few, _draw_rest, _draw_last):
         removals = [Removal(group, units) for group in groups if (units := draw(group))]
         if removals and (why := _verify_removals(model, run, removals)):
             return why
@@ -179,6 +180,17 @@ def _draw_rest(group: Group) -> tuple[int, ...]:
     """Choose the others, but for those that have to stay."""
     order, stay = _shuffle(group)
     return tuple(sorted(order[_count_few(group, stay) : group.units - max(1, stay)]))
+
+
+def _draw_last(group: Group) -> tuple[int, ...]:
+    """Choose those that the others left, but for those that a layer has nothing beside."""
+    order, stay = _shuffle(group)
+    gone: set[int] = set()
+    held = [{unit for unit, indices in enumerate(part.indices) if indices} for part in group.slices]
+    for unit in order[group.units - max(1, stay) :]:
+        if all(units - gone - {unit} for units in held if unit in units):
+            gone.add(unit)
+    return tuple(sorted(gone))
 
 
 def _count_few(group: Group, stay: int) -> int:
@@ -444,7 +456,7 @@ def _describe(removal: Removal, step: int, importance: str) -> PrunedGroup:
     return PrunedGroup(
         step=step,
         root=group.root,
-        members=group.members,
+        members=removal.members,
         unit=group.unit,
         before=group.units,
         after=len(kept),

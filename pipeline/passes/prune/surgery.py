@@ -59,12 +59,6 @@ class Group:
         return sum(map(len, self.channels))
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """Layers that are cut, and parameters that are cut and belong to none of them."""
-        own = (part.tensor for part in self.slices if part.tensor.rpartition(".")[0] not in self.modules)
-        return tuple(dict.fromkeys((*self.modules, *own)))
-
-    @property
     def paths(self) -> tuple[str, ...]:
         """Modules that are cut or whose attributes shrink."""
         return (*self.modules, *(attribute.module for attribute in self.attributes))
@@ -86,6 +80,18 @@ class Removal:
 
     group: Group
     units: tuple[int, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Layers that lose something, and parameters that do and belong to none of them.
+
+        A layer that has some of the group's units only may keep all of those.
+        """
+        modules = self.group.modules
+        owners = {part: part.tensor.rpartition(".")[0] for part in self.group.slices}
+        lost = {owners[part] if owners[part] in modules else part.tensor for part in owners if self.along(part)}
+        whole = {owner for owner in owners.values() if owner not in lost}
+        return tuple(dict.fromkeys((*(path for path in modules if path not in whole), *sorted(lost - {*modules}))))
 
     def along(self, part: Slice) -> list[int]:
         """List the indices that go along a slice's axis."""
