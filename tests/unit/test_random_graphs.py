@@ -82,6 +82,7 @@ def test_a_pass_that_changes_the_answer_is_found(fuzzing: SimpleNamespace, tmp_p
     assert "wrong" in found
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_pruning_keeps_its_promises_on_random_modules(fuzzing: SimpleNamespace, tmp_path: Path) -> None:
     module, kinds = fuzzing.fuzzing_prune, Counter[str]()
