@@ -214,9 +214,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     accused = [each for each in sound if each.get("found") or "error" in each]
     yield "# The prosecutor\n"
     hidden = [each for each in faulty if not each.get("like_samples", True)]
-    yield f"{len(caught)} of {len(faulty)} faults were found, {sum(bool(each.get('found')) for each in hidden)} of the"
-    yield f"{len(hidden)} that inputs like the samples do not show; {len(accused)} of {len(sound)} sound engines were"
-    yield "accused."
+    yield f"{len(caught)} of {len(faulty)} faults were found;"
+    yield f"{len(accused)} of {len(sound)} sound engines were accused."
+    if hidden:
+        yield f"Of the {len(hidden)} faults that inputs like the samples do not show,"
+        yield f"{sum(bool(each.get('found')) for each in hidden)} were found."
     if caught:
         nodes = [each["nodes"] for each in caught if each["nodes"]]
         shown = sum(bool(each["repro_shows_it"]) for each in caught)
