@@ -142,7 +142,8 @@ def test_steps_along_the_gradient_reach_what_other_inputs_do_not() -> None:
     assert found == {"with": "gradients", "without": None}
 
 
-def test_outputs_are_driven_to_where_no_sample_brings_them() -> None:
+@pytest.mark.parametrize(("most", "right_on_outliers"), [(35, True), (150, False)])
+def test_outputs_are_driven_to_where_no_sample_brings_them(most: float, right_on_outliers: bool) -> None:
     """The engine cuts sums off that only inputs with the signs of the weights reach; below, it is exactly right."""
     weights = RNG.standard_normal((64, 3))
     space = InputSpace(
@@ -155,8 +156,9 @@ def test_outputs_are_driven_to_where_no_sample_brings_them() -> None:
         return {"y": (feeds["x"] @ weights).astype(np.float32)}
 
     def engine(feeds: Feeds) -> dict[str, Array]:
-        outlier = np.abs(feeds["x"]).max() > 1
-        return model(feeds) if outlier else {"y": model(feeds)["y"].clip(-35, 35)}
+        right = model(feeds)
+        exact = right_on_outliers and np.abs(feeds["x"]).max() > 1
+        return right if exact else {"y": right["y"].clip(-most, most)}
 
     def differentiate(feeds: Feeds, changes: Feeds) -> dict[str, Array]:
         return {"x": changes["y"] @ weights.T}
@@ -167,6 +169,7 @@ def test_outputs_are_driven_to_where_no_sample_brings_them() -> None:
         shown = filter(None, map(search.examine, itertools.islice(search._attempts(), 120)))
         found[name] = next((each.note for each in shown), None)
     assert found["with"].startswith("y: number")
+    assert found["with"].endswith("ten times as large") != right_on_outliers
     assert found["without"] is None
 
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch_pruning import DependencyGraph
 
 from enginesmith.pipeline.passes.prune import prune as pruner
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, Slice, cut, cut_for_now, mask_units
-from prunable import IMAGE, Of, head, prune
+from prunable import IMAGE, Of, head, joined, prune
 
 
 def test_a_layer_stays_whole_where_torch_pruning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +120,7 @@ def test_the_record_names_parameters_that_are_cut() -> None:
 
 def test_the_record_leaves_out_layers_that_lose_nothing() -> None:
     """Seeds 801 and 883: the units that go are all of another one of the layers whose outputs are joined."""
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        x = torch.cat([self.a(x), self.b(x)], 1)
-        return self.head(self.both(F.relu(self.both(x))))
-
-    model = Of(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(3, 8, 1), both=nn.Conv2d(16, 16, 1), head=head(16))
+    model = joined(8, 8)
     with torch.no_grad():
         model.a.weight.mul_(1e3)
     done = prune(model, target="0.3", multiple_of=1)

@@ -13,7 +13,7 @@ from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply
 from enginesmith.pipeline.passes.prune import prune as pruner
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.surgery import Group, Slice
-from prunable import IMAGE, Of, head, prune
+from prunable import IMAGE, Of, head, joined, prune
 
 
 class Heads(nn.Module):
@@ -493,13 +493,7 @@ def test_a_weight_that_is_computed_keeps_its_layers_whole() -> None:
 
 
 def test_no_layer_is_emptied_that_has_only_some_of_the_units() -> None:
-    """Where outputs are joined and a layer behind them is called twice, one group has the channels of both."""
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        x = torch.cat([self.a(x), self.b(x)], 1)
-        return self.head(self.both(F.relu(self.both(x))))
-
-    model = Of(forward, a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 14, 1), both=nn.Conv2d(16, 16, 1), head=head(16))
+    model = joined(2, 14)
     with torch.no_grad():
         model.a.weight.mul_(1e-3)
     prune(model, target="60%", multiple_of=1)

@@ -56,6 +56,7 @@ _MOST_RIGHT = 8
 _CLIMB_EVERY, _DRIVE_EVERY = 4, 6
 """Other inputs between two steps along a gradient, and between two that drive an output."""
 _MOST_DRIVEN = 64
+"""Attempts to drive an output in one search."""
 _FIRST_STEP, _SMALLEST_STEP = 0.25, 0.05
 """Sizes of a step, as shares of an input's range."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 _MOST_STEPS = 20_000
+"""Steps from layer to layer after which following a group's channels is taken to have no end."""
 _COUNTS = {"BatchNorm": "num_features", "InstanceNorm": "num_features", "GroupNorm": "num_channels"}
 
 
