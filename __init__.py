@@ -1,7 +1,7 @@
 """The public API. Nothing heavy is imported until it is used.
 
 from enginesmith import load, make_recipe, optimize
-run = optimize(make_recipe({"model": "digits"}), Path("runs/digits"))
+run = optimize(make_recipe({"model": "digits"}), "runs/digits")
 print(run.winner)
 with load("runs/digits") as model:
     logits = model(image)

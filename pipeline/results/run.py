@@ -4,6 +4,7 @@ A number that could not be had is null, and a reason stands beside it.
 """
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -440,7 +441,7 @@ def write(run: Run, folder: Path) -> None:
     documents.write_text(folder / "run.json", run.model_dump_json(indent=1, by_alias=True) + "\n")
 
 
-def read(folder: Path, *, to_go_on: bool = False) -> Run:
+def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     """Read ``run.json`` of a run directory.
 
     Fields that this version does not know are left out, and the run's warnings name them. ``to_go_on`` is for doing
@@ -449,6 +450,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
     Raises:
         UsageError: there is none, or it is damaged, or of another schema; the message names the field.
     """
+    folder = Path(folder)
     path = folder / "run.json" if folder.is_dir() else folder
     most = documents.MOST_NAMED
 

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -405,7 +406,12 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
 
 
 def optimize(
-    recipe: Recipe, out: Path, settings: Settings | None = None, source: Source | None = None, *, replace: bool = False
+    recipe: Recipe,
+    out: str | os.PathLike[str],
+    settings: Settings | None = None,
+    source: Source | None = None,
+    *,
+    replace: bool = False,
 ) -> Run:
     """Carry out a recipe, and leave a run directory; ``source`` is its model, where that is resolved already.
 
@@ -416,7 +422,8 @@ def optimize(
         UsageError: the folder holds another run, or another process is at work in it.
         EnginesmithError: no usable variant came out; the run directory says why for each.
     """
-    request = RunRequest(out.name, recipe, out, source=source, replace=replace)
+    folder = Path(out)
+    request = RunRequest(folder.name, recipe, folder, source=source, replace=replace)
     (finished,) = _run_with_workarounds([request], settings or Settings()).values()
     if finished.error is not None:
         raise finished.error
@@ -457,7 +464,11 @@ def is_finished(run: Run, folder: Path) -> bool:
     return run.complete and same and not failed and not older and whole and not late
 
 
-def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None) -> Run:
+def resume(
+    out: str | os.PathLike[str],
+    settings: Settings | None = None,
+    on_finished: Callable[[str], object] = lambda _: None,
+) -> Run:
     """Resume a run directory: carry out the steps that are missing; a finished run is returned as it is.
 
     ``on_finished`` is told where nothing is left to do.
@@ -466,13 +477,13 @@ def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[s
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
         MissingCapability: it was measured on a GPU, and none can be used here.
     """
-    before, out = runs.read(out, to_go_on=True), out.absolute()
-    if (settings is None or settings.reuse) and is_finished(before, out) and not runs.find_workarounds(before):
-        on_finished(NOTHING_LEFT.format(out))
+    before, begun = runs.read(out, to_go_on=True), Path(out).absolute()
+    if (settings is None or settings.reuse) and is_finished(before, begun) and not runs.find_workarounds(before):
+        on_finished(NOTHING_LEFT.format(begun))
         if error := _why_unusable(before, {}, ""):
             raise error
         return before
-    require_device_of(before, out)
+    require_device_of(before, begun)
     folder = Path(before.environment.get("folder") or "/nowhere")
     try:  # where the run was begun, if the model is there
         with contextlib.chdir(folder):
@@ -480,7 +491,7 @@ def resume(out: Path, settings: Settings | None = None, on_finished: Callable[[s
     except (OSError, SourceError):
         folder = Path.cwd()
     with contextlib.chdir(folder):
-        return optimize(before.recipe, out, settings)
+        return optimize(before.recipe, begun, settings)
 
 
 def load_digests(requests: Sequence[RunRequest], settings: Settings) -> dict[str, str]:
