@@ -26,7 +26,7 @@ from .pictures import Pictures, pages, pictures, restore
 from .training import SEED, Phase, boxes, classes, linear_head, masks, pixels, rows, strokes, train, values
 
 HERE = Path(__file__).parent
-FILES = ("networks.py", "squeezed.py", "attention.py", "dense.py", "harden.py", "metrics.py")
+FILES = ("networks.py", "squeezed.py", "attention.py", "dense.py", "harden.py", "halves.py", "metrics.py")
 """What lies beside the weights."""
 CALIBRATION, EVALUATION, JUDGEMENT = "calibration", "evaluation", "judgement"
 CALIBRATION_ROWS, JUDGED_ROWS, JUDGED_TEXTS = 256, 2000, 600

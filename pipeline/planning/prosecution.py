@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.engines.base import Engine
@@ -11,8 +12,10 @@ from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Step
 from enginesmith.pipeline.planning.variants import ResolvedRecipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.finetune import Recover
 from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.prosecute import GIVEN, GraphStage, Prosecute
+from enginesmith.pipeline.tasks.prune import Prune
 
 PROSECUTE = StepRef("prosecute")
 RANGES_PER_BATCH = ("int8-dynamic",)
@@ -32,11 +35,14 @@ def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Varia
 
 
 def prosecute_step(resolved: ResolvedRecipe, steps: Sequence[Step], variant: Variant, seconds: float) -> Step:
-    """Plan to look for inputs on which a variant is wrong, once it answers the samples right."""
+    """Plan to look for inputs on which a variant is wrong, once it answers the samples right.
+
+    A variant of a model that was pruned, made sparse or trained is compared with that.
+    """
     by_id = {step.id: step for step in steps}
-    chain = _list_graphs(by_id, variant)
+    given, chain = _list_graphs(by_id, variant)
     kind = KINDS[variant.lowering].threshold if variant.lowering else variant.engine.arithmetic
-    needs = {"model": variant.artifact, GIVEN: LOAD, REFERENCE: REFERENCE}
+    needs = {"model": variant.artifact, GIVEN: given, REFERENCE: REFERENCE}
     optional, stages = dict[str, StepRef](), list[GraphStage]()
     for number, ref in enumerate(chain):
         role, made = f"graph {number}", by_id[ref]
@@ -51,7 +57,10 @@ def prosecute_step(resolved: ResolvedRecipe, steps: Sequence[Step], variant: Var
     if variant.verified:
         needs[VERIFIED] = variant.verified[-1]
     task = prosecute_task(resolved.source, resolved.recipe.seed, variant.engine, kind, stages, seconds)
-    task = task.model_copy(update={"device": variant.device, "rows_apart": variant.lowering not in RANGES_PER_BATCH})
+    changes: dict[str, Any] = {"device": variant.device, "rows_apart": variant.lowering not in RANGES_PER_BATCH}
+    if given != LOAD:
+        changes["given_engine"] = baseline("torch" if by_id[given].task.produces == "torch" else "onnx").exact()
+    task = task.model_copy(update=changes)
     return Step(StepRef("prosecute", variant.name), task, needs, optional, unavailable=variant.unavailable)
 
 
@@ -70,15 +79,24 @@ def prosecute_task(
     )
 
 
-def _list_graphs(steps: dict[StepRef, Step], variant: Variant) -> list[StepRef]:
-    """List the graphs between the model and the engine, from the model on."""
+def _list_graphs(steps: dict[StepRef, Step], variant: Variant) -> tuple[StepRef, list[StepRef]]:
+    """Find the model that a variant should answer like, and list the graphs between that and the engine."""
     refs, ref = list[StepRef](), steps[variant.artifact].inputs.get("model") if variant.artifact in steps else None
     while ref is not None and ref != LOAD:
+        if _changes_answers(steps[ref]):
+            return ref, refs
         if not isinstance(steps[ref].task, Transform) and steps[ref].task.produces != "onnx":
             break
         refs.insert(0, ref)
         ref = steps[ref].inputs.get("model")
-    return refs
+    return LOAD, refs
+
+
+def _changes_answers(step: Step) -> bool:
+    """Tell whether what a step makes is another model, which answers otherwise than what it was made from."""
+    if isinstance(step.task, Transform):
+        return step.task.step.stage == "sparsity"
+    return isinstance(step.task, Prune | Recover)
 
 
 def _lowers(step: Step) -> bool:

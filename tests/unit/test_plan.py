@@ -57,6 +57,25 @@ def test_nothing_is_measured_before_it_is_verified() -> None:
     assert {"verify-export", "verify-simplify"} <= set(by_id["verify-onnxruntime-fp32"].inputs.values())
 
 
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ({}, {"": "load"}),
+        ({"sparsity": ["2:4"]}, {"": "load", "-sparse24": "sparsify-sparse24"}),
+        ({"sparsity": ["2:4"], "recover": True}, {"": "load", "-sparse24": "recover-sparsify-sparse24"}),
+        ({"prune": ["macs=-30%"]}, {"": "load", "-prune-macs30": "prune-macs30"}),
+        ({"prune": ["macs=-30%"], "recover": True}, {"": "load", "-prune-macs30": "recover-prune-macs30"}),
+    ],
+)
+def test_a_variant_is_prosecuted_against_the_model_that_it_was_made_from(
+    asked: dict[str, Any], given: dict[str, str]
+) -> None:
+    """A pruned, sparse or trained one answers otherwise than the given model, and is not wrong for that."""
+    steps = planned(**asked, calibration="digits", prosecute_seconds=1).steps
+    found = {step.id: step.inputs["given"] for step in steps if step.id.kind == "prosecute"}
+    assert found == {f"prosecute-onnxruntime-fp32{change}": model for change, model in given.items()}
+
+
 @pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
 def test_an_engine_is_held_to_the_arithmetic_that_it_may_use(tf32: bool, row: str) -> None:
     engines = {"engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"], "tensorrt": {"tf32": tf32}}
