@@ -156,4 +156,5 @@ METAVARS = {SIZE: "SIZE", DURATION: "TIME", _MILLISECONDS: "TIME"}
 
 Bytes = Annotated[int, Field(gt=0), SIZE]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), DURATION]
+SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False), DURATION]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False), _MILLISECONDS]

@@ -34,6 +34,7 @@ for _name, _value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}.item
     os.environ.setdefault(_name, _value)  # models are small here, and other tests run beside
 Cli = Callable[..., Answer]
 _BRIEFLY = {"--measure-time": "0.3s", "--threads": "1"}
+_UNTRIED = ("--prosecute", "0s")
 _FIND_OR_LIST = {"--engine", "--precision", "--prune", "--sparsity", "--target", "--workspace", "--data", "--time"}
 
 
@@ -63,6 +64,8 @@ def _briefly(arguments: list[str]) -> list[str]:
     finds = arguments[:1] == ["optimize"] and not _FIND_OR_LIST & set(arguments)
     if measures and finds and not any(word.endswith((".yaml", ".yml")) for word in arguments[1:2]):
         arguments = [*arguments, "--engine", "onnxruntime"]  # one variant is enough where nobody says which
+    if measures and arguments[0] == "optimize" and "--prosecute" not in arguments:
+        arguments = [*arguments, *_UNTRIED]
     return arguments + [
         word for option, value in _BRIEFLY.items() if measures and option not in arguments for word in (option, value)
     ]

@@ -34,7 +34,7 @@ from enginesmith.pipeline.planning.plan import (
     verify_step,
 )
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
-from enginesmith.pipeline.planning.prosecution import prosecute_step
+from enginesmith.pipeline.planning.prosecution import choose_seconds, prosecute_step
 from enginesmith.pipeline.planning.race import measuring_seconds, plan_race
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_references, list_variants
 from enginesmith.pipeline.recipe import Recipe
@@ -131,8 +131,10 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
         variants.append(checked)
         steps += more
     for index, variant in enumerate(variants):
-        if recipe.prosecute_seconds and variant.verified and not variant.reference:
-            step = prosecute_step(resolved, steps, variant, recipe.prosecute_seconds)
+        seconds = choose_seconds(recipe, variant.device)
+        if seconds and variant.verified and not variant.reference:
+            required = recipe.prosecute_seconds is not None
+            step = prosecute_step(resolved, steps, variant, seconds, required=required)
             steps.append(step)
             variant = replace(variant, verified=(*variant.verified, step.id), prosecuted=step.id)
         its_graph = built_from.get(variant.artifact, stands_for_it)

@@ -10,6 +10,7 @@ from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, StepRef, Variant
 from enginesmith.pipeline.planning.variants import ResolvedRecipe
+from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.finetune import Recover
@@ -18,8 +19,16 @@ from enginesmith.pipeline.tasks.prosecute import GIVEN, GraphStage, Prosecute
 from enginesmith.pipeline.tasks.prune import Prune
 
 PROSECUTE = StepRef("prosecute")
+_SECONDS = 3.0
 RANGES_PER_BATCH = ("int8-dynamic",)
 """Precisions whose ranges are of the whole batch, so that samples are not answered as they are alone."""
+
+
+def choose_seconds(recipe: Recipe, device: Device) -> float:
+    """Choose the time for trying inputs on a variant: by default some seconds on the CPU, and none elsewhere."""
+    if recipe.prosecute_seconds is not None:
+        return recipe.prosecute_seconds
+    return _SECONDS if device.kind == "cpu" else 0.0
 
 
 def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Variant, seconds: float) -> tuple[Step, ...]:
@@ -34,10 +43,12 @@ def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Varia
     return (*(replace(each, search=False) for each in plan.steps if each.id in wanted), step)
 
 
-def prosecute_step(resolved: ResolvedRecipe, steps: Sequence[Step], variant: Variant, seconds: float) -> Step:
+def prosecute_step(
+    resolved: ResolvedRecipe, steps: Sequence[Step], variant: Variant, seconds: float, *, required: bool = True
+) -> Step:
     """Plan to look for inputs on which a variant is wrong, once it answers the samples right.
 
-    A variant of a model that was pruned, made sparse or trained is compared with that.
+    A variant of a model that was pruned, made sparse or trained is compared with that. ``required`` as in the task.
     """
     by_id = {step.id: step for step in steps}
     given, chain = _list_graphs(by_id, variant)
@@ -57,7 +68,8 @@ def prosecute_step(resolved: ResolvedRecipe, steps: Sequence[Step], variant: Var
     if variant.verified:
         needs[VERIFIED] = variant.verified[-1]
     task = prosecute_task(resolved.source, resolved.recipe.seed, variant.engine, kind, stages, seconds)
-    changes: dict[str, Any] = {"device": variant.device, "rows_apart": variant.lowering not in RANGES_PER_BATCH}
+    rows_apart = variant.lowering not in RANGES_PER_BATCH
+    changes: dict[str, Any] = {"device": variant.device, "rows_apart": rows_apart, "required": required}
     if given != LOAD:
         changes["given_engine"] = baseline("torch" if by_id[given].task.produces == "torch" else "onnx").exact()
     task = task.model_copy(update=changes)

@@ -25,7 +25,7 @@ from enginesmith.pipeline.recipe.options import (
     QuantisationOptions,
 )
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
-from enginesmith.pipeline.units import Heading, Option, Seconds
+from enginesmith.pipeline.units import Heading, Option, Seconds, SecondsOrNone
 
 _INPUTS: Heading = "Model and inputs"
 _DATA: Heading = "Data and accuracy"
@@ -124,10 +124,11 @@ class Recipe(EngineOptions, ModelOptions):
     min_sqnr_db: Annotated[float | None, Option("Budgets", "--min-sqnr", metavar="DB")] = Field(
         None, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"
     )
-    prosecute_seconds: Annotated[Seconds | None, Option("Budgets", "--prosecute")] = Field(
+    prosecute_seconds: Annotated[SecondsOrNone | None, Option("Budgets", "--prosecute")] = Field(
         None,
         description="time for each variant to look for allowed inputs, beside the samples, on which it is wrong; one "
-        "that is fails, and an option that mends it is added (`enginesmith prosecute` shows the proof)",
+        "that is fails, and an option that mends it is added (`enginesmith prosecute` shows the proof); default 3s on "
+        "the CPU; 0s: none",
     )
     seed: Annotated[int, Option(_INPUTS)] = Field(
         0, ge=0, description="seed of random weights, of the choice of samples, and of the order of measuring"

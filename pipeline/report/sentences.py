@@ -122,12 +122,14 @@ def _describe_search(run: Run) -> Iterator[str]:
 def _describe_prosecution(run: Run) -> Iterator[str]:
     """Tell which workarounds were added, how many other inputs were tried, and which variants are wrong on one."""
     yield from (workaround.sentence for workaround in run.workarounds)
-    tried = [record for record in run.requested if record.prosecution]
+    given = [(record.id, record.prosecution) for record in run.requested if record.prosecution]
+    yield from (f"{name}: {prosecution.reason}" for name, prosecution in given if prosecution.reason)
+    tried = [(name, prosecution) for name, prosecution in given if not prosecution.reason]
     if not tried:
         return
-    attempts = [record.prosecution.attempts for record in tried if record.prosecution]
+    attempts = [prosecution.attempts for _, prosecution in tried]
     few = f"{min(attempts)} to {max(attempts)}" if min(attempts) < max(attempts) else f"{attempts[0]}"
-    wrong = [record.id for record in tried if record.prosecution and record.prosecution.finding]
+    wrong = [name for name, prosecution in tried if prosecution.finding]
     told = f"wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)" if wrong else ""
     yield f"inputs beside the samples: {few} tried on each variant; {told or 'none found on which one is wrong'}"
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, SerializeAsAny
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.errors import SignatureError
+from enginesmith.pipeline.errors import EnginesmithError, SignatureError, StepOutOfMemory
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
@@ -20,16 +20,20 @@ from enginesmith.pipeline.measure.prosecution.locate import describe_software, l
 from enginesmith.pipeline.measure.prosecution.search import InputSearch, Subject
 from enginesmith.pipeline.measure.prosecution.stages import OtherGraph, Stage, Stages
 from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.other_graphs import list_other_graphs
 from enginesmith.pipeline.tensors import Signature
+from enginesmith.pipeline.units import format_bytes
 
 GIVEN, TRUTH = "given", "truth"
 """Roles of the model as it is given, and of another graph of it that should be right."""
 EVIDENCE = "finding"
 """Folder of the evidence, beside the record."""
+_COPIES = 3
+"""Times the size of its file that a graph takes in memory, while it is loaded and with what it computes."""
 _REDUCING_SHARE = 0.5
 _LEAST_REDUCING_SECONDS = 30.0
 
@@ -64,12 +68,26 @@ class Prosecute(Task):
     seconds: float
     seed: int = 0
     rows_apart: bool = True
+    required: bool = True
+    """False where it is no failure of the engine that inputs cannot be tried: nobody asked for it."""
 
     @property
     def tools(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.engine.tools, *self.given_engine.tools, "onnx")))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        try:
+            if not self.required:
+                self._check_memory(inputs)
+            return self._prosecute(inputs, out, progress)
+        except EnginesmithError as error:
+            if self.required:
+                raise
+            reason = f"no input was tried: {error.message}"
+            write_records(out, [Prosecution(seconds=self.seconds, attempts=0, walks={}, reason=reason)])
+            return Effect(file=RECORDS, summary=reason, incomplete=True)
+
+    def _prosecute(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         _check_names(inputs[GIVEN].signature, inputs["model"].signature)
         with contextlib.ExitStack() as stack:
             stages = [stack.enter_context(stage) for stage in self._open_stages(inputs)]
@@ -89,6 +107,22 @@ class Prosecute(Task):
         if finding is None:
             return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong")
         return Effect(file=RECORDS, summary=f"{tried}: {finding.sentence}", rejected=finding.sentence)
+
+    def _check_memory(self, inputs: Inputs) -> None:
+        """Check that there is memory for the model, its graphs and its engine at once.
+
+        Raises:
+            StepOutOfMemory: there is not.
+        """
+        limit = cpu.memory_limit()
+        free = [size for size in (cpu.available_bytes(), limit and limit.left_bytes) if size is not None]
+        roles = (GIVEN, "model", *(graph.role for graph in self.graphs))
+        needed = _COPIES * sum(inputs[role].bytes for role in roles if role in inputs)
+        if free and needed > min(free):
+            raise StepOutOfMemory(
+                f"the model, its graphs and its engine take about {format_bytes(needed)} at once, and "
+                f"{format_bytes(min(free))} are free"
+            )
 
     def _open_stages(self, inputs: Inputs) -> "Iterator[contextlib.AbstractContextManager[Stage]]":
         yield _open(self.given_engine, inputs[GIVEN], Device(), "model", "fp32", None)

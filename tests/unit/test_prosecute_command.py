@@ -1,6 +1,7 @@
 """What `prosecute` is asked for: options that have no meaning, times, and the precision of a file."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -9,12 +10,19 @@ from click.testing import CliRunner, Result
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith import cli
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import SignatureError
+from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.system import cpu
+from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prosecute import Prosecute
+from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 
 def run(*words: object) -> Result:
@@ -41,13 +49,53 @@ def test_options_that_a_run_has_itself_are_refused(
     assert f"{omit}; or give the model and a file" in refused.output
 
 
-def test_times_are_refused_as_optimize_refuses_them() -> None:
+def test_no_time_is_refused() -> None:
     for time in ("0", "0s"):
-        commands = (["prosecute", "digits", "m.onnx", "--time", time], ["optimize", "digits", "--prosecute", time])
-        for words in commands:
-            refused = CliRunner().invoke(cli.main, words)
-            assert refused.exit_code == 2
-            assert f"{words[-2]}: must be greater than 0 (given: '{time}')" in refused.output
+        refused = CliRunner().invoke(cli.main, ["prosecute", "digits", "m.onnx", "--time", time])
+        assert refused.exit_code == 2
+        assert f"--time: must be greater than 0 (given: '{time}')" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "tasks"),
+    [
+        ({}, [(3.0, False)]),
+        ({"prosecute_seconds": "10s"}, [(10.0, True)]),
+        ({"prosecute_seconds": "0s"}, []),
+        ({"device": "cuda"}, []),
+        ({"device": "cuda", "prosecute_seconds": 1, "cuda_graphs": False}, [(1.0, True)]),
+    ],
+)
+def test_variants_are_prosecuted_for_some_seconds_on_the_cpu(
+    asked: dict[str, Any], tasks: list[tuple[float, bool]]
+) -> None:
+    """Where nobody asked for it, it is no failure if nothing can be tried."""
+    made = plan(resolve_recipe(make({"model": "digits", "engines": ["onnxruntime"], **asked})))
+    found = [step.task for step in made.steps if isinstance(step.task, Prosecute)]
+    assert [(task.seconds, task.required) for task in found] == tasks
+
+
+@pytest.mark.parametrize("output", ["y", "z"])
+def test_what_nobody_asked_for_fails_nothing(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short, or an engine has other names than its model."""
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) { y = Identity(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    signature = Signature(inputs=(TensorSpec.parse("x:float32:"),), outputs=(TensorSpec.parse("y:float32:"),))
+    given = Artifact(kind="onnx", path=tmp_path / "m.onnx", sha256="0" * 64, bytes=1000, signature=signature)
+    other = signature.model_copy(update={"outputs": (TensorSpec.parse(f"{output}:float32:"),)})
+    inputs = {"given": given, "model": given.model_copy(update={"signature": other})}
+    task = planned(tmp_path / "m.onnx").model_copy(update={"required": False})
+    monkeypatch.setattr(cpu, "available_bytes", lambda: 5999 if output == "y" else 6000)
+    done = task.run(inputs, tmp_path, print)
+    assert (done.rejected, done.incomplete) == ("", True)
+    (record,) = read_models(given.model_copy(update={"path": tmp_path / done.file}), Prosecution)
+    assert (record.reason, record.attempts, record.finding) == (done.summary, 0, None)
+    memory = "the model, its graphs and its engine take about 5.86 KiB at once, and 5.86 KiB are free"
+    names = "the outputs of the engine are z, and those of the model y"
+    assert record.reason == f"no input was tried: {memory if output == 'y' else names}"
+    if output == "z":
+        with pytest.raises(SignatureError):
+            task.model_copy(update={"required": True}).run(inputs, tmp_path, print)
 
 
 @pytest.mark.parametrize("word", ["int4", "tf32", "float16"])

@@ -60,3 +60,5 @@ class Prosecution(BaseModel, frozen=True):
     walks: dict[str, int]
     """Inputs by family."""
     finding: Finding | None = None
+    reason: str = ""
+    """Reason why no input was tried."""

@@ -12,6 +12,7 @@ sample brought them, as some faults show at large values alone.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from pydantic import BaseModel
@@ -78,9 +79,11 @@ class Subject:
 
     def judge(self, precision: str) -> Judge:
         """Make a judge by a precision's thresholds."""
-        signature = self.space.signature
-        scales = measure_scales([self.model(feeds) for feeds in self.space.samples])
-        return make_judge(signature, precision, scales)
+        return make_judge(self.space.signature, precision, self._scales)
+
+    @cached_property
+    def _scales(self) -> dict[str, float]:
+        return measure_scales([self.model(feeds) for feeds in self.space.samples])
 
 
 @dataclass
@@ -108,10 +111,10 @@ class InputSearch:
         self._right_on: dict[str, tuple[str, ...]] = {}
 
     def run(self, seconds: float, progress: Callable[[str], None] = lambda text: None) -> Disagreement | None:
-        """Try inputs for so long, and at least the samples; return the first that shows a fault."""
+        """Try inputs for so long, and at least one; return the first that shows a fault."""
         start = time.monotonic()
         for attempt in self._attempts():
-            if self.attempts >= len(self.subject.space.samples) and time.monotonic() - start > seconds:
+            if self.attempts and time.monotonic() - start > seconds:
                 break
             progress(f"{attempt.walk}: {attempt.note}")
             self.attempts += 1
