@@ -1,11 +1,11 @@
 """Networks that answer otherwise in float16, and what `--precision fp16` makes of them.
 
     pip install scikit-learn tokenizers transformers onnxconverter-common
-    python benchmarks/float16.py [--cases swin_powers …] [--minutes 10]
+    python benchmarks/float16.py [--cases swin_powers …] [--minutes 10] [--autocast]
 
-Each case (``nets/halves.py``) is exported, and brought to float16 by `enginesmith optimize … --precision fp16`, and by
-two common ways: PyTorch's ``module.half()``, and onnxconverter-common with its defaults; and, with ``--autocast
-PYTHON``, by ModelOpt's AutoCast in that environment. Graphs are judged as hardware answers, on the CPU: each value is
+Each case (``nets/halves.py``) is brought to float16 by `enginesmith precision … --precision fp16 --calibration …`, and by
+two common ways: PyTorch's ``module.half()``, and onnxconverter-common with its defaults; and, with ``--autocast``, by
+ModelOpt's AutoCast, in the arena's environment for it. Graphs are judged as hardware answers, on the CPU: each value is
 rounded to its type. The labels are the float network's answers, so its own value is 1. A case holds if no more than
 0.01 is lost, at least 95 % of the multiply-adds are in float16, and it took ten minutes at most. Writes
 results/float16.json and .md.
@@ -35,6 +35,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 sys.path.insert(1, str(Path(__file__).parent / "arena"))
 
 import judging
+import rivals
 from cell import describe_command, describe_machine
 from nets.texts import WHERE
 
@@ -112,7 +113,7 @@ def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     except Fail:  # its graphs may be invalid: types of a Cast and of its output differ
         ways["onnxconverter-common"] = float("nan")
     if options.autocast:
-        cast = _autocast(options.autocast, graph, folder)
+        cast = _autocast(rivals.python("modelopt", options.work), graph, folder)
         ways["ModelOpt AutoCast"] = judge(lambda feeds: _answer_graph(cast, feeds)) if cast else float("nan")
     made = _make(case, source, folder)
     ours = judge(lambda feeds: _answer_graph(made["graph"], feeds)) if made["graph"] else float("nan")
@@ -178,7 +179,7 @@ def _convert(graph: Path) -> Path:
     return made
 
 
-def _autocast(python: str, graph: Path, folder: Path) -> Path | None:
+def _autocast(python: Path, graph: Path, folder: Path) -> Path | None:
     """Convert by the command that ModelOpt's documentation shows, with calibration data."""
     with np.load(folder / "known.npz") as arrays:
         rows = {name: arrays[name][:_AT_ONCE] for name in arrays.files if name != "labels"}
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--autocast", metavar="PYTHON", help="interpreter of an environment with nvidia-modelopt[onnx]")
+    parser.add_argument("--autocast", action="store_true", help="compare with ModelOpt's AutoCast, too")
     parser.add_argument("--work", type=Path, default=Path("build/arena"), help="folder of networks and runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)

@@ -133,8 +133,8 @@ class _Embedding(nn.Module):
         self.bert, self.small = encoder.bert, small
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        counts = attention_mask.unsqueeze(-1).to(torch.float32)
         states = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        counts = attention_mask.unsqueeze(-1).to(states.dtype)
         mean = (states * counts).sum(1) / counts.sum(1) * self.small
         y: Tensor = mean / (mean.pow(2).sum(-1, keepdim=True).sqrt() + 1e-12)
         return y
@@ -154,8 +154,8 @@ class _Greatest(nn.Module):
         self.bert = encoder.bert
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        absent = (1 - attention_mask.unsqueeze(-1).to(torch.float32)) * torch.finfo(torch.float32).min
         states = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        absent = (1 - attention_mask.unsqueeze(-1).to(states.dtype)) * torch.finfo(torch.float32).min
         return nn.functional.normalize((states + absent).amax(1), dim=1)
 
 
