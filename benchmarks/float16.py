@@ -3,10 +3,10 @@
     pip install scikit-learn tokenizers transformers onnxconverter-common
     python benchmarks/float16.py [--cases swin_powers …] [--minutes 10] [--autocast]
 
-Each case (``nets/halves.py``) is brought to float16 by `enginesmith precision … --precision fp16 --calibration …`, and by
-two common ways: PyTorch's ``module.half()``, and onnxconverter-common with its defaults; and, with ``--autocast``, by
-ModelOpt's AutoCast, in the arena's environment for it. Graphs are judged as hardware answers, on the CPU: each value is
-rounded to its type. The labels are the float network's answers, so its own value is 1. A case holds if no more than
+Each case (``nets/halves.py``) is brought to float16 by `enginesmith precision … --precision fp16 --calibration …`, and
+by two common ways: PyTorch's ``module.half()``, and onnxconverter-common with its defaults; and, with ``--autocast``,
+by ModelOpt's AutoCast, in the arena's environment for it. Graphs are judged as hardware answers, on the CPU: each value
+is rounded to its type. The labels are the float network's answers, so its own value is 1. A case holds if no more than
 0.01 is lost, at least 95 % of the multiply-adds are in float16, and it took ten minutes at most. Writes
 results/float16.json and .md.
 """
