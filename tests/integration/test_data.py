@@ -59,6 +59,7 @@ def run(store: Path, data: str, out: str, field: str = "eval_data") -> tuple[Run
         field: data,
         "engines": ["onnxruntime"],
         "measure": {"latency": False, "memory": False},
+        "prosecute_seconds": 0,
         "export": {"exporter": "torchscript"},  # the quicker one
     }
     return optimize(make(recipe), Path(out), Settings(store=store, listener=note)), reused
@@ -124,6 +125,7 @@ def test_one_data_set_is_split_for_calibration_search_and_drop(store: Path) -> N
         "quantisation": {"search_steps": 1},
         "budgets": {"max_drop": 1.0},
         "measure": {"latency": False, "memory": False, "limits": False},
+        "prosecute_seconds": 0,
         "export": {"exporter": "torchscript"},
     }
     found = optimize(make(recipe), Path("split"), Settings(store=store))

@@ -15,6 +15,7 @@ RECIPE = {
     "seed": 8,
     "export": {"exporter": "torchscript"},
     "measure": {"memory": False, "seconds": 0.2},
+    "prosecute_seconds": 0,
 }
 """With a seed of its own: other tests leave what they made of these networks in the same store."""
 

@@ -116,6 +116,7 @@ def test_what_is_made_anew_is_held_against_eager_anew(tmp_path: Path) -> None:
             "targets": ["sm86"],
             "inputs": ["x:float32:batch,8"],
             "measure": {"latency": False, "memory": False},
+            "prosecute_seconds": 0,
         }
     )
     optimize.optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))

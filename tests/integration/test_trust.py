@@ -214,7 +214,7 @@ def _kill_a_session(killed: list[int]) -> None:
                     break
 
 
-UNMEASURED = {"batch": [1, 3], "measure": {"seconds": 0.2, "memory": False}}
+UNMEASURED = {"batch": [1, 3], "measure": {"seconds": 0.2, "memory": False}, "prosecute_seconds": 0}
 
 
 @pytest.mark.thorough
