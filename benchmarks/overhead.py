@@ -51,9 +51,9 @@ def timed(command: list[str], environment: dict[str, str]) -> float:
 
 
 def measuring_seconds(run: Path) -> float:
-    """What the run spent on measuring: its own record of the steps that only measure."""
-    steps = json.loads((run / "run.json").read_text())["steps"]
-    return sum(step["seconds"] for step in steps if step["id"].startswith(("latency", "memory", "quality")))
+    """What the run spent on measuring and on looking for wrong answers: its own record of those steps."""
+    steps, kinds = json.loads((run / "run.json").read_text())["steps"], ("latency", "memory", "quality", "prosecute")
+    return sum(step["seconds"] for step in steps if step["id"].startswith(kinds))
 
 
 def once(model: str) -> dict[str, float]:

@@ -195,7 +195,8 @@ def prosecute_sound(seconds: float, work: Path) -> Iterator[dict[str, Any]]:
     for name in SUSPECTS:
         folder = work / f"run-{name}"
         if not (folder / "run.json").is_file():
-            run("optimize", f"suspects:{name}", *_SOUND, "--measure-time", "200ms", "--out", folder, "--quiet")
+            words = (f"suspects:{name}", *_SOUND, "--measure-time", "200ms", "--prosecute", "0s")
+            run("optimize", *words, "--out", folder, "--quiet")
         for variant in load_run(folder).variants:
             if variant.status == "measured":
                 made = prosecute((folder, variant.id), seconds, work / f"accused-{name}-{variant.id}")
