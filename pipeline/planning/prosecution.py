@@ -53,7 +53,8 @@ def prosecute_step(
     by_id = {step.id: step for step in steps}
     given, chain = _list_graphs(by_id, variant)
     kind = KINDS[variant.lowering].threshold if variant.lowering else variant.engine.arithmetic
-    needs = {"model": variant.artifact, GIVEN: given, REFERENCE: REFERENCE}
+    reference = by_id[variant.verified[-1]].inputs[REFERENCE] if variant.verified else REFERENCE
+    needs = {"model": variant.artifact, GIVEN: given, REFERENCE: reference}
     optional, stages = dict[str, StepRef](), list[GraphStage]()
     for number, ref in enumerate(chain):
         role, made = f"graph {number}", by_id[ref]

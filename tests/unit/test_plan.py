@@ -72,8 +72,12 @@ def test_a_variant_is_prosecuted_against_the_model_that_it_was_made_from(
 ) -> None:
     """A pruned, sparse or trained one answers otherwise than the given model, and is not wrong for that."""
     steps = planned(**asked, calibration="digits", prosecute_seconds=1).steps
-    found = {step.id: step.inputs["given"] for step in steps if step.id.kind == "prosecute"}
-    assert found == {f"prosecute-onnxruntime-fp32{change}": model for change, model in given.items()}
+    found = {step.id: step.inputs for step in steps if step.id.kind == "prosecute"}
+    assert {name: inputs["given"] for name, inputs in found.items()} == {
+        f"prosecute-onnxruntime-fp32{change}": model for change, model in given.items()
+    }
+    for change in given:  # the answers that a bundle brings along are taken from here
+        assert found[f"prosecute-onnxruntime-fp32{change}"]["reference"] == f"reference{change}"
 
 
 @pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
