@@ -19,7 +19,8 @@ _RECIPE = {
     "budgets": {"max_drop": 0.05},
     "time_seconds": 300,
     "quantisation": {"search_steps": 2},
-    "measure": {"seconds": 2},
+    "measure": {"seconds": 1},
+    "prosecute_seconds": 0,
 }
 
 
