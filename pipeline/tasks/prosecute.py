@@ -69,7 +69,11 @@ class Prosecute(Task):
     seed: int = 0
     rows_apart: bool = True
     required: bool = True
-    """False where it is no failure of the engine that inputs cannot be tried: nobody asked for it."""
+    """False where nobody asked for it.
+
+    Then it is no failure of the engine that inputs cannot be tried, and what a lower precision loses is left to
+    fidelity and the metric.
+    """
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -146,7 +150,16 @@ class Prosecute(Task):
             graph = None
         model = stages[0]
         engine = stages[-1].answer
-        return Subject(space, self.precision, engine, model.answer, graph, self.rows_apart, model.differentiate)
+        return Subject(
+            space,
+            self.precision,
+            engine,
+            model.answer,
+            graph,
+            rows_apart=self.rows_apart,
+            loss_judged=self.required,
+            differentiate=model.differentiate,
+        )
 
 
 def _check_names(model: Signature | None, engine: Signature | None) -> None:

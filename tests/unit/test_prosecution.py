@@ -292,6 +292,18 @@ def test_samples_that_depend_on_their_batch_are_found_in_a_low_precision() -> No
     assert all((seen := apart.examine(each)) is None or seen.witness == MODEL for each in samples)
 
 
+@pytest.mark.parametrize("judged", [True, False])
+def test_what_a_low_precision_loses_is_left_to_those_who_judge_it(judged: bool) -> None:
+    """A graph that is far off even on samples, and an engine that computes what it says."""
+
+    def loses(feeds: Feeds) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"].round()}
+
+    found = search(loses, "int8", graph=loses, loss_judged=judged)
+    assert (found is not None and found.witness == MODEL) == judged
+    assert search(lambda feeds: {"y": loses(feeds)["y"] + 1}, "int8", graph=loses, loss_judged=judged) is not None
+
+
 def test_what_a_low_precision_loses_on_unusual_values_is_no_fault_unless_its_own_graph_does_not() -> None:
     def saturates(feeds: Feeds) -> dict[str, Array]:
         return {"y": 2 * feeds["x"].clip(-2.8, 2.8)}

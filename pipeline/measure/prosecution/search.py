@@ -74,6 +74,8 @@ class Subject:
     """The engine's own graph in its precision, where there is one."""
     rows_apart: bool = True
     """False where the precision depends on the whole batch: ranges that are computed in each call."""
+    loss_judged: bool = True
+    """False where it is judged elsewhere what a lower precision loses: the engine is compared with its own graph."""
     differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
     """Computes the model's gradient, as ``Session.differentiate`` does."""
 
@@ -208,7 +210,7 @@ class InputSearch:
             found = subject.engine(attempt.feeds)
         except EnginesmithError as error:
             return self._disagree(attempt, MODEL, f"it does not answer: {error.message}", expected, found)
-        comparable = subject.precision in EXACT or attempt.usual
+        comparable = subject.precision in EXACT or (attempt.usual and subject.loss_judged)
         if comparable and (
             reason := self._find_fault(subject.model, attempt.feeds, expected, found, subject.precision)
         ):
