@@ -243,3 +243,22 @@ def mask_as_length() -> Graphs:
     end += " s = Add(p, b) a = Softmax<axis=-1>(s) y = MatMul(a, x) }"
     count = "n = ReduceSum<keepdims=1>(mask, last) r = Less(places, n) f = Cast<to=1>(r)"
     return Graphs(graph(f"{head} {{ f = Cast<to=1>(mask) {end}"), graph(f"{head} {{ {count} {end}"))
+
+
+@known_bug(
+    "microsoft/onnxruntime#12498",
+    "a grouped convolution and a constant that is added to it are fused wrongly; rebuilt as if nothing were added",
+    "onnxruntime",
+    "August 2022",
+    affected="<1.31",
+    probe=probes.differs(probes.run_optimized, probes.run_unoptimized),
+)
+def grouped_convolution_and_sum() -> Graphs:
+    rng = np.random.default_rng(0)
+    weight = numpy_helper.from_array(rng.standard_normal((136, 34, 1, 1)).astype(np.float32), "w")
+    constant = numpy_helper.from_array(rng.random((1, 136, 6, 6)).astype(np.float32), "c")
+    head = "(float[N,136,6,6] x) => (float[N,136,6,6] y)"
+    return Graphs(
+        graph(f"{head} {{ t = Conv<group=4>(x, w) y = Add(t, c) }}", 17, weight, constant),
+        graph(f"{head} {{ y = Conv<group=4>(x, w) }}", 17, weight),
+    )
