@@ -124,7 +124,7 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     yield from (workaround.sentence for workaround in run.workarounds)
     given = [(record.id, record.prosecution) for record in run.requested if record.prosecution]
     yield from (f"{name}: {prosecution.reason}" for name, prosecution in given if prosecution.reason)
-    tried = [(name, prosecution) for name, prosecution in given if not prosecution.reason]
+    tried = [(name, prosecution) for name, prosecution in given if prosecution.attempts]
     if not tried:
         return
     attempts = [prosecution.attempts for _, prosecution in tried]

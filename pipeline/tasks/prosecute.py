@@ -80,24 +80,15 @@ class Prosecute(Task):
         return tuple(dict.fromkeys((*self.engine.tools, *self.given_engine.tools, "onnx")))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        try:
-            if not self.required:
-                self._check_memory(inputs)
-            return self._prosecute(inputs, out, progress)
-        except EnginesmithError as error:
-            if self.required:
-                raise
-            reason = f"no input was tried: {error.message}"
-            write_records(out, [Prosecution(seconds=self.seconds, attempts=0, walks={}, reason=reason)])
-            return Effect(file=RECORDS, summary=reason, incomplete=True)
-
-    def _prosecute(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        _check_names(inputs[GIVEN].signature, inputs["model"].signature)
         with contextlib.ExitStack() as stack:
-            stages = [stack.enter_context(stage) for stage in self._open_stages(inputs)]
-            subject = self._make_subject(inputs, stages)
-            search = InputSearch(subject, self.seed)
-            shown = search.run(self.seconds, progress)
+            search = None
+            try:
+                stages, search = self._begin(inputs, stack)
+                shown = search.run(self.seconds, progress)
+            except EnginesmithError as error:
+                if self.required:
+                    raise
+                return self._pass_over(search, error, out)
             finding = None
             if shown is not None:
                 progress(f"reducing: {shown.reason}")
@@ -111,6 +102,21 @@ class Prosecute(Task):
         if finding is None:
             return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong")
         return Effect(file=RECORDS, summary=f"{tried}: {finding.sentence}", rejected=finding.sentence)
+
+    def _pass_over(self, search: InputSearch | None, error: EnginesmithError, out: Path) -> Effect:
+        """Record why no input was tried, or no further one; the engine's own errors are findings."""
+        attempts, walks = (search.attempts, search.walked) if search else (0, {})
+        reason = f"{f'ended at input {attempts}' if attempts else 'no input was tried'}: {error.message}"
+        write_records(out, [Prosecution(seconds=self.seconds, attempts=attempts, walks=walks, reason=reason)])
+        return Effect(file=RECORDS, summary=reason, incomplete=True)
+
+    def _begin(self, inputs: Inputs, stack: contextlib.ExitStack) -> tuple[list[Stage], InputSearch]:
+        """Open the model, its graphs and its engine, and make the search."""
+        _check_names(inputs[GIVEN].signature, inputs["model"].signature)
+        if not self.required:
+            self._check_memory(inputs)
+        stages = [stack.enter_context(stage) for stage in self._open_stages(inputs)]
+        return stages, InputSearch(self._make_subject(inputs, stages), self.seed)
 
     def _check_memory(self, inputs: Inputs) -> None:
         """Check that there is memory for the model, its graphs and its engine at once.

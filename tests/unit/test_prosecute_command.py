@@ -11,7 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith import cli
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import SignatureError
+from enginesmith.pipeline.engines import baseline
+from enginesmith.pipeline.errors import ModelError, SignatureError
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.planner import plan
@@ -20,9 +22,10 @@ from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import cpu
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prosecute import Prosecute
-from enginesmith.pipeline.tensors import Signature, TensorSpec
+from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
 
 def run(*words: object) -> Result:
@@ -96,6 +99,40 @@ def test_what_nobody_asked_for_fails_nothing(output: str, tmp_path: Path, monkey
     if output == "z":
         with pytest.raises(SignatureError):
             task.model_copy(update={"required": True}).run(inputs, tmp_path, print)
+
+
+def test_a_wrong_engine_is_not_passed_over_where_its_fault_cannot_be_located(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs were tried then, and one shows it."""
+
+    def fail(*given: object) -> None:
+        raise ModelError("cannot be reduced")
+
+    for name, operator in (("given", "Identity"), ("model", "Neg")):
+        text = f'<ir_version: 8, opset_import: ["": 17]> g (float[N,2] x) => (float[N,2] y) {{ y = {operator}(x) }}'
+        onnx.save(onnx.parser.parse_model(text), tmp_path / f"{name}.onnx")
+    spec = TensorSpec.parse("x:float32:N,2")
+    signature = Signature(inputs=(spec,), outputs=(spec.model_copy(update={"name": "y"}),))
+    inputs = {
+        name: Artifact(kind="onnx", path=tmp_path / f"{name}.onnx", sha256="0" * 64, bytes=100, signature=signature)
+        for name in ("given", "model")
+    }
+    feeds = {"x": np.array([[1, -2]], np.float32)}
+    ranges = {"N": ShapeRange(min=1, opt=1, max=3)}
+    samples.write_arrays(tmp_path, "feeds", 0, feeds)
+    samples.write_arrays(tmp_path, "outputs", 0, {"y": feeds["x"]})
+    case = samples.Case(sizes={"N": 1}, batch=1)
+    samples.write(tmp_path, samples.Samples(data="synthetic", ranges=ranges, cases=(case,)))
+    inputs["reference"] = inputs["given"].model_copy(update={"path": tmp_path / samples.RECORD})
+    engine = baseline("onnx").exact()
+    task = Prosecute(engine=engine, given_engine=engine, device=Device(), precision="fp32", seconds=1.0, required=False)
+    monkeypatch.setattr("enginesmith.pipeline.tasks.prosecute.locate_fault", fail)
+    with pytest.raises(ModelError, match="cannot be reduced"):
+        task.run(inputs, tmp_path, lambda text: None)
+    monkeypatch.setattr("enginesmith.pipeline.measure.prosecution.search.InputSearch.examine", fail)
+    passed = task.run(inputs, tmp_path, lambda text: None)
+    assert (passed.summary, passed.rejected) == ("ended at input 1: cannot be reduced", "")
 
 
 @pytest.mark.parametrize("word", ["int4", "tf32", "float16"])

@@ -61,4 +61,4 @@ class Prosecution(BaseModel, frozen=True):
     """Inputs by family."""
     finding: Finding | None = None
     reason: str = ""
-    """Reason why no input was tried."""
+    """Reason why no input was tried, or no further one."""
