@@ -28,6 +28,7 @@ from enginesmith.pipeline.system import machine, nvidia
 from enginesmith.pipeline.system.nvidia import Driver
 from enginesmith.pipeline.tasks.build import Build
 from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample, Verify
 
@@ -73,6 +74,10 @@ def test_a_variant_is_prosecuted_against_the_model_that_it_was_made_from(
     """A pruned, sparse or trained one answers otherwise than the given model, and is not wrong for that."""
     steps = planned(**asked, calibration="digits", prosecute_seconds=1).steps
     found = {step.id: step.inputs for step in steps if step.id.kind == "prosecute"}
+    kinds = {
+        step.inputs["given"]: step.task.given_engine.consumes for step in steps if isinstance(step.task, Prosecute)
+    }
+    assert kinds == {model: "onnx" if "sparsify" in model else "torch" for model in given.values()}
     assert {name: inputs["given"] for name, inputs in found.items()} == {
         f"prosecute-onnxruntime-fp32{change}": model for change, model in given.items()
     }

@@ -130,6 +130,10 @@ def test_a_wrong_engine_is_not_passed_over_where_its_fault_cannot_be_located(
     monkeypatch.setattr("enginesmith.pipeline.tasks.prosecute.locate_fault", fail)
     with pytest.raises(ModelError, match="cannot be reduced"):
         task.run(inputs, tmp_path, lambda text: None)
+    lossy = task.model_copy(update={"precision": "int8", "seconds": 0.1})
+    assert not lossy.run(inputs, tmp_path, lambda text: None).rejected, "fidelity and the metric judge that"
+    with pytest.raises(ModelError, match="cannot be reduced"):
+        lossy.model_copy(update={"required": True}).run(inputs, tmp_path, lambda text: None)
     monkeypatch.setattr("enginesmith.pipeline.measure.prosecution.search.InputSearch.examine", fail)
     passed = task.run(inputs, tmp_path, lambda text: None)
     assert (passed.summary, passed.rejected) == ("ended at input 1: cannot be reduced", "")
