@@ -94,7 +94,9 @@ def prosecute_task(
 
 def _list_graphs(steps: dict[StepRef, Step], variant: Variant) -> tuple[StepRef, list[StepRef]]:
     """Find the model that a variant should answer like, and list the graphs between that and the engine."""
-    refs, ref = list[StepRef](), steps[variant.artifact].inputs.get("model") if variant.artifact in steps else None
+    refs, ref = list[StepRef](), variant.artifact if variant.artifact in steps else None
+    if ref is not None and steps[ref].task.produces == "engine":  # others run the model itself
+        ref = steps[ref].inputs.get("model")
     while ref is not None and ref != LOAD:
         if _changes_answers(steps[ref]):
             return ref, refs

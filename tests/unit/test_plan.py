@@ -85,6 +85,16 @@ def test_a_variant_is_prosecuted_against_the_model_that_it_was_made_from(
         assert found[f"prosecute-onnxruntime-fp32{change}"]["reference"] == f"reference{change}"
 
 
+@pytest.mark.parametrize("recover", [False, True])
+def test_what_runs_a_pruned_model_itself_is_prosecuted_against_that(recover: bool) -> None:
+    asked: dict[str, Any] = {"engines": ["compiled", "aotinductor"], "prune": ["macs=-30%"], "recover": recover}
+    steps = planned(**asked, calibration="digits", prosecute_seconds=1).steps
+    found = {step.id: step.inputs["given"] for step in steps if step.id.kind == "prosecute"}
+    pruned = "recover-prune-macs30" if recover else "prune-macs30"
+    assert {given for name, given in found.items() if "prune" in name} == {pruned}
+    assert {given for name, given in found.items() if "prune" not in name} == {"load"}
+
+
 @pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
 def test_an_engine_is_held_to_the_arithmetic_that_it_may_use(tf32: bool, row: str) -> None:
     engines = {"engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"], "tensorrt": {"tf32": tf32}}
