@@ -3,10 +3,11 @@
     python benchmarks/search.py [--models digits …] [--time 30s 3m] [--batch 1] [--threads 1] [--work build/arena]
 
 For each model of the arena: `optimize --data … --max-drop … --time …` finds a winner in each of the times. One more run
-lists by hand all engines, precisions and quantizers that the searches could choose from, and measures every variant in
-full, in the same interleaved rounds. Its numbers tell how much faster the best of all variants is than the one that was
-found (1 where they are the same). The arena's data are split in the same way in all. Writes results/search.json; a
-model that is in it is not run again.
+lists by hand all engines, precisions, quantizers and prunings that the searches could choose from, and measures every
+variant in full, in the same interleaved rounds. Its numbers tell how much faster the best of all variants is than the
+one that was found (1 where they are the same). A search judges on samples for choosing before it judges on others; what
+it dropped there for its accuracy is not the best of all, even if it loses nothing on the others. The arena's data are
+split in the same way in all. Writes results/search.json; a model that is in it is not run again.
 """
 
 import argparse
@@ -26,8 +27,11 @@ from recipes.job import KNOWN
 from enginesmith import load_run
 from enginesmith.pipeline.measure.statistics import divide
 from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.verdicts import select_winner
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
+_LOSS = "its accuracy on the samples for choosing"
+"""In the reason of a variant that the search dropped because it loses too much."""
 _LISTS = (("--engine", "engines"), ("--precision", "precisions"))
 
 
@@ -38,6 +42,11 @@ def list_everything(run: Run) -> Iterator[str]:
             yield from (option, name)
     for name in run.recipe.quantisation.quantizers:
         yield from ("--quantizer", name)
+    for target in run.recipe.prune:
+        yield from ("--prune", target)
+    if run.recipe.prune and run.recipe.recover:
+        recovery = run.recipe.recovery
+        yield from ("--recover", recovery.method, "--recover-time", f"{recovery.seconds:g}s")
 
 
 def compare(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -83,12 +92,20 @@ def compare(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _judge(found: Run, everything: Run) -> dict[str, Any]:
+    recipe = everything.recipe
+    lossy = [record for record in found.requested if _LOSS in record.reason]
+    names, pruned = {record.id for record in lossy}, {record.prune for record in lossy if record.precision == "fp32"}
+    dropped = {record.id for record in everything.requested if record.id in names or record.prune in pruned - {None}}
+    records = [record for record in everything.records if record.id not in dropped]
+    best = select_winner(records, recipe.budgets, recipe.objective, min(recipe.batch), recipe.min_sqnr_db).winner
+    row: dict[str, Any] = {"best": best}
+    if everything.winner in dropped:
+        row["dropped_when_chosen"] = everything.winner
     speeds = {record.id: record.latency[0].speedup for record in everything.requested if record.latency}
-    ours, best = speeds.get(found.winner or ""), speeds.get(everything.winner or "")
-    row: dict[str, Any] = {"best": everything.winner}
-    if ours and best:
-        ratio = divide(best, ours)
-        same = found.winner == everything.winner
+    ours, theirs = speeds.get(found.winner or ""), speeds.get(best or "")
+    if ours and theirs:
+        ratio = divide(theirs, ours)
+        same = found.winner == best
         row["best_over_found"] = [1.0] * 3 if same else [round(end, 3) for end in (ratio.low, ratio.median, ratio.high)]
     return row
 

@@ -205,9 +205,9 @@ def _to_file(
     outcomes = run_steps(steps, settings, recipe)
     made = outcomes[stage].artifact
     if made is None:
+        needed = (outcomes[step.id] for step in reversed(steps) if step.id in outcomes)  # optional steps come first
         short = next(
-            (result.artifact.rejected for result in outcomes.values() if result.artifact and result.artifact.rejected),
-            "",
+            (result.artifact.rejected for result in needed if result.artifact and result.artifact.rejected), ""
         )
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
     fidelity = tuple(read_models(outcomes[StepRef("verify", stage)].artifact, StageFidelity))

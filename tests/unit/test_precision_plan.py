@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +9,17 @@ from typing import Any
 import pytest
 
 from enginesmith.calibration.options import DataOptions, PartOptions
+from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.openvino import engine as openvino
-from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.errors import FidelityError, MissingCapability, UsageError
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
+from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import Placement
-from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
+from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.race import searching_seconds
@@ -42,6 +44,7 @@ from enginesmith.pipeline.tasks.mixed_precision import (
     assignment,
 )
 from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
+from enginesmith.pipeline.workflows import stages
 
 
 def planned(**values: Any) -> Plan:
@@ -276,174 +279,32 @@ def test_a_graph_for_tensorrt_needs_no_target() -> None:
     assert precision_steps(resolve_recipe(recipe))[1].graph == "precision-fp16"
 
 
+def test_a_graph_that_was_not_written_has_the_reason_of_what_it_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a form of the graph could not be made, which would have been tried first, is no reason."""
+    reasons = {"rescale": "no channels can be scaled against each other", "assign": "nothing reaches the goal"}
+
+    def run_steps(steps: list[Step], *rest: Any) -> dict[str, Outcome]:
+        found = {}
+        for step in steps:
+            why = reasons.get(step.id.kind, "")
+            made = Artifact(kind="record", path=tmp_path / "made", sha256="", bytes=0, rejected=why)
+            missing = step.id.kind == "precision"
+            found[step.id] = Outcome(step.id, "skipped" if missing else "done", None if missing else made)
+        return found
+
+    monkeypatch.setattr(stages, "run_steps", run_steps)
+    recipe = make({"model": "digits", "precisions": ["int8"], "calibration": "digits"})
+    with pytest.raises(FidelityError, match="nothing reaches the goal"):
+        stages.precision(recipe, tmp_path / "out.onnx", Settings())
+
+
 def test_a_plan_with_a_hole_is_an_error_and_no_endless_wait(tmp_path: Any) -> None:
     step = Step("lonely", Shapes(ranges={}, batches=(1,)), {"model": "nowhere"})
     runner = Runner(LocalExecutor(Store(tmp_path / "store"), 1), lambda step: tmp_path / f"{step.id}.log")
     with pytest.raises(ValueError, match="nowhere"):
         runner.run([step])
-
-
-Judge = Callable[[Candidate], tuple[bool, float, float | None]]
-METHODS = ("mse", "minmax")
-
-
-def groups(*sensitivities: float, macs: tuple[int, ...] = (), kinds: tuple[str, ...] = ()) -> list[GroupFact]:
-    return [
-        GroupFact(
-            name=f"g{index}",
-            module="",
-            kind=kinds[index] if kinds else "Conv",
-            macs=macs[index] if macs else 100,
-            sqnr_db=sqnr,
-        )
-        for index, sqnr in enumerate(sensitivities)
-    ]
-
-
-def run(
-    facts: list[GroupFact],
-    judge: Judge,
-    methods: tuple[str, ...] = METHODS,
-    keep: tuple[str, ...] = (),
-    signs: tuple[bool, ...] = (False,),
-    corrections: tuple[bool, ...] = (False,),
-    **changed: list[GroupFact],
-) -> list[Trial]:
-    """The whole search: each candidate judged by (passed, error, speed-up); ``changed`` has other forms' groups."""
-    trials: list[Trial] = []
-    forms: dict[Any, list[GroupFact]] = {**changed, "given": facts}
-    while candidate := propose(trials, forms, methods, frozenset(keep), signs, corrections):
-        passed, error, speedup = judge(candidate)
-        trials.append(
-            Trial(
-                phase=candidate.phase,
-                form=candidate.form,
-                signed=candidate.signed,
-                method=candidate.method,
-                corrected=candidate.corrected,
-                kept=tuple(sorted(candidate.kept)),
-                why=candidate.why,
-                passed=passed,
-                error=error,
-                speedup=speedup,
-            )
-        )
-        assert len(trials) < 50
-    return trials
-
-
-def needs(*names: str) -> Judge:
-    return lambda candidate: (set(names) <= candidate.kept, float(len(set(names) - candidate.kept)), None)
-
-
-def test_one_trial_where_everything_can_be_quantised() -> None:
-    trials = run(groups(30, 20, 10), lambda candidate: (True, 0.0, None))
-    assert [(trial.phase, trial.kept) for trial in trials] == [("everything", ())]
-
-
-def test_other_methods_are_tried_before_anything_is_kept() -> None:
-    facts = groups(30, 20, 10)
-    trials = run(facts, lambda candidate: (candidate.method == "minmax", 1.0, None))
-    found = best(trials, facts)
-    assert (found.method, found.kept) == ("minmax", ())
-
-
-def test_the_graph_is_rescaled_before_other_settings_are_tried() -> None:
-    """One change at a time, from what lost least so far; what is kept is kept in the best of them."""
-    facts, rescaled = groups(10, 2, 30), groups(9, 31, 30)
-    losses = {"rescaled": 1.0, "given": 3.0}
-
-    def judge(one: Candidate) -> tuple[bool, float, None]:
-        return "g0" in one.kept, losses[one.form] + one.signed - 0.1 * (one.method == "minmax"), None
-
-    trials = run(facts, judge, ("mse", "minmax"), rescaled=rescaled, signs=(True, False))
-    assert [(trial.form, trial.signed, trial.method, trial.kept) for trial in trials] == [
-        ("rescaled", True, "mse", ()),
-        ("given", True, "mse", ()),
-        ("rescaled", False, "mse", ()),
-        ("rescaled", False, "minmax", ()),
-        ("rescaled", False, "minmax", ("g0",)),  # in this form it is the most sensitive
-    ]
-    words = "everything quantized, channels rescaled, activations in uint8, ranges by mse"
-    assert trials[2].why == words
-
-
-def test_multiplications_are_added_where_rescaling_is_not_enough() -> None:
-    facts = groups(10, 2, 30)
-    trials = run(
-        facts, lambda one: (one.form == "multiplied", 1.0, None), rescaled=groups(10, 31), multiplied=groups(30, 31)
-    )
-    assert [trial.form for trial in trials] == ["rescaled", "multiplied"]
-    assert trials[-1].why == "everything quantized, channels rescaled by multiplications, ranges by mse"
-
-
-def test_the_graph_as_it_is_may_be_better() -> None:
-    trials = run(
-        groups(10, 2), lambda one: (one.form == "given", 0.0, None), rescaled=groups(9, 1), signs=(True, False)
-    )
-    assert [(trial.form, trial.signed) for trial in trials] == [("rescaled", True), ("given", True)]
-
-
-def test_the_best_method_is_gone_on_with() -> None:
-    facts = groups(30, 20, 10)
-    trials = run(facts, lambda one: (bool(one.kept), 1.0 if one.method == "minmax" else 2.0, None))
-    assert trials[-1].method == "minmax"
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 30])
-def test_no_more_groups_are_kept_than_needed(count: int) -> None:
-    facts = groups(*range(30))
-    worst = {f"g{index}" for index in range(count)}
-    trials = run(facts, needs(*worst))
-    found = best(trials, facts)
-    assert set(found.kept) == worst
-    assert len(trials) <= 16
-
-
-def test_work_is_given_back() -> None:
-    facts = groups(1, 2, 3, 30, 40, macs=(10, 1000, 10, 10, 10))
-    trials = run(facts, needs("g0", "g2"))
-    found = best(trials, facts)
-    assert (found.phase, found.kept) == ("give back", ("g0", "g2"))
-
-
-def test_speed_is_looked_at_after_nothing_could_be_given_back() -> None:
-    facts = groups(1, 2, 30, 31, macs=(10, 1000, 10, 100), kinds=("Conv", "Conv", "Gemm", "Conv"))
-    trials = run(facts, lambda one: ({"g0", "g1"} <= one.kept, 1.0, 2.0 if "g2" in one.kept else 1.0))
-    assert trials[-1].phase == "speed"
-
-
-def test_a_kind_that_loses_stays_in_floating_point() -> None:
-    facts = groups(20, 20, 20, macs=(1000, 10, 500), kinds=("Conv", "depthwise Conv", "Gemm"))
-    speeds = {frozenset(): 1.5, frozenset({"g1"}): 1.8, frozenset({"g1", "g2"}): 1.7}
-    trials = run(facts, lambda candidate: (True, 0.0, speeds[candidate.kept]))
-    found = best(trials, facts)
-    assert found.kept == ("g1",)
-
-
-def test_a_kind_with_next_to_no_work_is_not_tried_for_speed() -> None:
-    facts = groups(20, 20, macs=(100_000, 10), kinds=("Conv", "Gemm"))
-    assert [trial.phase for trial in run(facts, lambda candidate: (True, 0.0, 1.5))] == ["everything"]
-
-
-def test_a_gain_within_the_noise_keeps_nothing() -> None:
-    facts = groups(20, 20, macs=(1000, 10), kinds=("Conv", "depthwise Conv"))
-    trials = run(facts, lambda candidate: (True, 0.0, 1.5 if not candidate.kept else 1.51))
-    found = best(trials, facts)
-    assert found.kept == ()
-
-
-def test_what_the_user_keeps_is_kept_throughout() -> None:
-    trials = run(groups(30, 20, 10), needs("g2", "g0"), keep=("g0",))
-    assert all("g0" in trial.kept for trial in trials)
-    assert trials[-1].passed
-
-
-def test_nothing_passes() -> None:
-    facts = groups(30, 20, 10)
-    trials = run(facts, lambda candidate: (False, 1.0, None))
-    assert best(trials, facts) is None
-    assert set(trials[-1].kept) == {"g0", "g1", "g2"}
 
 
 @pytest.mark.parametrize(("placement", "rest"), [("inputs", "fp16"), ("inputs+outputs", "fp32")])
@@ -584,20 +445,6 @@ def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:
 def test_training_of_nothing_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make({"model": "digits", "engines": ["onnxruntime"], **values})
-
-
-def test_biases_are_corrected_before_groups_stay_in_floating_point() -> None:
-    """The correction alone is not enough here; what is nearest keeps it with other ranges and with groups in float."""
-    facts = [GroupFact(name=f"g{i}", module="", kind="Conv", macs=10, sqnr_db=20.0 + i) for i in range(3)]
-
-    def judge(candidate: Candidate) -> tuple[bool, float, float | None]:
-        error = 0.02 - 0.005 * candidate.corrected + (0.001 if candidate.method != METHODS[0] else 0.0)
-        return bool(candidate.kept), error, None
-
-    trials = run(facts, judge, corrections=(False, True))
-    assert [trial.corrected for trial in trials] == [False, True, *[True] * (len(trials) - 2)]
-    assert "biases corrected" in trials[1].why
-    assert [trial.phase for trial in trials[-1:]] == ["sensitive"]
 
 
 @pytest.mark.parametrize(
