@@ -45,7 +45,8 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
 @click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
 @click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
 @click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
-@parameters.recipe_options("min_sqnr_db")
+@click.option("--data", "calibration", metavar="DATA", help="Data for recovery: embedded set, .npz …")
+@parameters.recipe_options("min_sqnr_db", "recover", "recovery", "metric")
 @parameters.what_to_load
 @parameters.how_to_export
 @parameters.how_to_work
@@ -61,10 +62,10 @@ def sparsify(
 ) -> None:
     """Set weights of MODEL or of an ONNX file to zero.
 
-    Use 2:4 for sparse tensor cores, or unstructured for the smallest weights. Nothing is trained; the distance from
-    the dense model's outputs is shown.
+    Use 2:4 for sparse tensor cores, or unstructured for the smallest weights. With --recover, the weights that are
+    left are trained; the distance from the dense model's outputs is shown.
 
-    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4
+    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4 --recover distil --data data.npz
     """
     from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions
     from enginesmith.pipeline.workflows import stages

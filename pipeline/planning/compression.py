@@ -228,9 +228,8 @@ def _plan_sparse(recipe: Recipe, pattern: Sparsity, made: Pass, dense_plan: Dens
     name = StepRef(made.step_name, changes=(pattern.slug,))
     steps = [Step(name, Transform(step=made), {"model": dense_plan.graph})]
     if recipe.trains:
-        needs = {"model": name, TEACHER: dense_plan.graph, REFERENCE: REFERENCE}
-        name = StepRef("recover", name)
-        steps.append(Step(name, train_task(recipe, TrainGraph, stays_float=True), needs))
+        steps.append(train_sparse_step(recipe, name, dense_plan.graph))
+        name = steps[-1].id
     steps += [*_reference_steps(name, pattern.slug, simulation())]
     shared = (dense_plan.shared | {LOAD} | {step.id for step in dense_plan.to_graph}) - {dense_plan.graph}
     stands_for = {dense_plan.graph: name, REFERENCE: REFERENCE.with_change(pattern.slug)}
@@ -238,6 +237,12 @@ def _plan_sparse(recipe: Recipe, pattern: Sparsity, made: Pass, dense_plan: Dens
     modules = {} if dense_plan.graph == LOAD else {"model": LOAD}
     again = tuple(step for step in dense_plan.to_engines if not modules or step.inputs.get("model") != LOAD)
     return CompressedModel(tuple(steps), again, transform, steps[-1].id, sparsity=str(pattern))
+
+
+def train_sparse_step(recipe: Recipe, sparse: StepRef, dense: StepRef) -> Step:
+    """Plan to train the weights of a sparse graph that are left, by what the dense one answers."""
+    needs = {"model": sparse, TEACHER: dense, REFERENCE: REFERENCE}
+    return Step(StepRef("recover", sparse), train_task(recipe, TrainGraph, stays_float=True), needs)
 
 
 def _reference_steps(model: StepRef, change: str, engine: Engine) -> Iterator[Step]:

@@ -12,7 +12,7 @@ from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, KINDS
-from enginesmith.pipeline.planning.compression import pruning_steps
+from enginesmith.pipeline.planning.compression import pruning_steps, train_sparse_step
 from enginesmith.pipeline.planning.plan import (
     LOAD,
     REFERENCE,
@@ -85,15 +85,17 @@ def _graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...]
     return graph_steps(resolved if resolved.source.is_torch else resolved.updated(simplify=False))
 
 
-def sparsify_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
-    """Plan ``sparsify``: from a model, or a file as it is, to a graph with sparse weights."""
+def sparsify_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef]:
+    """Plan ``sparsify``: from a model, or a file as it is, to a graph with sparse weights; name its step."""
     recipe = resolved.recipe
     graph, _, steps = _graph_steps(resolved)
     (asked,) = passes_for("sparsity", recipe)
-    made = Step(SPARSIFY, Transform(step=asked), {"model": graph})
-    judged = recipe.min_sqnr_db is not None
-    check = verify_step(recipe, SPARSIFY, SPARSIFY, simulation(), Device(), "fp32", judged=judged)
-    return (*first_steps(resolved), *steps, made, check)
+    made = [Step(SPARSIFY, Transform(step=asked), {"model": graph})]
+    if recipe.recover:
+        made.append(train_sparse_step(recipe, SPARSIFY, graph))
+    last, judged = made[-1].id, recipe.min_sqnr_db is not None
+    check = verify_step(recipe, last, last, simulation(), Device(), "fp32", judged=judged)
+    return (*first_steps(resolved), *steps, *made, check), last
 
 
 def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, StepRef]:

@@ -240,7 +240,7 @@ def _check_smaller(recipe: Recipe, options: Mapping[str, Any]) -> None:
     if (recipe.recover or by_taylor) and recipe.calibration_data is None:
         raise UsageError(
             f"{'recovery' if recipe.recover else 'importance by taylor'} needs data, and there is none",
-            "give some samples with --calibration DATA; distilling needs no labels",
+            "give some samples with --data DATA; distilling needs no labels",
         )
 
 

@@ -181,7 +181,7 @@ class Recover(ResumableTask):
         if self.data is None:
             raise DataError(
                 "recovery needs data to learn from, and there is none",
-                "give some samples with --calibration DATA; distilling needs no labels",
+                "give some samples with --data DATA; distilling needs no labels",
             )
         data = open_dataset(self.data, signature.inputs, split="train", options=self.data_options)
         if {"calibration", "choice"} <= data.parts.keys():

@@ -135,7 +135,8 @@ def sparsify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     if recipe.sparsities[0].pattern == "2:4" and recipe.sparsifying.scope != "global":
         raise UsageError("a threshold for each layer has no effect on weights that are 2:4", "omit --per-layer")
     resolved = resolve_recipe(recipe)
-    return _to_file(resolved, plans.sparsify_steps(resolved), plans.SPARSIFY, output, settings)
+    steps, last = plans.sparsify_steps(resolved)
+    return _to_file(resolved, steps, last, output, settings)
 
 
 def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:

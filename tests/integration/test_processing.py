@@ -55,7 +55,7 @@ def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, c
     done = cli(
         *("optimize", "digits", "--prepend", "uint8,nhwc,scale", "--prepend", "normalize=0/1", "--append", "softmax"),
         *("--data", raw, "--metric", "top1", "--precision", precision, "--engine", "onnxruntime"),
-        *("--measure-time", "200ms", "--out", run, "--quiet"),
+        *("--measure-time", "200ms", "--batch", "1", "--no-memory", "--out", run, "--quiet"),
     )
     assert done.code == 0, done.text
     document = json.loads((run / "run.json").read_text())
@@ -87,7 +87,7 @@ def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkey
     done = cli(
         *("optimize", "detector.py:build", "--prepend", "uint8,nhwc,resize,scale", "--append", "nms=score:0.4,max:20"),
         *("--input", "image:uint8:batch,48,40,3", "--data", "pages.npz", "--engine", "onnxruntime"),
-        *("--precision", "fp32", "--batch", "2", "--measure-time", "200ms", "--out", "run", "--quiet"),
+        *("--precision", "fp32", "--batch", "2", "--measure-time", "200ms", "--no-memory", "--out", "run", "--quiet"),
     )
     assert done.code == 0, done.text
     document = json.loads(Path("run/run.json").read_text())

@@ -60,6 +60,19 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
     assert cli("inspect", folder / "near.onnx").stdout.count("unstructured=0.05") == 1
 
 
+def test_weights_that_are_left_are_trained_and_zeros_stay(tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "trained.onnx"
+    trained = ("--recover", "distil", "--recover-time", "3s", "--data", "digits", "--metric", "top1")
+    done = cli("sparsify", "digits", "-o", out, *trained, "--json")
+    assert done.code == 0, done.text
+    assert [entry["step"] for entry in json.loads(done.stdout)["history"]][-2:] == ["sparsify", "recover-sparsify"]
+    assert sum(one.two_of_four for one in check.sparse_weights(out)) == 15
+    refused = cli("sparsify", f"{NETS}:mlp", "-o", tmp_path / "mlp.onnx", "--recover", "distil")
+    assert refused.code == 2
+    assert "recovery needs data, and there is none" in refused.text
+    assert "--data DATA" in refused.text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -68,6 +81,7 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
         (("--protect", "model.layer1.0.conv9"), "did you mean model.layer1.0.conv"),
         (("--per-layer",), "a threshold for each layer has no effect"),
         (("--protect", "*"), "all 16 weights of the graph are protected"),
+        (("--recover-time", "5s"), "--recover-time has no effect without --recover"),
     ],
 )
 def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: Cli, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_graphs_are_of_many_operators_and_sound(fuzzing: SimpleNamespace) -> Non
 @pytest.mark.filterwarnings("ignore")
 def test_passes_keep_their_promises_on_random_graphs(fuzzing: SimpleNamespace, tmp_path: Path) -> None:
     kinds = Counter[str]()
-    for seed in SEEDS[:12]:
+    for seed in SEEDS[:6]:
         for outcome in fuzzing.fuzzing.fuzz(
             seed, list(fuzzing.fuzzing.CHEAP), tmp_path / str(seed), lambda _: None, stop=True
         ):
