@@ -23,7 +23,7 @@ from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.events import Outcomes
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.search import NO_ADVICE, Advice, GroupFact, Setting, Trial
-from enginesmith.pipeline.planning.plan import Plan, Step, StepRef
+from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store.past_records import PastRecord, PastRecords
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import read_models
@@ -149,7 +149,7 @@ class _Trials:
 class EarlierSearches:
     """The searches for precisions that are in a store, as one run uses them."""
 
-    plan: Plan
+    planned: Sequence[Step]
     store: Store
     _begun: dict[StepRef, PastSearch] = field(default_factory=dict)
     """By the first trial of a search."""
@@ -197,7 +197,7 @@ class EarlierSearches:
 
     @functools.cached_property
     def _searches(self) -> list[_Trials]:
-        steps = [(step, step.task) for step in self.plan.steps if isinstance(step.task, Search)]
+        steps = [(step, step.task) for step in self.planned if isinstance(step.task, Search)]
         following = {step.inputs[BEFORE]: step for step, _ in steps if BEFORE in step.inputs}
         searches = []
         for first, task in steps:

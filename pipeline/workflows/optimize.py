@@ -204,7 +204,7 @@ class OptimizeJob:
         races = searches = None
         if place is None and executor.is_local:
             store = self._settings.open_store()
-            searches = EarlierSearches(made, store)
+            searches = EarlierSearches(made.steps, store)
             if request.recipe.races:
                 races = EarlierRaces.open(made, request.recipe, store, self._environment)
         return _ActiveRun(request, made, directory, races, searches)

@@ -1,5 +1,6 @@
 """Run single stages and benchmarks for the command line: steps as in the main job, outside of a run directory."""
 
+import contextlib
 import datetime
 import shutil
 import tempfile
@@ -12,8 +13,8 @@ from pydantic import BaseModel
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, replace_folder
 from enginesmith.pipeline.engines import PORTABLE_PLACEMENT, environment, read_file
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
-from enginesmith.pipeline.errors import FidelityError, ModelError, UsageError, storage_errors
-from enginesmith.pipeline.execution.events import Outcome
+from enginesmith.pipeline.errors import FidelityError, ModelError, StoreError, UsageError, storage_errors
+from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
@@ -33,6 +34,7 @@ from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.workflows.device import begin_on
+from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
 
 
 def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
@@ -56,12 +58,27 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
     def log_of(step: Step) -> Path:
         return logs / f"{step.id}.log"
 
+    def note(text: str) -> None:
+        settings.listener(Event("note", steps[0], text))
+
     try:
         with settings.open_executor() as executor:
             if not executor.is_local:
                 place = Place(device=recipe.where.kind)
                 steps = assign_step_machines(steps, place, executor.why_unavailable(place))
-            outcomes = Runner(executor, log_of, settings.time_limit_seconds, settings.listener).run(steps)
+            searches = EarlierSearches(steps if executor.is_local else (), settings.open_store())
+            runner = Runner(executor, log_of, settings.time_limit_seconds, settings.listener)
+            known: dict[str, Outcome] = {}
+
+            def advise(new: Outcomes) -> dict[str, str]:
+                known.update(new)
+                for step, task in searches.advise(new, known, note):
+                    runner.change_task(step, task)
+                return {}
+
+            outcomes = runner.run(steps, on_new=advise)
+        with contextlib.suppress(StoreError):
+            searches.remember(outcomes)
         return outcomes
     finally:
         errors = [outcome.error for outcome in outcomes.values() if outcome.error]

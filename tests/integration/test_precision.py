@@ -188,6 +188,18 @@ def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Pa
     assert "random" in made_up.text
 
 
+def test_what_worked_for_a_similar_model_is_tried_first(cli: Cli, tmp_path: Path) -> None:
+    net, store = Path(__file__).parent.parent / "data" / "nets.py", tmp_path / "store"
+    made = ("--precision", "int8", "--synthetic-calibration", "--store", store)
+    assert cli("precision", f"{net}:mlp", "-o", tmp_path / "one.onnx", *made).code == 0
+    past = store / "searches" / "int8.json"
+    past.write_text(past.read_text().replace('"mse"', '"percentile"'))
+    other = cli("precision", f"{net}:mlp(width=32)", "-o", tmp_path / "two.onnx", *made)
+    assert other.code == 0, other.text
+    words = "everything quantized, ranges by percentile; tried first, as it worked for Gemm with little lost"
+    assert words in " ".join(other.text.split())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -260,7 +260,7 @@ def measured(planned: Plan, folder: Path, model: str) -> dict[str, Outcome]:
 def run(planned: Plan, store: Store, folder: Path, model: str, judge: Callable[[Candidate], bool]) -> Any:
     """One search of a run: its advice, and what came of it."""
     outcomes = measured(planned, folder, model)
-    earlier = EarlierSearches(planned, store)
+    earlier = EarlierSearches(planned.steps, store)
     notes: list[str] = []
     tasks = dict(earlier.advise(outcomes, outcomes, notes.append))
     steps = trials_of(planned)
@@ -311,9 +311,9 @@ def test_a_search_that_is_done_again_begins_as_it_did_so_that_its_trials_are_fou
 def test_an_interrupted_search_begins_as_it_did_whatever_others_found_meanwhile(planned: Plan, tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     outcomes = measured(planned, tmp_path / "1", "one")
-    assert [*EarlierSearches(planned, store).advise(outcomes, outcomes, print)] == []  # and the process ends
+    assert [*EarlierSearches(planned.steps, store).advise(outcomes, outcomes, print)] == []  # and the process ends
     run(planned, store, tmp_path / "2", "two", lambda one: one.corrected)
-    assert [*EarlierSearches(planned, store).advise(outcomes, outcomes, print)] == []
+    assert [*EarlierSearches(planned.steps, store).advise(outcomes, outcomes, print)] == []
 
 
 def test_advice_is_part_of_a_trials_key(planned: Plan, tmp_path: Path) -> None:
