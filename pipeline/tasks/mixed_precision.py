@@ -7,12 +7,12 @@ import math
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.calibration import ranges
@@ -57,6 +57,7 @@ from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
 from enginesmith.pipeline.tasks.verify import Verify, describe_failure
+from enginesmith.pipeline.tensors import Array
 
 
 class Sensitivity(Task):
@@ -88,8 +89,9 @@ class Sensitivity(Task):
         kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
         sizes = samples.read(inputs["reference"].folder).ranges
         work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in sizes.items()})
-        ratios, left, reads = self._measure_ratios(inputs, groups, progress)
-        causes = self._explain_weak(inputs, {name for name, ratio in ratios.items() if ratio < WEAK_DB})
+        ratios, shifts, left, reads = self._measure_errors(inputs, groups, progress)
+        weak = {name: shifts.get(name, 0.0) for name, ratio in ratios.items() if ratio < WEAK_DB}
+        causes = self._explain_weak(inputs, weak)
         if not ratios:
             raise ModelError(
                 f"nothing in this model has a form in {self.step.precision}: it has no product with a constant weight",
@@ -118,19 +120,23 @@ class Sensitivity(Task):
         summary = f"{len(records)} groups, {len(known)} measured{worst}"
         return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected)
 
-    def _explain_weak(self, inputs: Inputs, names: set[str]) -> dict[str, tuple[Cause, str]]:
+    def _explain_weak(self, inputs: Inputs, shifts: Mapping[str, float]) -> dict[str, tuple[Cause, str]]:
         """Explain by group why these lose much; nothing where no ranges are known, as for weights alone."""
-        if not names or "ranges" not in inputs:
+        if not shifts or "ranges" not in inputs:
             return {}
         model = edit.load(inputs["model"].path)
         layers.find_groups(model)  # which names the nodes
         known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
-        return {node.name: diagnose.explain_loss(node, known) for node in model.graph if node.name in names}
+        nodes = ((str(node.name), node) for node in model.graph)
+        return {name: diagnose.explain_loss(node, known, shifts[name]) for name, node in nodes if name in shifts}
 
-    def _measure_ratios(
+    def _measure_errors(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
-    ) -> tuple[dict[str, float], dict[str, str], tuple[Path, ...]]:
-        """Measure signal-to-noise ratios in dB by group; returns also why others have none, and the files read."""
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, str], tuple[Path, ...]]:
+        """Measure signal-to-noise ratios in dB by group, and the shares of the noise that are its means by channel.
+
+        Returns also why other groups have none, and the files read.
+        """
         model = inputs["model"]
         with tempfile.TemporaryDirectory(prefix="enginesmith-sensitivity-") as folder:
             quantised, both = Path(folder, "quantised"), Path(folder, "joint")
@@ -143,21 +149,26 @@ class Sensitivity(Task):
             require_opset(floating, narrow.opset_imports[""], self.step.precision)
             measured = search.add_layerwise_error(floating, narrow, groups)
             if not measured:
-                return {}, left, ()
+                return {}, {}, left, ()
             edit.save(floating, both)
             file = both / edit.FILE
             artifact = scratch_artifact("onnx", file, model_file.signature(file))
-            energies: Counter[str] = Counter()
+            totals: dict[str, Array] = {}
             feeds, reads = self.feeder.open(model, inputs["reference"])
             with simulation().load(artifact, Device()) as session:
                 for index, batch in enumerate(feeds):
                     progress(f"float and quantized side by side, batch {index + 1}")
-                    energies.update({name: float(value) for name, value in session.run(batch).items()})
-        ratios = {}
+                    for name, value in session.run(batch).items():
+                        totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
+        ratios, shifts = {}, {}
         for group in measured:
-            signal, noise = (energies[search.output_name(group, what)] for what in (search.SIGNAL, search.NOISE))
+            signal, noise = (float(totals[search.output_name(group, what)]) for what in (search.SIGNAL, search.NOISE))
             ratios[group.name] = round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
-        return ratios, left, reads
+            sums = totals.get(search.output_name(group, search.SUM))
+            if sums is not None and noise > 0:  # as if each channel's error were its mean
+                count = float(totals[search.output_name(group, search.COUNT)])
+                shifts[group.name] = float((sums**2).sum()) * len(sums) / count / noise
+        return ratios, shifts, left, reads
 
 
 MODEL, REFERENCE, RANGES = "model", "reference", "ranges"
@@ -340,8 +351,7 @@ class Search(Task):
         trials = read_models(inputs.get(BEFORE), Trial)
         kept = find_kept(self.keep, forms["given"])
         candidate = propose(trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
-        limit = min(_SEARCH_SECONDS, self.left_seconds)
-        late = bool(trials) and sum(trial.seconds for trial in trials) >= limit
+        late = self._is_late(trials)
         reads: tuple[Path, ...] = ()
         if candidate and not late:
             progress(candidate.why)
@@ -358,6 +368,11 @@ class Search(Task):
             summary += f": {winner.why}" if winner else ": nothing reaches the goal"
         write_records(out, trials)
         return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=bool(candidate) and late)
+
+    def _is_late(self, trials: Sequence[Trial]) -> bool:
+        """Tell whether trials have taken their share of the time that was left before the first of them."""
+        spent = sum(trial.seconds for trial in trials)
+        return bool(trials) and spent >= min(_SEARCH_SECONDS, self.left_seconds + self.time_share * spent)
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress

@@ -18,7 +18,7 @@ from runs import RECOVERY, small, variant
 GRAPH = "net (float[N,8] x) => (float[N,4] y) <float[8,4] w> { y = MatMul(x, w) }"
 
 
-def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0) -> tuple[str, str]:
+def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0, shift: float = 0.0) -> tuple[str, str]:
     sizes = tuple(float(size) for size in amax)
     statistics = ChannelStatistics(
         axis=1, amax=sizes, mean=(0.0,) * 8, mean_absolute=(rms,) * 8, mean_square=(rms**2,) * 8
@@ -28,7 +28,7 @@ def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0)
     known = Ranges(model_sha256="", provenance=origin, tensors={"x": tensor}, channels={"x": statistics})
     model = parse_graph(GRAPH, w=normal(8, 4) if weight is None else weight)
     (node,) = model.graph
-    return explain_loss(node, known)
+    return explain_loss(node, known, shift)
 
 
 def test_few_large_channels_are_counted() -> None:
@@ -49,6 +49,13 @@ def test_large_weights_of_single_inputs_are_named() -> None:
 def test_single_peaks_are_named() -> None:
     words = "single activations to 30, 60 times their root mean square"
     assert cause([30.0] * 8, rms=0.5, largest=30.0) == ("single peaks", words)
+
+
+def test_an_error_that_is_the_same_for_all_samples_is_named_unless_channels_explain_it() -> None:
+    words = "80% of its error is the same for all samples: rounding shifts the means of channels"
+    assert cause([30.0] * 8, rms=0.5, largest=30.0, shift=0.8) == ("shifted means", words)
+    assert cause([1.0] * 8, shift=0.4)[0] == "no outliers"
+    assert cause([812, 700, 13, 12, 11, 14, 0, 13.2], shift=0.8)[0] == "uneven activations"
 
 
 def test_where_nothing_stands_out_it_says_so() -> None:

@@ -1,11 +1,14 @@
 """Searches for groups that stay in floating point: which trial comes next, and which of them is best."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from enginesmith.pipeline.passes.quantize.precisions import Cause
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
+from enginesmith.pipeline.tasks.mixed_precision import Search
 
 Judge = Callable[[Candidate], tuple[bool, float, float | None]]
 METHODS = ("mse", "minmax")
@@ -182,3 +185,28 @@ def test_biases_are_corrected_before_groups_stay_in_floating_point() -> None:
     assert [trial.corrected for trial in trials] == [False, True, *[True] * (len(trials) - 2)]
     assert "biases corrected" in trials[1].why
     assert [trial.phase for trial in trials[-1:]] == ["sensitive"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "second"),
+    [
+        ("no outliers", (False, False, "mse")),
+        ("shifted means", (True, True, "mse")),
+        ("single peaks", (True, False, "minmax")),
+    ],
+)
+def test_what_fits_the_cause_of_most_that_lose_much_is_tried_first(cause: Cause, second: tuple[Any, ...]) -> None:
+    """Activations in uint8, biases corrected, or other ranges; what loses little does not count."""
+    facts = [fact.model_copy(update={"pattern": cause}) for fact in groups(10, 20)]
+    facts += [fact.model_copy(update={"pattern": "uneven weights"}) for fact in groups(25, 30, 30)]
+    trials = run(facts, lambda one: (bool(one.kept), 1.0, None), signs=(True, False), corrections=(False, True))
+    assert [(trial.signed, trial.corrected, trial.method) for trial in trials][1] == second
+
+
+@pytest.mark.parametrize(("left", "late"), [(60.0, False), (49.0, True), (math.inf, False)])
+def test_trials_take_half_of_the_time_that_was_left_before_the_first(left: float, late: bool) -> None:
+    """A step is given half of what is left now, when 100 seconds have been spent on trials."""
+    trial = Trial(phase="everything", method="mse", kept=(), why="", passed=False, error=1.0, seconds=100.0)
+    search = Search.model_construct(left_seconds=left)
+    assert search._is_late([trial]) == late
+    assert not search._is_late([])

@@ -17,7 +17,7 @@ from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
-from enginesmith.pipeline.passes.quantize.search import NOISE, SIGNAL, add_layerwise_error, output_name
+from enginesmith.pipeline.passes.quantize.search import COUNT, NOISE, SIGNAL, SUM, add_layerwise_error, output_name
 from enginesmith.pipeline.passes.quantize.weights import quantise_dynamically, quantise_to_int4
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
@@ -380,3 +380,5 @@ def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_pa
     rounded = (np.clip(np.rint(r / 0.03), -128, 127) * 0.03) @ (np.rint(weights["b"] / 0.02) * 0.02)
     assert found[output_name(group, SIGNAL)] == pytest.approx((exact**2).sum(), rel=1e-4)
     assert found[output_name(group, NOISE)] == pytest.approx(((exact - rounded) ** 2).sum(), rel=1e-3)
+    assert found[output_name(group, SUM)] == pytest.approx((rounded - exact).sum(axis=0), rel=1e-3, abs=1e-5)
+    assert found[output_name(group, COUNT)] == exact.size

@@ -2,7 +2,7 @@
 
 A value has one scale for all channels, so a few large channels leave the others few levels. A weight has one scale for
 each output channel, so there it is the input channels that have to be alike (Nagel et al., "Data-Free Quantization
-Through Weight Equalization and Bias Correction", ICCV 2019, section 3).
+Through Weight Equalization and Bias Correction", ICCV 2019, section 3); section 4 there is on shifted means.
 """
 
 from typing import TYPE_CHECKING
@@ -23,12 +23,17 @@ _UNLIKE = 8.0
 """Times the middle channel from which on one is an outlier: it takes three bits from the others."""
 _LARGE = 4.0
 """Times the middle channel from which on channels are counted as large, where one is an outlier."""
+_SHIFTED = 0.5
+"""Share of an error that is its mean from which on biases can make up for most of it."""
 _PEAK = 40.0
 """Times the root mean square from which on single numbers take the levels of the others: normal ones stay below 6."""
 
 
-def explain_loss(node: "ir.Node", ranges: Ranges) -> tuple[Cause, str]:
-    """Explain the loss of a product by its activations, by its weight, or by neither: the cause, and a sentence."""
+def explain_loss(node: "ir.Node", ranges: Ranges, shift: float = 0.0) -> tuple[Cause, str]:
+    """Explain the loss of a product by its activations, by its weight, or by neither: the cause, and a sentence.
+
+    ``shift`` is the share of its error's energy that is the error's mean by channel.
+    """
     value = node.inputs[0]
     name = str(value.name) if value is not None else ""
     known = ranges.tensors.get(name)
@@ -45,6 +50,9 @@ def explain_loss(node: "ir.Node", ranges: Ranges) -> tuple[Cause, str]:
             f"weights of {count} input channels are up to {largest / middle:.0f} times as large as those of the middle "
             "one, and an output channel has one scale"
         )
+    if shift >= _SHIFTED:
+        words = f"{shift:.0%} of its error is the same for all samples: rounding shifts the means of channels"
+        return "shifted means", words
     if channels is not None and known is not None:
         rms = float(np.sqrt(np.mean(channels.mean_square)))
         largest = max(abs(known.minimum), abs(known.maximum))

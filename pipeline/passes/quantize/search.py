@@ -3,6 +3,7 @@
 1. Everything quantised, until a trial passes: where some group loses much, the graph with channels rescaled, and with
    multiplications that rescale more; the graph as it is; the best of these with activations in uint8, where int8 is
    faster; with biases corrected for the mean error of weights; then with the ranges of one more method after the other.
+   What fits the most common cause of the groups that lose much comes before the other changes.
 2. Where none does: with the best of these, the most sensitive groups stay in floating point; their number is doubled
    until it passes, then bisected.
 3. Of those, the groups with the most work are quantised after all, if that passes too.
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
-from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
-from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, Cause, Form
+from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB, Cause, Form
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -208,14 +209,16 @@ def _next_setting(
     if everything:
         nearest = Setting.of(min(everything, key=lambda trial: trial.error), signs)
         alone = [setting for setting in tried if setting != first]  # these differ in one thing
-        changes: list[dict[str, object]] = []
+        changes: list[tuple[Cause, dict[str, object]]] = []
         if len(signs) > 1 and not any(setting.unsigned for setting in alone):
-            changes.append({"unsigned": True, "method": methods[0]})
+            changes.append(("no outliers", {"unsigned": True, "method": methods[0]}))
         if len(corrections) > 1 and not any(setting.corrected > corrections[0] for setting in alone):
-            changes.append({"corrected": corrections[1], "method": methods[0]})
+            changes.append(("shifted means", {"corrected": corrections[1], "method": methods[0]}))
         used = {setting.method for setting in alone}
-        changes += [{"method": method} for method in methods[1:] if method not in used]
-        options += [nearest.model_copy(update=change) for change in changes]
+        changes += [("single peaks", {"method": method}) for method in methods[1:] if method not in used]
+        cause = _find_main_cause(forms[nearest.form])
+        changes.sort(key=lambda change: change[0] != cause)
+        options += [nearest.model_copy(update=change) for _, change in changes]
     fresh = [setting for setting in options if setting not in tried]
     wanted = [setting for setting in fresh if setting not in advice.failed]
     if not wanted and not everything:  # what stays in floating point is found by a trial without
@@ -225,6 +228,12 @@ def _next_setting(
     chosen = wanted[0]
     moved = chosen == first and chosen != usual[0] and not everything
     return chosen, f"{chosen.describe()}; {advice.why}" if moved else chosen.describe()
+
+
+def _find_main_cause(groups: Sequence[GroupFact]) -> Cause:
+    """Find the cause for which most of the groups that lose much do so."""
+    causes = Counter(group.pattern for group in groups if group.sqnr_db is not None and group.sqnr_db < WEAK_DB)
+    return causes.most_common(1)[0][0] if causes else "unknown"
 
 
 def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> float:
@@ -317,11 +326,15 @@ def _speed_up(trials: Sequence[Trial], forms: Groups) -> Candidate | None:
 # result and of the difference. So one pass over the data tells the error that each group brings in, and none that it
 # passes on.
 
-SIGNAL, NOISE = "signal", "noise"
+SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
 
 
 def output_name(group: QuantizableOp, what: str) -> str:
-    """Return the joint graph's output that holds the energy of a group's result, or of its error; float32, shape []."""
+    """Return the joint graph's output that holds something of a group, in float32.
+
+    The energies of its result and of its error, shape []; the sum of the error by channel, [channels], and how many
+    numbers there are, [], for products whose rank is known.
+    """
     return f"{group.name}/{what}"
 
 
@@ -348,12 +361,26 @@ def add_layerwise_error(
         exact = ours[group.output]
         difference = ir.node("Sub", [rounded, exact])
         floating.graph.append(difference)
-        for value, what in ((exact, SIGNAL), (difference.outputs[0], NOISE)):
-            square = ir.node("ReduceSumSquare", [value], {"keepdims": 0}, name=output_name(group, what))
-            floating.graph.append(square)
-            energy = square.outputs[0]
-            energy.name, energy.type, energy.shape = square.name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(())
-            outputs.append(energy)
+        error = difference.outputs[0]
+        made: list[tuple[ir.Node, str, tuple[str, ...]]] = [
+            (ir.node("ReduceSumSquare", [exact], {"keepdims": 0}), SIGNAL, ()),
+            (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
+        ]
+        if exact.shape is not None and group.operator in PRODUCTS:
+            rank = len(exact.shape)
+            channel = 1 if group.operator in CONVOLUTIONS else rank - 1
+            axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor([a for a in range(rank) if a != channel]))
+            floating.graph.register_initializer(axes)
+            made.append((ir.node("ReduceSum", [error, axes], {"keepdims": 0}), SUM, (f"{group.name}/channels",)))
+            size = ir.node("Size", [error])
+            floating.graph.append(size)
+            made.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
+        for node, what, shape in made:
+            floating.graph.append(node)
+            value = node.outputs[0]
+            value.name = output_name(group, what)
+            value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+            outputs.append(value)
         done.append(group)
     floating.graph.outputs.clear()
     floating.graph.outputs.extend(outputs)
