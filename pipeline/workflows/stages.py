@@ -239,7 +239,8 @@ def _to_file(
         files = _save_as(made, output)
     beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]
     notes = "".join(f"\n  note: {note}" for entry in (*made.history, *beside) for note in entry.notes)
-    summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
+    told = made.history[-2:] if stage.kind == "recover" else made.history[-1:]  # what was trained, and how
+    summary = f"wrote {' and '.join(files)}: {'; '.join(entry.effect for entry in told)}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
 
 

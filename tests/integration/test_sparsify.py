@@ -60,12 +60,16 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
     assert cli("inspect", folder / "near.onnx").stdout.count("unstructured=0.05") == 1
 
 
+@pytest.mark.thorough
 def test_weights_that_are_left_are_trained_and_zeros_stay(tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "trained.onnx"
     trained = ("--recover", "distil", "--recover-time", "3s", "--data", "digits", "--metric", "top1")
     done = cli("sparsify", "digits", "-o", out, *trained, "--json")
     assert done.code == 0, done.text
-    assert [entry["step"] for entry in json.loads(done.stdout)["history"]][-2:] == ["sparsify", "recover-sparsify"]
+    found = json.loads(done.stdout)
+    assert [entry["step"] for entry in found["history"]][-2:] == ["sparsify", "recover-sparsify"]
+    assert "2:4 in 15 of 16 weights" in found["summary"]
+    assert "samples held out" in found["summary"]
     assert sum(one.two_of_four for one in check.sparse_weights(out)) == 15
     refused = cli("sparsify", f"{NETS}:mlp", "-o", tmp_path / "mlp.onnx", "--recover", "distil")
     assert refused.code == 2

@@ -23,7 +23,7 @@ from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.race import searching_seconds
-from enginesmith.pipeline.planning.single_stages import precision_steps
+from enginesmith.pipeline.planning.single_stages import precision_steps, sparsify_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
@@ -388,6 +388,19 @@ def test_a_sparse_graph_is_trained_and_the_rest_is_made_of_that() -> None:
     assert sparse.recovered == (step.id,)
     build = next(step for step in found.steps if step.id == sparse.artifact)
     assert build.inputs["model"] == step.id
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_command_sparsify_trains_where_that_is_asked(trained: bool) -> None:
+    more = {"recover": "distil"} if trained else {}
+    made, last = sparsify_steps(
+        resolve_recipe(make({"model": "digits", "calibration": "digits", "sparsity": ["2:4"], **more}))
+    )
+    steps = {step.id: step for step in made}
+    assert last == ("recover-sparsify" if trained else "sparsify")
+    assert f"verify-{last}" in steps
+    if trained:
+        assert steps[last].inputs == {"model": "sparsify", TEACHER: "simplify", "reference": "reference"}
 
 
 @pytest.mark.parametrize("asked", [{"recover": "distil"}, {"recovery": {"seconds": 60}}])
