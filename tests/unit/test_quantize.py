@@ -347,16 +347,16 @@ def weights() -> dict[str, Array]:
     return {"a": rng.standard_normal((4, 4), np.float32), "b": rng.standard_normal((4, 3), np.float32)}
 
 
-def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[QuantizableOp, ...], Path]:
+def joint(weights: dict[str, Array], tmp_path: Path, batch: str = "n, ") -> tuple[tuple[QuantizableOp, ...], Path]:
     quantised = parse_graph(
-        QUANTISED,
+        QUANTISED.replace("n, ", batch),
         a=weights["a"],
         b_q=np.rint(weights["b"] / 0.02).astype(np.int8),
         b_s=np.float32(0.02),
         r_s=np.float32(0.03),
         zero=np.int8(0),
     )
-    floating = parse_graph(FLOATING, **weights)
+    floating = parse_graph(FLOATING.replace("n, ", batch), **weights)
     for model in (floating, quantised):
         for index, node in enumerate(model.graph):
             node.name = f"node_{index}"
@@ -367,6 +367,13 @@ def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[QuantizableO
 
 def test_only_quantised_groups_are_measured(weights: dict[str, Array], tmp_path: Path) -> None:
     assert [group.name for group in joint(weights, tmp_path)[0]] == ["second"]
+
+
+def test_an_error_that_is_one_row_has_no_mean(weights: dict[str, Array], tmp_path: Path) -> None:
+    (group,), path = joint(weights, tmp_path, batch="")
+    names = {value.name for value in onnx.load(path).graph.output}
+    assert names == {output_name(group, SIGNAL), output_name(group, NOISE)}
+    evaluator.run_graph(path, {"x": np.ones(4, np.float32)})
 
 
 def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_path: Path) -> None:

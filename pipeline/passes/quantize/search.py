@@ -366,7 +366,7 @@ def add_layerwise_error(
             (ir.node("ReduceSumSquare", [exact], {"keepdims": 0}), SIGNAL, ()),
             (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
         ]
-        if exact.shape is not None and group.operator in PRODUCTS:
+        if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
             rank = len(exact.shape)
             channel = 1 if group.operator in CONVOLUTIONS else rank - 1
             axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor([a for a in range(rank) if a != channel]))
