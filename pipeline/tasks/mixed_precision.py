@@ -165,9 +165,9 @@ class Sensitivity(Task):
             signal, noise = (float(totals[search.output_name(group, what)]) for what in (search.SIGNAL, search.NOISE))
             ratios[group.name] = round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
             sums = totals.get(search.output_name(group, search.SUM))
-            if sums is not None and noise > 0:  # as if each channel's error were its mean
+            if sums is not None and noise > 0:
                 count = float(totals[search.output_name(group, search.COUNT)])
-                shifts[group.name] = float((sums**2).sum()) * len(sums) / count / noise
+                shifts[group.name] = search.find_shift(sums, count, noise)
         return ratios, shifts, left, reads
 
 

@@ -17,7 +17,15 @@ from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
-from enginesmith.pipeline.passes.quantize.search import COUNT, NOISE, SIGNAL, SUM, add_layerwise_error, output_name
+from enginesmith.pipeline.passes.quantize.search import (
+    COUNT,
+    NOISE,
+    SIGNAL,
+    SUM,
+    add_layerwise_error,
+    find_shift,
+    output_name,
+)
 from enginesmith.pipeline.passes.quantize.weights import quantise_dynamically, quantise_to_int4
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
@@ -367,6 +375,40 @@ def joint(weights: dict[str, Array], tmp_path: Path, batch: str = "n, ") -> tupl
 
 def test_only_quantised_groups_are_measured(weights: dict[str, Array], tmp_path: Path) -> None:
     assert [group.name for group in joint(weights, tmp_path)[0]] == ["second"]
+
+
+def test_the_error_of_a_convolution_is_added_up_by_its_channels(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    header = "net (float[n, 2, 4, 4] x) => (float[n, 3, 2, 2] y)"
+    w = rng.standard_normal((3, 2, 3, 3)).astype(np.float32)
+    floating = parse_graph(header + " <float[3, 2, 3, 3] w> { y = Conv(x, w) }", w=w)
+    steps = " { w_d = DequantizeLinear(w_q, w_s)  y = Conv(x, w_d) }"
+    w_q = np.rint(w / 0.1).astype(np.int8)
+    quantised = parse_graph(header + " <int8[3, 2, 3, 3] w_q, float w_s>" + steps, w_q=w_q, w_s=np.float32(0.1))
+    for model in (floating, quantised):
+        for index, node in enumerate(model.graph):
+            node.name = f"node_{index}"
+    group = QuantizableOp(
+        name="conv", module="", operator="Conv", activations=("x",), weight="w", bias=None, output="y", parameters=0
+    )
+    assert add_layerwise_error(floating, quantised, (group,)) == (group,)
+    ir.save(floating, tmp_path / "joint.onnx")
+    x = rng.standard_normal((5, 2, 4, 4)).astype(np.float32)
+    names = [value.name for value in onnx.load(tmp_path / "joint.onnx").graph.output]
+    found = dict(zip(names, evaluator.run_graph(tmp_path / "joint.onnx", {"x": x}), strict=True))
+    windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(2, 3))
+    error = np.einsum("nchwij,ocij->nohw", windows, w_q * np.float32(0.1) - w)
+    assert found["conv/sum"] == pytest.approx(error.sum(axis=(0, 2, 3)), rel=1e-3, abs=1e-4)
+    assert found["conv/count"] == error.size
+
+
+@pytest.mark.parametrize(
+    ("error", "share"),
+    [([[1, -2], [1, -2]], 1.0), ([[1, -2], [-1, 2]], 0.0), ([[3, 0], [1, 0]], 0.8), ([[1, -1], [1, 1]], 0.5)],
+)
+def test_a_shift_is_the_part_of_an_error_that_is_its_mean(error: Any, share: float) -> None:
+    array = np.array(error, np.float64)
+    assert find_shift(array.sum(axis=0), array.size, (array**2).sum()) == pytest.approx(share)
 
 
 def test_an_error_that_is_one_row_has_no_mean(weights: dict[str, Array], tmp_path: Path) -> None:

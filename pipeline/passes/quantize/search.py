@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB, Cause, Form
+from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -385,6 +386,14 @@ def add_layerwise_error(
     floating.graph.outputs.clear()
     floating.graph.outputs.extend(outputs)
     return tuple(done)
+
+
+def find_shift(sums: Array, count: float, noise: float) -> float:
+    """Find the share of an error's energy that is left if each channel has the mean of its error, 0 to 1.
+
+    ``sums`` are those of the error by channel, [channels]; ``count`` is how many numbers there are in all channels.
+    """
+    return float((sums**2).sum()) * len(sums) / count / noise
 
 
 class _Copy:
