@@ -13,6 +13,7 @@ from dataclasses import replace
 from enginesmith.pipeline.planning.plan import REFERENCE, Step, StepRef, Variant, tune_step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
+from enginesmith.pipeline.tasks.mixed_precision import Search
 from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, STAY, Race, Stay
 from enginesmith.pipeline.tasks.verify import Verify
 
@@ -24,8 +25,10 @@ _TUNE_SECONDS = 10.0
 """Longest time for the options of one variant."""
 _MOST_TRAINING = 0.5
 """Share of the time that was given which training in int8 may take."""
-_SEARCHING, _RACING, _TUNING, _MEASURING = 0.55, 0.1, 0.1, 0.1
-"""Shares of the time that was given: until the race begins, of the race, of the options, of the latencies."""
+_RACING, _TUNING, _MEASURING, _JUDGING = 0.1, 0.1, 0.1, 0.15
+"""Largest shares of the time that was given: of the race, of the options, of the latencies, of memory and accuracy."""
+_LAST_SEARCH = 0.9
+"""Share of the time that is left which the last search for a precision may take: its best trial has to be built."""
 
 
 def plan_race(
@@ -62,6 +65,8 @@ def plan_race(
         wants = {**race.optional_inputs, PRUNED_CHOICE: gate.id} if gate else race.optional_inputs
         race = replace(race, inputs={**race.inputs, EARLIER: first.id}, optional_inputs=wants)
     made += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
+    if not slow and not any(variant.name.quantizer == "qat" for variant in racing):
+        made = _extend_last_search(made)
     staying = {}
     for variant in racing:
         staying[variant.id], more = _after_race(recipe, variant, graphs, by_id)
@@ -170,6 +175,14 @@ def _defer(
     return [*made, first, *late]
 
 
+def _extend_last_search(steps: Sequence[Step]) -> list[Step]:
+    """Give the last search for a precision nearly all of the time that is left: nothing that takes long follows it."""
+    trials = [step.id for step in steps if isinstance(step.task, Search)]
+    last = {trial for trial in trials if trial.subject[:-1] == trials[-1].subject[:-1]}  # without their numbers
+    more = {"time_share": _LAST_SEARCH}
+    return [replace(step, task=step.task.model_copy(update=more)) if step.id in last else step for step in steps]
+
+
 def _leading_to(steps: Sequence[Step], ends: Iterable[StepRef]) -> set[StepRef]:
     """List the ends and all that they cannot do without."""
     reached = set(ends)
@@ -208,12 +221,15 @@ def _after_race(
 def searching_seconds(recipe: Recipe) -> float:
     """Return the time until the race begins, in which variants are made; 0 for a recipe without a limit.
 
-    Training in int8 has its own time, at most half of all, and the others share the rest.
+    Training in int8 has its own time, at most half of all. Of the rest, what measuring may take is kept.
     """
     seconds = recipe.time_seconds or 0.0
     trains = recipe.variants == "found" and "qat" in recipe.quantisation.quantizers
     training = min(recipe.recovery.seconds, _MOST_TRAINING * seconds) if trains else 0.0
-    return training + (seconds - training) * _SEARCHING
+    rest = seconds - training
+    options = min(_TUNING * rest, _MOST * _TUNE_SECONDS)
+    latencies = min(_MEASURING * rest, recipe.measure.seconds * len(recipe.batch))
+    return training + rest - (_RACING + _JUDGING) * rest - options - latencies
 
 
 def measuring_seconds(recipe: Recipe) -> float:

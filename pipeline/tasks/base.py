@@ -37,11 +37,11 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     """True where nothing else may run on the machine at the same time."""
     in_process: ClassVar[bool] = False
     """True where it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
-    time_share: ClassVar[float] = 1.0
-    """Share of the time that is left when it begins which it may take; later it counts as hanging."""
 
+    time_share: float = Field(1.0, exclude=True)
+    """Share that it may take of the time left when it begins; after that it counts as hanging. No part of the key."""
     left_seconds: float = Field(math.inf, exclude=True)
-    """That share, as the scheduler finds it out; no part of the key."""
+    """That share in seconds, as the scheduler finds it out; no part of the key."""
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -162,10 +162,11 @@ class Memory(Measurement):
 
     title: ClassVar[str] = "memory"
 
+    time_share: float = Field(0.5, exclude=True)
+
     engine: SerializeAsAny[Engine]
     batch: int | None = None
     """None is the largest one that is measured."""
-    time_share: ClassVar[float] = 0.5
     limit_bytes: int | None = None
     """Limit of what the session takes besides libraries."""
 
@@ -249,7 +250,7 @@ class Quality(Task):
 
     title: ClassVar[str] = "quality"
     produces: ClassVar[Kind] = "record"
-    time_share: ClassVar[float] = 0.5
+    time_share: float = Field(0.5, exclude=True)
 
     engine: SerializeAsAny[Engine]
     device: Device

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, SerializeAsAny
+from pydantic import BaseModel, Field, SerializeAsAny
 
 from enginesmith.calibration import ranges
 from enginesmith.calibration.options import PartOptions
@@ -319,8 +319,8 @@ class Search(Task):
     title: ClassVar[str] = "search"
     produces: ClassVar[Kind] = "record"
     exclusive: ClassVar[bool] = True
-    time_share: ClassVar[float] = 0.5
 
+    time_share: float = Field(0.5, exclude=True)  # of all trials together
     step: SerializeAsAny[PrecisionPass]
     """The precision, with everything quantised."""
     engine: SerializeAsAny[Engine]
@@ -370,9 +370,11 @@ class Search(Task):
         return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=bool(candidate) and late)
 
     def _is_late(self, trials: Sequence[Trial]) -> bool:
-        """Tell whether trials have taken their share of the time that was left before the first of them."""
-        spent = sum(trial.seconds for trial in trials)
-        return bool(trials) and spent >= min(_SEARCH_SECONDS, self.left_seconds + self.time_share * spent)
+        """Tell whether one more trial takes longer than their share of the time that was left before the first."""
+        if not trials:
+            return False
+        spent, longest = sum(trial.seconds for trial in trials), max(trial.seconds for trial in trials)
+        return spent >= _SEARCH_SECONDS or spent + longest > self.left_seconds + self.time_share * spent
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress

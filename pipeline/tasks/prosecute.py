@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, SerializeAsAny
+from pydantic import BaseModel, Field, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
@@ -56,7 +56,7 @@ class Prosecute(Task):
 
     title: ClassVar[str] = "prosecute"
     produces: ClassVar[Kind] = "record"
-    time_share: ClassVar[float] = 0.8
+    time_share: float = Field(0.8, exclude=True)
 
     engine: SerializeAsAny[Engine]
     given_engine: SerializeAsAny[Engine]

@@ -51,7 +51,7 @@ class Race(Measurement):
     """Measure variants side by side in laps, and drop those that are clearly slower or lose too much accuracy."""
 
     title: ClassVar[str] = "race"
-    time_share: ClassVar[float] = 0.5
+    time_share: float = Field(0.5, exclude=True)
 
     engines: dict[str, SerializeAsAny[Engine]]
     """By variant, whose artifact comes in under the same name. Speed-ups are against the first that runs."""

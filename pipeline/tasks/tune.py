@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import TUNING, Candidate, Engine
@@ -38,7 +38,7 @@ class Tune(Measurement):
 
     title: ClassVar[str] = "tune"
     produces: ClassVar[Kind] = "engine"
-    time_share: ClassVar[float] = 0.5
+    time_share: float = Field(0.5, exclude=True)
 
     engine: SerializeAsAny[Engine]
     seconds: float

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from enginesmith.calibration.dataset import Dataset, check_parts, count_parts
 from enginesmith.calibration.options import DataOptions, PartOptions
@@ -141,7 +141,7 @@ class Verify(Task):
 
     title: ClassVar[str] = "verify"
     produces: ClassVar[Kind] = "record"
-    time_share: ClassVar[float] = 0.5
+    time_share: float = Field(0.5, exclude=True)
 
     stage: str
     engine: SerializeAsAny[Engine]

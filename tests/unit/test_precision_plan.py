@@ -434,12 +434,20 @@ def test_trainings_of_pruned_models_are_steps_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recovery", "seconds"),
-    [({}, 0.55 * 300), ({"seconds": 90}, 90 + 0.55 * 210), ({"seconds": 280}, 150 + 0.55 * 150)],
+    ("time", "training", "seconds"),
+    [
+        (60, None, 33),  # shares of 10, 15, 10 and 10 % are kept
+        (600, None, 600 - 60 - 90 - 30 - 40),  # three times 10 s for options, twice 20 s for latencies
+        (300, 90, 90 + 210 - 21 - 31.5 - 21 - 21),
+        (300, 280, 150 + 150 - 15 - 22.5 - 15 - 15),
+    ],
 )
-def test_training_has_time_of_its_own_in_a_search(recovery: dict[str, Any], seconds: float) -> None:
-    asked = {"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 300}
-    assert searching_seconds(make({**asked, "recovery": recovery})) == pytest.approx(seconds)
+def test_a_search_keeps_time_for_measuring_and_training_has_its_own(
+    time: float, training: float | None, seconds: float
+) -> None:
+    asked = {"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": time}
+    asked |= {"recovery": {"seconds": training}} if training else {}
+    assert searching_seconds(make(asked)) == pytest.approx(seconds)
 
 
 def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:

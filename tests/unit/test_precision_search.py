@@ -1,6 +1,5 @@
 """Searches for groups that stay in floating point: which trial comes next, and which of them is best."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -203,10 +202,16 @@ def test_what_fits_the_cause_of_most_that_lose_much_is_tried_first(cause: Cause,
     assert [(trial.signed, trial.corrected, trial.method) for trial in trials][1] == second
 
 
-@pytest.mark.parametrize(("left", "late"), [(60.0, False), (49.0, True), (math.inf, False)])
-def test_trials_take_half_of_the_time_that_was_left_before_the_first(left: float, late: bool) -> None:
-    """A step is given half of what is left now, when 100 seconds have been spent on trials."""
-    trial = Trial(phase="everything", method="mse", kept=(), why="", passed=False, error=1.0, seconds=100.0)
-    search = Search.model_construct(left_seconds=left)
-    assert search._is_late([trial]) == late
+@pytest.mark.parametrize(
+    ("share", "left", "late"), [(0.5, 71.0, False), (0.5, 69.0, True), (0.9, 31.0, False), (0.9, 29.0, True)]
+)
+def test_trials_take_their_share_of_the_time_that_was_left_before_the_first(
+    share: float, left: float, late: bool
+) -> None:
+    """A step is given a share of what is left now; trials have taken 100 seconds, and one more takes 20 at most."""
+    given: dict[str, Any] = {"phase": "everything", "method": "mse", "kept": (), "why": "", "passed": False, "error": 1}
+    trials = [Trial(**given, seconds=20.0) for _ in range(5)]
+    search = Search.model_construct(time_share=share)
+    assert search.model_copy(update={"left_seconds": left})._is_late(trials) == late
     assert not search._is_late([])
+    assert not search._is_late(trials)

@@ -1,9 +1,11 @@
 """The race: how variants are found, which of them drop out, and how a plan goes around it."""
 
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
 
 from enginesmith.pipeline.engines import ENGINES, engine_class
@@ -23,6 +25,7 @@ from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
+from enginesmith.pipeline.tasks.mixed_precision import Search
 from enginesmith.pipeline.tasks.race import (
     CHOICE,
     EARLIER,
@@ -230,6 +233,20 @@ def test_a_graph_is_not_pruned(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").touch()
     model = str(tmp_path / "net.onnx")
     assert not make({"model": model, "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600}).prune
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_last_search_takes_what_is_left_unless_something_slow_follows(tmp_path: Path, trains: bool) -> None:
+    """Training follows, and compiled variants of a module; of a graph there are none."""
+    asked: dict[str, Any] = {"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600}
+    text = '<ir_version: 9, opset_import: ["": 20]> g (float[batch, 8] x) => (float[batch, 8] y) { y = Neg(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
+    asked |= {"recovery": {"seconds": 60}} if trains else {}
+    shares = defaultdict(set)
+    for step in planned(model=str(tmp_path / "net.onnx"), **asked).steps:
+        if isinstance(step.task, Search) and step.id.subject[0] == "int8":
+            shares[step.id.subject[1]].add(step.task.time_share)
+    assert shares == {"onnxruntime": {0.5}, "openvino": {0.5 if trains else 0.9}}
 
 
 def test_what_is_pruned_waits_for_its_dense_variant_and_for_its_own_loss() -> None:

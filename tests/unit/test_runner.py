@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from pydantic import Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import NO_TIME, StepError, StepTimeout
@@ -237,7 +238,7 @@ class Clock(Desk):
 
 
 class Half(Idle):
-    time_share: ClassVar[float] = 0.5
+    time_share: float = Field(0.5, exclude=True)
 
 
 @pytest.mark.parametrize("searches", [True, False])
