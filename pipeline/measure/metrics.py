@@ -31,6 +31,8 @@ _NORMAL = 1.96
 """Standard deviations on each side of 95 % of a normal distribution."""
 _BLANK = 0
 _BYTE = 255.0
+_LONGEST_ANSWER = 30
+"""Tokens, as in SQuAD's evaluation of BERT."""
 _SSIM_EDGE = 11
 """Pixels of the window of SSIM (Wang et al., 2004)."""
 
@@ -52,6 +54,8 @@ class OwnMetric(NamedTuple):
     """True where a sample is right or wrong."""
     draws: int = 200
     """Sets of samples that the interval of one number is estimated from."""
+    paired: bool = False
+    """True where two outputs, and two arrays of labels, may hold the two numbers of the last axis."""
 
     def compute(self, output: Array, labels: Array) -> Samples:
         """Compute the numbers of all samples, [samples], or their one number, []."""
@@ -330,6 +334,41 @@ def _are_tags(output: Array, labels: Array) -> bool:
     return _are_whole(labels) and int(labels.max()) < output.shape[2] and bool((labels >= 0).any())
 
 
+def _judge_answers(output: Array, labels: Array, score: str) -> Samples:
+    """Compute SQuAD's F1 or exact match of each answer, its tokens' places being the words."""
+    squad = _import("torchmetrics.functional.text").squad
+    judged = []
+    for scores, answers in zip(output.astype(np.float64), labels.reshape(len(labels), -1, 2), strict=True):
+        found = {"prediction_text": _write_span(*_find_span(scores)), "id": ""}
+        texts = [_write_span(*answer) for answer in answers.astype(int) if answer[0] >= 0]
+        wanted = {"answers": {"answer_start": [0] * len(texts), "text": texts}, "id": ""}
+        judged.append(float(squad([found], [wanted])[score]) / 100)
+    return np.asarray(judged)
+
+
+def _find_span(scores: Array) -> tuple[int, int]:
+    """Find the first and the last token, [tokens, 2], whose scores together are the greatest."""
+    together = scores[:, None, 0] + scores[None, :, 1]
+    allowed = np.tri(len(scores), k=_LONGEST_ANSWER - 1, dtype=bool) & ~np.tri(len(scores), k=-1, dtype=bool)
+    first, last = np.unravel_index(np.where(allowed, together, -np.inf).argmax(), together.shape)
+    return int(first), int(last)
+
+
+def _write_span(first: int, last: int) -> str:
+    return " ".join(map(str, range(first, last + 1)))
+
+
+def _are_spans(output: Array, labels: Array) -> bool:
+    """Tell whether there are scores of tokens to be first and last, and of each sample an answer or several."""
+    if output.ndim != 3 or output.shape[2] != 2 or output.dtype.kind != "f":
+        return False
+    if labels.ndim not in (2, 3) or labels.shape[-1] != 2 or not _are_whole(labels):
+        return False
+    first, last = labels.reshape(len(labels), -1, 2).transpose(2, 0, 1)
+    there = first >= 0
+    return bool(there.any(axis=1).all() and (first <= last)[there].all() and last.max() < output.shape[1])
+
+
 # Boxes
 
 
@@ -439,6 +478,11 @@ _TEXTS = (
     "letters as whole numbers above 0, [samples, length], or scores of them, [samples, steps, letters] with 0 for "
     "CTC's blank; labels [samples, length], negative behind the end"
 )
+_ANSWERS = (
+    "scores of tokens to be first and last in the answer: two outputs of shape [samples, tokens], or one of [samples, "
+    "tokens, 2]; labels [samples, 2] with the first and the last token, or [samples, answers, 2], negative where there "
+    "are fewer answers"
+)
 METRICS: Mapping[str, OwnMetric] = {
     "top1": OwnMetric(partial(_find_among_greatest, count=1), _are_classes, _CLASSES, counts=True),
     "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES, counts=True),
@@ -465,6 +509,10 @@ METRICS: Mapping[str, OwnMetric] = {
         "scores of tags, [samples, tokens, tags], with 0 for outside, then B and I of each type by turns; labels "
         "[samples, tokens], such tags as whole numbers, negative where a token does not count",
         _score_entities,
+    ),
+    "answer_f1": OwnMetric(partial(_judge_answers, score="f1"), _are_spans, _ANSWERS, paired=True),
+    "answer_match": OwnMetric(
+        partial(_judge_answers, score="exact_match"), _are_spans, _ANSWERS, counts=True, paired=True
     ),
     "map": OwnMetric(
         _match_boxes,

@@ -1,6 +1,7 @@
 """Compute the task's own metric on labeled data, and its drop against eager on the same samples.
 
 A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``top1:category``, ``metrics.py:f:value``.
+Two outputs that are judged together are written with a comma: ``answer_f1:start,end``.
 """
 
 import difflib
@@ -117,13 +118,15 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         )
     if not (rows := count_rows(labels)):
         raise DataError("there are no labeled samples to evaluate on", "give data with labels: --eval DATA")
-    function, chosen = find_metric(metric), choose_output(metric, outputs, labels)
+    function, same = find_metric(metric), outputs is baseline
+    (outputs, labels), (baseline, _) = (pair_arrays(metric, side, labels) for side in (outputs, baseline))
+    chosen = choose_output(metric, outputs, labels)
 
     def apply(given: Feeds) -> Samples:
         return _apply(metric, function, given if chosen is None else {chosen: given[chosen]}, labels, rows)
 
     ours = apply(outputs)
-    theirs = ours if outputs is baseline else apply(baseline)
+    theirs = ours if same else apply(baseline)
     drops = sign_of(metric) * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
     others = () if chosen is None else tuple(name for name in outputs if name != chosen)
@@ -150,6 +153,27 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     if interval is None:
         return explain_missing(judged, f"{metric} cannot be computed for most sets drawn from so few samples")
     return judged.model_copy(update={"drop_low": interval[0], "drop_high": interval[1], "whole": whole})
+
+
+def pair_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Labels]:
+    """Join two outputs, and two arrays of labels, along a new last axis, for a metric that judges them together.
+
+    The outputs are those that the metric names, or the only two of the form [samples, numbers]; they stay apart where
+    there are no such ones. The joined one comes first, as ``FIRST,SECOND``.
+    """
+    name, chosen = parse_metric(metric)
+    own = METRICS.get(name)
+    if own is None or not own.paired:
+        return outputs, labels
+    if isinstance(labels, Mapping) and len({array.shape for array in labels.values()}) == 1:
+        labels = np.stack(list(labels.values()), axis=-1)
+    flat = {key for key, array in outputs.items() if array.ndim == 2 and array.dtype.kind == "f"}
+    names = [key for key in (chosen.split(",") if chosen else outputs) if key in flat]
+    if len(names) != 2 or outputs[names[0]].shape != outputs[names[1]].shape:
+        return outputs, labels
+    joined = np.stack([outputs[key] for key in names], axis=-1)
+    others = {key: array for key, array in outputs.items() if key not in names}
+    return {",".join(names): joined, **others}, labels
 
 
 def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:

@@ -347,7 +347,11 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
     rows = slice(min(_TRIED, size, len(data)))
     outputs = {name: value[rows] for name, value in session.run(data.batch(0, size)).items()}
     with track_files(allow_pickle=False) as tracker:
-        chosen = None if data.labels is None else quality.choose_output(metric, outputs, data.labels)
+        chosen = (
+            None
+            if data.labels is None
+            else quality.choose_output(metric, *quality.pair_arrays(metric, outputs, data.labels))
+        )
         named = f"{quality.parse_metric(metric)[0]}:{chosen}" if chosen else metric
         try:
             judged = quality.evaluate(

@@ -139,6 +139,48 @@ def test_tags_of_another_form_are_refused(tags: int, labels: list[list[int]]) ->
         evaluate("entity_f1", output, output, np.array(labels))
 
 
+@pytest.mark.parametrize("seed", CASES)
+def test_answers_are_those_of_transformers_and_squad(seed: int) -> None:
+    """Of all pairs of a first and a last token, the best that is an answer; its words by torchmetrics' own counting."""
+    from torchmetrics.text import SQuAD
+
+    generator = np.random.default_rng(seed)
+    output = generator.standard_normal((5, 50, 2))
+    first = generator.integers(0, 40, (5, 2))
+    labels = np.stack([first, first + generator.integers(0, 10, (5, 2))], axis=-1)
+    labels[0, 1] = -1
+    theirs = SQuAD()
+    for number, (scores, answers) in enumerate(zip(output, labels, strict=True)):
+        spans = [(start, end) for start in range(50) for end in range(start, min(50, start + 30))]
+        start, end = max(spans, key=lambda span: scores[span[0], 0] + scores[span[1], 1])
+        words = [f"word{place}" for place in range(50)]
+        truth = [" ".join(words[low : high + 1]) for low, high in answers if low >= 0]
+        wanted = {"answers": {"answer_start": [0] * len(truth), "text": truth}, "id": str(number)}
+        theirs.update([{"prediction_text": " ".join(words[start : end + 1]), "id": str(number)}], [wanted])
+    expected = theirs.compute()
+    assert compute("answer_f1", output, labels) == pytest.approx(float(expected["f1"]) / 100, abs=1e-6)
+    assert compute("answer_match", output, labels) == pytest.approx(float(expected["exact_match"]) / 100, abs=1e-6)
+
+
+def test_answers_by_hand() -> None:
+    """Tokens 2 to 4 of 2 to 3: F1 of 4/5. The end never comes before the start, nor 30 tokens behind it."""
+    start, end = np.zeros((2, 2, 40))
+    start[0, 2], end[0, 4], end[0, 1] = 5, 3, 7
+    start[1, 0], end[1, 0], end[1, 30] = 5, 1, 2
+    outputs = {"hidden": np.zeros((2, 40, 8)), "start": start, "end": end}
+    labels = np.array([[2, 3], [0, 0]])
+    judged = evaluate("answer_f1", outputs, outputs, labels)
+    assert judged.value == pytest.approx((4 / 5 + 1) / 2)
+    assert (judged.output, judged.other_outputs) == ("start,end", ("hidden",))
+    apart = {"start_positions": labels[:, 0], "end_positions": labels[:, 1]}
+    assert evaluate("answer_match", outputs, outputs, apart).value == 0.5
+    joined = {"y": np.stack([start, end], axis=-1)}
+    assert evaluate("answer_f1:y", joined, joined, labels[:, None]).value == judged.value
+    wrong = dict(reversed(outputs.items()))
+    assert evaluate("answer_f1:start,end", wrong, wrong, labels).value == judged.value
+    assert evaluate("answer_f1", wrong, wrong, labels).value < judged.value
+
+
 def make_boxes(seed: int) -> tuple[Arrays, Arrays]:
     """Two boxes of three classes in each of six images, found at a little distance, and as many that are not there."""
     generator = np.random.default_rng(seed)
@@ -233,6 +275,10 @@ def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
         ("psnr", np.zeros((2, 3, 16, 16)), np.full((2, 3, 16, 16), -1.0)),
         ("ndcg", np.zeros((2, 3)), np.full((2, 3), 0.5)),
         ("map", np.zeros((2, 9, 6)), np.zeros((2, 9, 4))),
+        ("answer_f1", np.zeros((2, 9, 2)), np.array([[3, 2], [0, 0]])),
+        ("answer_f1", np.zeros((2, 9, 2)), np.array([[0, 9], [0, 0]])),
+        ("answer_f1", np.zeros((2, 9)), np.array([[0, 1], [0, 0]])),
+        ("answer_match", np.zeros((2, 9, 2)), np.array([[0, 1], [-1, -1]])),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, output: Arrays, labels: Arrays) -> None:
