@@ -29,6 +29,7 @@ from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
 from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.channels import Product
+from enginesmith.pipeline.passes.rescale.places import Place, locate, sizes
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class _Smoother:
         """Scale a value and everything that it is multiplied with, if there is a place for the factors."""
         nodes = {product.node for product in readers}
         weights = list({product.weight: product for product in readers}.values())
-        place = channels.place(value, axis, readers[0].inputs)
+        place = locate(value, axis, readers[0].inputs)
         statistics = self._statistics(place) if place is not None else None
         way = self._way(place, nodes) if place is not None else None
         both_ways = len({(product.weight, channels.inputs_first(product.node)) for product in readers}) > len(weights)
@@ -246,7 +247,7 @@ class _Smoother:
 
     def find_values(self, names: Collection[str] | None) -> Iterator[tuple["ir.Value", int, list[Product]]]:
         """Iterate over what nodes of these names read, or all do; large values first, as means say less of channels."""
-        order = sorted(self._read_by, key=lambda key: -math.prod(filter(None, channels.sizes(key[0]))))
+        order = sorted(self._read_by, key=lambda key: -math.prod(filter(None, sizes(key[0]))))
         for value, axis in order if self._settings.insert else self._read_by:
             readers = self._read_by[value, axis]
             tied = {reader.product.node.name for tie, _ in self._ties.get(value, ()) for reader in tie.readers}
@@ -261,18 +262,18 @@ class _Smoother:
         fresh = all(reader.product.data not in self._scaled for tie, _ in ties for reader in tie.readers)
         return ties if whole and fresh else []
 
-    def _statistics(self, place: channels.Place) -> ChannelStatistics | None:
-        known, rank = self._ranges.channels.get(place.value.name or ""), len(channels.sizes(place.value))
+    def _statistics(self, place: Place) -> ChannelStatistics | None:
+        known, rank = self._ranges.channels.get(place.value.name or ""), len(sizes(place.value))
         fits = known is not None and len(known.amax) == place.total and known.axis % rank == place.axes[0]
         return known if fits else None
 
-    def _way(self, place: channels.Place, nodes: "set[ir.Node]") -> channels.ScalePropagation | None:
+    def _way(self, place: Place, nodes: "set[ir.Node]") -> channels.ScalePropagation | None:
         """Find how to scale a value for free, where nothing reads it but these nodes."""
         if place.value.is_graph_output() or any(use.node not in nodes for use in place.value.uses()):
             return None
         return channels.trace(place, self._made_by, channels.EXACT)
 
-    def _choose(self, place: channels.Place, weights: Sequence[Product], statistics: ChannelStatistics) -> Choice:
+    def _choose(self, place: Place, weights: Sequence[Product], statistics: ChannelStatistics) -> Choice:
         arrays, alpha = [product.grouped() for product in weights], self._settings.alpha
         if self._settings.mode == "awq":
             return choose_awq(arrays, statistics, AWQ_EXPONENTS if alpha is None else (alpha,))
@@ -296,7 +297,7 @@ class _Smoother:
 
     def _insert(
         self,
-        place: channels.Place,
+        place: Place,
         reciprocals: Array,
         beside: "ir.Node",
         uses: "Sequence[tuple[ir.Node, int]]",
