@@ -177,6 +177,7 @@ def done(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return made
 
 
+@pytest.mark.thorough
 def test_a_missed_budget_fails_the_job_after_the_uploads(done: Runner) -> None:
     assert done.codes == {"Settings": 0, "Install": 0, "Optimize": 0, "Gate": 0, "Verdict": 3}, done.log
     assert done.facts["steps.gate.outputs.exit-code"] == "3"
@@ -190,6 +191,7 @@ def test_a_missed_budget_fails_the_job_after_the_uploads(done: Runner) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_another_model_in_the_same_folder_is_refused_and_a_run_that_meets_its_budgets_passes(
     done: Runner, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def detector(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_detector_is_quantized_as_a_whole_and_packaged(detector: Path, cli: Cli) -> None:
     run = detector / "run"
     done = cli(

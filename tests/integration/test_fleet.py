@@ -106,6 +106,7 @@ def test_the_same_again_is_answered_from_the_store(
     assert all(entry["reused"] == entry["steps"] > 0 for entry in done.values())
 
 
+@pytest.mark.thorough
 def test_only_what_has_changed_is_done(
     fleet: tuple[int, dict[str, Any]], file: Path, store: Path, made_fleet: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:

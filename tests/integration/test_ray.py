@@ -123,6 +123,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     return found
 
 
+@pytest.mark.thorough
 def test_a_step_is_done_on_a_node_fed_from_the_store_and_found_again(order: Teller, place: Path) -> None:
     first = order("first", ray_tasks.Write(number=1))
     second = order("second", ray_tasks.Write(number=2, seconds=1.0), H100, model=first)
@@ -171,6 +172,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
         connection._validate_reachable(address)
 
 
+@pytest.mark.thorough
 def test_a_place_that_no_node_has_is_told_at_once(executor: RayExecutor) -> None:
     assert executor.why_unavailable(H100) == ""
     why = executor.why_unavailable(Place(resources=(("fake_h200", 1),)))
@@ -222,6 +224,7 @@ def test_what_was_removed_from_the_store_is_in_caches(order: Teller, executor: R
     assert written(again) == "40\n"
 
 
+@pytest.mark.thorough
 def test_a_step_that_fails_of_its_own_is_not_done_again(order: Teller) -> None:
     with pytest.raises(StepError, match="sleep length must be non-negative") as caught:
         order("failing", ray_tasks.Write(number=1, seconds=-1))

@@ -57,6 +57,7 @@ def test_only_code_that_makes_artifacts_is_part_of_keys(copy: Path) -> None:
     assert len({before, *after}) == 1 + len(makes)
 
 
+@pytest.mark.thorough
 def test_a_changed_word_in_a_report_leaves_every_engine_valid(copy: Path) -> None:
     model = f"{ROOT / 'tests' / 'data' / 'nets.py'}:mlp"
     out = copy.parent / "run"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-SEEDS = range(24)
+SEEDS = range(12)
 
 
 @pytest.fixture(scope="module")
