@@ -3,7 +3,7 @@
     pip install scikit-learn pillow tokenizers transformers
     python benchmarks/training.py [--cases text_reader …] [--minutes 5]
 
-Each case is a network of the museum, or of the zoo, and one command: `optimize` with the variant that is made without
+Each case is a network of the museum or of the arena, and one command: `optimize` with the variant that is made without
 training, with everything in int8 (or 2:4), and trained by distillation for at most so many minutes on all cores. The
 metric before and after is that on the samples held out while training; the drop is judged on other samples, in the
 engine. Half of what was lost comes back: that is the target. Writes results/training.json and .md.
@@ -31,7 +31,7 @@ from enginesmith.pipeline.results.run import VariantRecord
 
 RESULTS = Path(__file__).parent / "results" / "training.json"
 _TRAINED = {
-    **dict.fromkeys(CASES, ("--precision", "int8", "--quantizer", "qat", "--engine", "openvino")),
+    **dict.fromkeys((*CASES, "text_detector"), ("--precision", "int8", "--quantizer", "qat", "--engine", "openvino")),
     **{f"{name} 2:4": ("--sparsity", "2:4", "--engine", "onnxruntime") for name in ("digits", "resnet56")},
 }
 """Case → options of what is trained."""
