@@ -237,7 +237,9 @@ def _correlate_ranks(joined: Array) -> float:
 
 
 def _are_numbers(output: Array, labels: Array) -> bool:
-    return output.dtype.kind == "f" and output.size == len(output) == labels.size and labels.dtype.kind in "biuf"
+    """Tell whether there is one number for each sample on both sides; of outputs there may be fewer samples."""
+    single = output.size == len(output) and labels.size == len(labels)
+    return output.dtype.kind == "f" and single and labels.dtype.kind in "biuf"
 
 
 def _compute_ndcg(output: Array, labels: Array) -> Samples:

@@ -121,12 +121,16 @@ def explain_gain(record: VariantRecord, siblings: Sequence[VariantRecord], given
 
 
 def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch: int) -> VariantRecord | None:
-    """Find the fastest variant of the same engine in wider floats."""
+    """Find the fastest variant of the same engine and the same weights, pruned or not, in wider floats."""
     wider = ("fp32",) if record.precision in HALF else _FLOATS
+
+    def circumstances(one: VariantRecord) -> tuple[object, ...]:
+        return (one.engine, one.target, one.cuda_graphs, one.prune, one.sparsity)
+
     others = [
         (row.p50_ms, sibling.id, sibling)
         for sibling in siblings
-        if (sibling.engine, sibling.target, sibling.cuda_graphs) == (record.engine, record.target, record.cuda_graphs)
+        if circumstances(sibling) == circumstances(record)
         and sibling.precision in wider
         and sibling.status == "measured"
         and not sibling.shortfall

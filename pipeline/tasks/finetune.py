@@ -200,7 +200,10 @@ class Recover(ResumableTask):
 
         name = self.metric or quality.DEFAULT_METRIC
         labels = data.one_label
-        if self.metric is None and (labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu"):
+        unlabelled = data.labels is None  # the metric is then for other data
+        if unlabelled or (
+            self.metric is None and (labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu")
+        ):
             return AGREEMENT
 
         def value(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:

@@ -370,11 +370,14 @@ class Search(Task):
         return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=bool(candidate) and late)
 
     def _is_late(self, trials: Sequence[Trial]) -> bool:
-        """Tell whether one more trial takes longer than their share of the time that was left before the first."""
+        """Tell whether one more trial takes longer than their share of the time that was left before the first.
+
+        What was found is quantised, built and verified after them, which takes about as long as a trial.
+        """
         if not trials:
             return False
         spent, longest = sum(trial.seconds for trial in trials), max(trial.seconds for trial in trials)
-        return spent >= _SEARCH_SECONDS or spent + longest > self.left_seconds + self.time_share * spent
+        return spent >= _SEARCH_SECONDS or spent + 2 * longest > self.left_seconds + self.time_share * spent
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress

@@ -78,7 +78,7 @@ def test_of_a_pruned_module_that_loses_too_much_no_variant_is_made(allowed: floa
 def test_what_no_time_was_left_for_is_tried_by_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, out = Settings(store=tmp_path / "store"), tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(race, "_SEARCHING", 0.0)
+        patch.setattr(race, "_JUDGING", 1.0)  # all of the time is kept for measuring
         with pytest.raises(ModelError, match="before a variant could be measured") as error:
             optimize(make(_RECIPE), out, settings)
     assert "--time" in error.value.remedy

@@ -166,6 +166,8 @@ def test_it_is_compared_with_the_best_float_variant_of_the_same_engine() -> None
     not_fp16 = half.model_copy(update={"shortfall": "it is fp32"})
     assert "of onnxruntime-fp32 at" in explain_gain(int8, [*others, not_fp16], given())[0]
     assert "of onnxruntime-fp32 at" in explain_gain(half, [*others, int8, half], given())[0]
+    pruned = half.model_copy(update={"prune": "macs=-50%"})
+    assert "of onnxruntime-fp32 at" in explain_gain(int8, [*others, pruned], given())[0]
     assert explain_gain(int8, [others[1]], given()) == ()
     assert explain_gain(FLOAT, others, given()) == ()
     assert explain_gain(int8.model_copy(update={"status": "failed"}), others, given()) == ()

@@ -86,6 +86,12 @@ def test_by_hand() -> None:
     assert compute("spearman", np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0])) == pytest.approx(0.5, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["spearman", "auroc"])
+def test_two_samples_of_a_score_are_accepted_beside_the_labels_of_all(name: str) -> None:
+    """Before a run, metrics are tried on two samples."""
+    assert METRICS[name].accepts(np.zeros((2, 1)), np.arange(7) % 2)
+
+
 def test_letters_are_counted_over_all_texts() -> None:
     """Of five letters, one is wrong and one is missing; CTC's repeated letters and blanks are none."""
     labels = np.array([[1, 2, 3], [4, 5, -1]])

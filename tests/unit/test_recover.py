@@ -69,8 +69,12 @@ def done(task: Recover, pair: Pair, out: Path) -> tuple[Effect, Recovery]:
     return effect, read(out)
 
 
-def test_without_labels_it_comes_to_agree_with_the_dense_model(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
-    effect, record = done(task(unlabelled, epochs=40), pair, tmp_path / "out")
+@pytest.mark.parametrize("metric", [None, "top1"])
+def test_without_labels_it_comes_to_agree_with_the_dense_model(
+    pair: Pair, unlabelled: Path, tmp_path: Path, metric: str | None
+) -> None:
+    """A metric is then for other data, which is labelled."""
+    effect, record = done(task(unlabelled, metric=metric, epochs=40), pair, tmp_path / "out")
     assert (record.metric, record.teacher, record.ending) == ("agreement", 1.0, "planned")
     assert record.before < 0.7
     assert record.after > 0.85
