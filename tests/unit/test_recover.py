@@ -293,8 +293,6 @@ def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, 
         done(task(None), pair, tmp_path / "none")
     with pytest.raises(DataError, match="has no labels, and supervised"):
         done(task(unlabelled, method="supervised"), pair, tmp_path / "supervised")
-    with pytest.raises(DataError, match="the metric top5 needs them"):
-        done(task(unlabelled, metric="top5"), pair, tmp_path / "metric")
     with pytest.raises(DataError, match="no function 'nothing'"):
         done(task(unlabelled, method=f"{NETS}:nothing"), pair, tmp_path / "loss")
 
