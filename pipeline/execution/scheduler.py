@@ -46,6 +46,7 @@ class Runner:
     _waiting: "_WaitingSteps | None" = None
     _deadline: float = math.inf
     _search_deadline: float = math.inf
+    _reordered: bool = False
     _changed: dict[str, Task] = field(default_factory=dict)
     """By step, the task that it has got in the place of the planned one."""
     _looked_up_at: dict[str, float] = field(default_factory=dict)
@@ -123,7 +124,11 @@ class Runner:
         return outcomes
 
     def prefer(self, order: Sequence[str]) -> None:
-        """Begin these steps in another order than that of the plan, as far as they have not begun; for ``on_new``."""
+        """Begin these steps in another order than that of the plan, as far as they have not begun; for ``on_new``.
+
+        None may then take more time than others of its kind for being the last one in the plan.
+        """
+        self._reordered = self._reordered or bool(order)
         if self._waiting is not None:
             self._waiting.prefer(order)
 
@@ -188,8 +193,10 @@ class Runner:
         deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
         task = self._changed.get(step.id, step.task)
-        share = max(left * task.time_share, min(left, _LEAST_SECONDS))
-        limited = task.model_copy(update={"left_seconds": share}) if share < math.inf else task
+        most = type(task).model_fields["time_share"].default if self._reordered else task.time_share
+        share = max(left * most, min(left, _LEAST_SECONDS))
+        limits = {"left_seconds": share, "time_share": most}
+        limited = task.model_copy(update=limits) if share < math.inf else task
         request = StepRequest(
             replace(step, task=limited),
             {role: outcome.artifact for role, outcome in inputs.items() if outcome.artifact and outcome.good},

@@ -257,6 +257,18 @@ def test_what_is_left_of_the_time_limits_each_step(monkeypatch: pytest.MonkeyPat
     assert (outcomes["late"].reason == NO_TIME) == searches
 
 
+@pytest.mark.parametrize("reordered", [True, False])
+def test_the_last_of_the_plan_has_more_time_unless_the_order_was_changed(
+    monkeypatch: pytest.MonkeyPatch, reordered: bool
+) -> None:
+    desk = Clock()
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    runner = Runner(desk, lambda step: Path(step.id), 110.0)
+    steps = [Step(StepRef("first"), Idle()), Step(StepRef("last"), Half(time_share=0.9))]
+    runner.run(steps, on_new=lambda new: runner.prefer(["last"]) or {} if reordered else {})
+    assert desk.given["last"] == pytest.approx(50 if reordered else 90)
+
+
 def test_nothing_overtakes_a_measurement_that_waits_for_look_ups(desk: Desk) -> None:
     desk.slots = 2
     steps = (Step("first", Idle()), Step("measure", Alone()), Step("build", Idle()))
