@@ -5,7 +5,7 @@ import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,6 +37,14 @@ class StepRequest:
     timeout_seconds: float | None = None
     on_note: Callable[[str], None] = lambda text: None
     """Takes events that people should know, as a node that was lost; they go to the top of the log, too."""
+
+    def after(self, seconds: float) -> "StepRequest | None":
+        """Copy it with the time that is left when some was spent; None where none is."""
+        if self.timeout_seconds is None:
+            return self
+        left = self.timeout_seconds - seconds
+        task = self.step.task.model_copy(update={"left_seconds": left})
+        return replace(self, step=replace(self.step, task=task), timeout_seconds=left) if left > 0 else None
 
 
 @dataclass(frozen=True)

@@ -137,15 +137,16 @@ class LocalExecutor(Executor):
 
     def execute(self, request: StepRequest) -> Result:
         """Execute a step in a worker; one that was killed from outside is repeated once."""
-        cache, work = StepCache(request.step, request.inputs, self._store), functools.partial(self._work, request)
+        cache, begun = StepCache(request.step, request.inputs, self._store), time.monotonic()
         request.on_start()
         try:
-            return Result(cache.make(work), cached=False)
+            return Result(cache.make(functools.partial(self._work, request)), cached=False)
         except StepKilled as killed:
-            if self._stopped:
+            again = request.after(time.monotonic() - begun)
+            if self._stopped or again is None:
                 raise
             request.on_note(f"{killed}; it is run again")
-            return Result(cache.make(work), cached=False)
+            return Result(cache.make(functools.partial(self._work, again)), cached=False)
 
     def _work(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with storage_errors(f"the logs in {request.log.parent}"):

@@ -212,7 +212,7 @@ class Runner:
             with retry.notifications_to(note):
                 result = work(request)
         except EnginesmithError as error:
-            late = isinstance(error, StepTimeout) and time.monotonic() >= deadline
+            late = isinstance(error, StepTimeout) and (share <= _LEAST_SECONDS or time.monotonic() >= deadline)
             if late and self.search_seconds is not None:
                 return Outcome(step.id, "skipped", reason=NO_TIME)
             return Outcome(step.id, "failed", error=error, reason=str(error))

@@ -113,7 +113,10 @@ def plan_ranges(
 
 
 def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: tuple[int, ...]) -> tuple[Case, ...]:
-    """List the distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt."""
+    """List the distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt.
+
+    Those of the batches come first, in their order: the first one decides.
+    """
     symbol = batch_symbol(signature)
     cases: dict[tuple[int, ...], Case] = {}
 
@@ -128,7 +131,9 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
         add({name: range_.at(point) for name, range_ in ranges.items()}, point)
     for batch in batches if symbol else (fixed_batch(signature),):
         add({name: batch if name == symbol else range_.opt for name, range_ in ranges.items()}, None)
-    return tuple(cases.values())
+    order = {batch: place for place, batch in enumerate(batches)}
+    places = {key: order.get(case.batch, 0) if case.measured else len(order) for key, case in cases.items()}
+    return tuple(cases[key] for key in sorted(cases, key=lambda key: places[key]))
 
 
 def plan_calls(case: Case, data: Dataset | None) -> Case:

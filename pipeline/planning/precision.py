@@ -36,6 +36,7 @@ from enginesmith.pipeline.tasks.mixed_precision import (
     Rescale,
     Search,
     Sensitivity,
+    trial_role,
 )
 from enginesmith.pipeline.tasks.nncf import Preset, QuantizeWithNncf
 
@@ -93,8 +94,9 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
         )
         more = list(_search(recipe, variant, request, step, goal, given, graph, subject, quality))
         steps += more
-        rescaled = more[-1].optional_inputs
-        searched, assign = tuple(step.id for step in more if isinstance(step.task, Search)), more[-1].id
+        trials = [step for step in more if isinstance(step.task, Search)]
+        rescaled = trials[0].optional_inputs
+        searched, assign = tuple(step.id for step in trials), more[-1].id
         needs["assignment"] = assign
     lower = LowerForm(step=step) if rescaled else Transform(step=step)
     steps.append(Step(graph_there, lower, needs, rescaled))
@@ -226,15 +228,19 @@ def _search(
     count = options.search_steps
     if "own" not in options.quantizers:  # for training alone, each form is tried with everything in int8
         count = len(forms) + 1
+    trials: dict[str, StepRef] = {}
     for index in range(1, count + 1):
         last = Step(StepRef("search", *subject, index), trial(), dict(needs), forms)
         yield last
-        needs[BEFORE] = last.id
+        needs[BEFORE] = trials[trial_role(index)] = last.id
+    first = trials.pop(trial_role(1))
     if trained:
         subject = (*subject, "everything")
     to_train = ("needed" if recipe.variants == "found" else "asked") if trained else ""
     assign = Assign(step=step, keep=options.keep, to_train=to_train)
-    yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id}, forms)
+    needs = {trial_role(1): first, "sensitivity": sensitivity.id}
+    later = {**forms, **trials}  # a trial that fails, or that no time is left for, ends the search and not the variant
+    yield Step(StepRef("assign", *subject), assign, needs, later)
 
 
 def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) -> Iterator[tuple[str, str, Rescale]]:

@@ -4,6 +4,7 @@ variant."""
 from collections.abc import Iterable, Iterator
 
 from enginesmith.pipeline.engines import REFERENCES
+from enginesmith.pipeline.errors import NO_TIME
 from enginesmith.pipeline.frameworks.records import describe_fallback
 from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
@@ -223,8 +224,16 @@ def _group_alike(reasons: Iterable[tuple[VariantRecord, str]]) -> list[tuple[lis
 def list_remarks(run: Run) -> list[tuple[str, str]]:
     """Say by variant why it is rejected, and whether low precision, pruning and zeros paid."""
     rejected = [(record, f"rejected: {record.rejected}") for record in run.variants if record.rejected]
-    remarks = [(record, text) for record in run.variants for text in record.remarks]
+    remarks = [(record, text) for record in run.variants for text in (*_explain_cut(record), *record.remarks)]
     return [(mark_name(record), mark(run, text)) for record, text in (*rejected, *remarks)]
+
+
+def _explain_cut(record: VariantRecord) -> Iterator[str]:
+    """Tell that a variant is the best of fewer trials than its search would have made."""
+    why = record.reasons.get("search")
+    if why and record.status in ("built", "measured"):
+        short = "no time was left" if why == NO_TIME else shorten_reason(why)
+        yield f"the best of {count_words(len(record.search), 'trial')}: the search then ended, as {short}"
 
 
 # What to know before believing the numbers.

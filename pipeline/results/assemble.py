@@ -131,7 +131,7 @@ def make_record(
         search=_search(variant, outcomes, len(assignment) or None),
         prosecution=next(iter(read_models(artifact_of(outcomes, variant.prosecuted), Prosecution)), None),
         synthetic_calibration=_has_synthetic_ranges(variant, outcomes),
-        reasons=_explain_missing(variant, plan, outcomes, measurements) | reasons,
+        reasons=_explain_missing(variant, plan, outcomes, measurements) | reasons | _explain_cut(variant, outcomes),
     )
 
 
@@ -208,6 +208,12 @@ def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[S
     return tuple(steps)
 
 
+def _explain_cut(variant: Variant, outcomes: Outcomes) -> dict[str, str]:
+    """Explain why a search has fewer trials than it would have made, if so."""
+    cut = _find_cut(variant, outcomes)
+    return {"search": cut[0] or cut[2]} if cut else {}
+
+
 def _has_synthetic_ranges(variant: Variant, outcomes: Outcomes) -> bool:
     """Tell whether ranges of synthetic data are part of a variant's graph."""
     calibrated = variant.lowering is not None and KINDS[variant.lowering].calibrated
@@ -262,12 +268,25 @@ def explain_end(
             return "", "", outcome.reason
         if outcome and outcome.artifact and outcome.artifact.rejected:
             rejected = outcome.artifact.rejected
+            if name == variant.assignment and (cut := _find_cut(variant, outcomes)):
+                return cut
             return (
                 ("", "", rejected) if name.kind in (STAY, "sensitivity") else (rejected, WrongEngine.failure, missing)
             )
     if rows and all(row.failure == NO_TIME for row in rows):
         return "", "", NO_TIME
     return _partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing
+
+
+def _find_cut(variant: Variant, outcomes: Outcomes) -> tuple[str, str, str] | None:
+    """Find what ended a search before it was over, as :func:`explain_end` gives it; None where nothing did."""
+    for name in variant.search:
+        outcome = outcomes.get(name)
+        if outcome and outcome.status == "failed":
+            return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", ""
+        if outcome and (outcome.reason == NO_TIME or (outcome.artifact and outcome.artifact.incomplete)):
+            return "", "", NO_TIME
+    return None
 
 
 def _partial_failure(rows: tuple[LatencyRow, ...]) -> str:

@@ -178,6 +178,7 @@ MULTIPLIED: Form = "multiplied"
 _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
 ASSIGNMENT = "assignment"
+_TRIAL = "trial"
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
@@ -351,9 +352,10 @@ class Search(Task):
         trials = read_models(inputs.get(BEFORE), Trial)
         kept = find_kept(self.keep, forms["given"])
         candidate = propose(trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
-        late = self._is_late(trials)
+        late = self._is_late(trials)  # more time continues it
+        ended = late or sum(trial.seconds for trial in trials) >= _SEARCH_SECONDS
         reads: tuple[Path, ...] = ()
-        if candidate and not late:
+        if candidate and not ended:
             progress(candidate.why)
             trial, reads = self._try(candidate, forms[candidate.form], inputs, progress)
             trials.append(trial)
@@ -377,7 +379,7 @@ class Search(Task):
         if not trials:
             return False
         spent, longest = sum(trial.seconds for trial in trials), max(trial.seconds for trial in trials)
-        return spent >= _SEARCH_SECONDS or spent + 2 * longest > self.left_seconds + self.time_share * spent
+        return spent + 2 * longest > self.left_seconds + self.time_share * spent
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
@@ -428,7 +430,10 @@ class Search(Task):
 
 
 class Assign(Task):
-    """Assign each group its precision, as a search found best, and say why."""
+    """Assign each group its precision, as a search found best, and say why.
+
+    The search may have ended early: then it is the best of the trials that there are.
+    """
 
     title: ClassVar[str] = "assign"
     produces: ClassVar[Kind] = "record"
@@ -441,7 +446,7 @@ class Assign(Task):
     ``needed``: it is not, where such a trial reached the goal."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        forms, trials = read_forms(inputs, self.step), read_models(inputs[BEFORE], Trial)
+        forms, trials = read_forms(inputs, self.step), _read_trials(inputs)
         if self.to_train:
             return self._assign_everything(forms, trials, out)
         winner = best(trials, forms["given"])
@@ -473,6 +478,17 @@ class Assign(Task):
             summary=f"{len(groups) - left} of {len(groups)} groups quantized, to be trained; as tried: {chosen.why}",
             rejected=rejected,
         )
+
+
+def trial_role(index: int) -> str:
+    """Name the role of the record of a search's trial, and those before it; the first one's index is 1."""
+    return f"{_TRIAL} {index}"
+
+
+def _read_trials(inputs: Inputs) -> list[Trial]:
+    """Read the trials of a search from the last of its records that there is."""
+    records = (artifact for role, artifact in inputs.items() if role.split()[0] == _TRIAL)
+    return max((read_models(record, Trial) for record in records), key=len)
 
 
 def _explain_kept(name: str, trials: Sequence[Trial]) -> str:

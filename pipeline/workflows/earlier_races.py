@@ -105,7 +105,8 @@ class EarlierRaces:
         listed: dict[StepRef, None] = {}
         for variant in ordered:
             if (stay := StepRef(STAY, variant.name)) in steps:
-                listed |= dict.fromkeys(name for name in self.plan.leading_to([stay]) if steps[name].search)
+                leading = self.plan.leading_to([stay, *variant.search])
+                listed |= dict.fromkeys(name for name in leading if steps[name].search)
         first = ", ".join([*(variant.id for variant in ordered[:_NAMED]), *(["…"] if ordered[_NAMED:] else [])])
         return [*listed], f"tried in the order of earlier races of similar models on this machine: {first}"
 

@@ -219,11 +219,8 @@ class OptimizeJob:
             name, own = together.takers[step.id][0]
             return self._active[name].request.out / "logs" / f"{own}.log"
 
-        recipes = [_limit_time(active.request) for active in runs]
-        times = [recipe.time_seconds for recipe in recipes]
-        seconds = None if None in times else sum(filter(None, times))
-        search_seconds = None if seconds is None else sum(map(searching_seconds, recipes))
-        runner = Runner(executor, log_of, settings.time_limit_seconds or seconds, settings.listener, search_seconds)
+        seconds, search_seconds = _limit_time([active.request for active in runs], settings.time_limit_seconds)
+        runner = Runner(executor, log_of, seconds, settings.listener, search_seconds)
         given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
         steps = sorted(together.steps, key=is_optional) if runner.time_limit_seconds else together.steps
 
@@ -303,10 +300,21 @@ class OptimizeJob:
         return RunResult(run, error, len(outcomes), reused)
 
 
-def _limit_time(request: RunRequest) -> Recipe:
-    """Copy a request's recipe with the time that is left."""
-    left = request.seconds
-    return request.recipe if left is None else request.recipe.model_copy(update={"time_seconds": left})
+def _limit_time(requests: Sequence[RunRequest], instead: float | None) -> tuple[float | None, float | None]:
+    """Return the time of all runs together, and the part in which variants are found; None where it is not limited.
+
+    It is what recipes give and earlier rounds have left, or what this process is given ``instead``.
+    """
+    times = [request.seconds or request.recipe.time_seconds for request in requests]
+    if None in times:
+        return instead, None
+    if instead is not None:
+        times = [instead / len(requests)] * len(requests)
+    recipes = [
+        request.recipe.model_copy(update={"time_seconds": seconds})
+        for request, seconds in zip(requests, times, strict=True)
+    ]
+    return sum(filter(None, times)), sum(map(searching_seconds, recipes))
 
 
 def _restore_workarounds(request: RunRequest) -> RunRequest:
@@ -368,16 +376,17 @@ def _explain_few_samples(recipe: Recipe, new: Outcomes) -> str:
 def _list_kept(request: RunRequest) -> list[str]:
     """List the variants of an earlier state of a run that a race must not drop: those with results in full.
 
-    Where nothing is left to be tried, they are those of the race that was run last, which is then found in the store.
+    Where nothing is left to be tried again, they are those of the race that was run last, which is then found in the
+    store.
     """
     if not request.recipe.races or request.replace or not (request.out / "run.json").exists():
         return []
     run = runs.read(request.out)
     if run.recipe != request.recipe:
         return []
-    untried = any(record.untried for record in run.requested)
+    again = any(record.untried for record in run.requested) or any(step.status == "failed" for step in run.steps)
     measured = (record for record in run.requested if record.status == "measured")
-    return [record.id for record in measured if untried or any(row.kept for row in record.race)]
+    return [record.id for record in measured if again or any(row.kept for row in record.race)]
 
 
 def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
@@ -460,7 +469,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
-    late = any(step.effect == NO_TIME for step in run.steps)
+    late = any(step.effect == NO_TIME for step in run.steps) or any(record.untried for record in run.requested)
     return run.complete and same and not failed and not older and whole and not late
 
 

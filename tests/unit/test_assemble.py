@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import NO_TIME, UsageError
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
@@ -32,7 +32,7 @@ INT8 = Variant(
     *(VariantName("onnxruntime", "int8"), OnnxRuntime(), "int8", StepRef("build", "int8"), Device()),
     lowering="int8",
     calibration="calibrate",
-    assignment="assign",
+    assignment=StepRef("assign"),
     search=("search-1", "search-2", "search-3"),
     audits=("audit-graph", "audit-engine"),
 )
@@ -53,8 +53,14 @@ class Outcomes:
         self.found[step] = Outcome(step, "done", Artifact.model_validate(values))
         return self
 
+    def change(self, step: str, **facts: Any) -> None:
+        artifact = self.found[step].artifact
+        assert artifact
+        self.found[step] = replace(self.found[step], artifact=artifact.model_copy(update=facts))
+
     def run(self, *variants: Variant) -> Run:
-        steps = tuple(Step(ref, Audit()) for ref in (LOAD, StepRef("build", "fp32"), StepRef("build", "int8")))
+        names = (LOAD, StepRef("build", "fp32"), StepRef("assign"), StepRef("build", "int8"))
+        steps = tuple(Step(ref, Audit()) for ref in names)
         plan = Plan(steps, BASELINE, variants, LATENCY)
         return assemble(HEADER, make({"model": "digits"}), plan, self.found, {})
 
@@ -149,6 +155,40 @@ def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
     trials = [(one.step, one.quantised, one.kept, one.passed) for one in found.search]
     assert trials == [(1, 3, 0, False), (2, 2, 1, True)]
     assert found.search[1].speedup == 1.5
+
+
+@pytest.mark.parametrize("reached", [False, True])
+@pytest.mark.parametrize(
+    ("second", "failed", "why"),
+    [
+        (Outcome("search-2", "failed", reason="it was killed"), True, "search-2: it was killed"),
+        (Outcome("search-2", "skipped", reason=NO_TIME), False, NO_TIME),
+        (None, False, NO_TIME),
+    ],
+)
+def test_a_search_that_was_cut_short_is_no_wrong_result(
+    outcomes: Outcomes, second: Outcome | None, failed: bool, why: str, reached: bool
+) -> None:
+    """A trial died, was not begun for want of time, or found that no time was left for it."""
+    trial = {"phase": "everything", "method": "mse", "kept": [], "why": "all", "passed": reached, "error": 1.0}
+    outcomes.put("search-1", [trial]).put("search-2", [trial]).put("assign", [])
+    if second:
+        outcomes.found["search-2"] = second
+    else:
+        outcomes.change("search-2", incomplete=True)
+    outcomes.change("assign", rejected="" if reached else "none of 1 trials reaches the goal")
+    found = outcomes.record(replace(INT8, verified=(StepRef("assign"),)))
+    assert found.reasons["search"] == why
+    if reached:
+        assert found.status == "built"
+    else:
+        assert (found.status, found.reason) == ("failed" if failed else "skipped", why)
+        assert found.untried is not failed
+    outcomes.put("search-3", [trial])
+    outcomes.found |= {"search-2": Outcome("search-2", "done")}
+    found = outcomes.record(replace(INT8, verified=(StepRef("assign"),)))
+    assert "search" not in found.reasons
+    assert reached or (found.status, found.failure) == ("failed", "wrong result")
 
 
 def test_audits_are_planned_for_what_can_be_seen() -> None:

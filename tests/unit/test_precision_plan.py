@@ -373,6 +373,15 @@ def test_training_alone_makes_only_trials_with_everything_quantised() -> None:
     assert searches == [f"search-int8-onnxruntime-{number}" for number in (1, 2, 3)]
 
 
+def test_a_search_that_ends_early_has_its_trials_all_the_same() -> None:
+    found = planned(precisions=["int8"], engines=["onnxruntime"], calibration="digits")
+    steps = {step.id: step for step in found.steps}
+    assign = steps["assign-int8-onnxruntime"]
+    trials = [name for name in ids(found) if name.startswith("search-")]
+    assert [assign.inputs["trial 1"], *(assign.optional_inputs[f"trial {index}"] for index in range(2, 13))] == trials
+    assert trials[1] not in found.leading_to([assign.id])
+
+
 def test_what_is_pruned_is_trained_alone() -> None:
     found = planned(**TRAINED, recover="distil", prune=["macs=-50%"], sparsity=["2:4"])
     assert not [step.id for step in found.steps if isinstance(step.task, TrainGraph)]

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -235,6 +236,26 @@ class Clock(Desk):
         if request.step.id == "hangs" or limit < 10:
             raise StepTimeout("it ran past its time limit")
         return super().execute(request)
+
+
+def test_what_the_time_was_too_short_for_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had the least that a step gets, and ended before the time was over."""
+    desk = Clock()
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    runner = Runner(desk, lambda step: Path(step.id), 12.0, search_seconds=12.0)
+    outcomes = runner.run([Step(StepRef("hangs"), Half())])
+    assert desk.given == {"hangs": 10}
+    assert (outcomes["hangs"].status, outcomes["hangs"].reason) == ("skipped", NO_TIME)
+
+
+def test_what_is_done_again_has_the_time_that_is_left(desk: Desk) -> None:
+    request = StepRequest(Step(StepRef("a"), Idle()), {}, Path("log"), lambda: None, lambda text: None)
+    assert request.after(5.0) is request
+    limited = replace(request, timeout_seconds=8.0)
+    again = limited.after(5.0)
+    assert again
+    assert (again.timeout_seconds, again.step.task.left_seconds) == (3.0, 3.0)
+    assert limited.after(8.0) is None
 
 
 class Half(Idle):

@@ -79,6 +79,14 @@ def test_cases_are_the_points_and_the_batches_each_once() -> None:
     assert between == [Case(sizes={"batch": 3, "length": 5}, batch=3, points=("measured",), measured=True)]
 
 
+def test_the_batch_that_was_named_first_comes_first() -> None:
+    ranges = {"batch": ShapeRange(min=1, opt=4, max=16), "length": ShapeRange(min=2, opt=5, max=5)}
+    cases = plan_cases(TEXT, ranges, (8, 1, 4))
+    assert [(case.batch, case.measured) for case in cases] == [
+        (8, True), (1, True), (4, True), (1, False), (16, False)
+    ]  # fmt: skip
+
+
 def test_a_fixed_model_has_one_case() -> None:
     assert plan_cases(FIXED, {}, (1, 8)) == (Case(sizes={}, batch=2, points=("min", "opt", "max"), measured=True),)
 

@@ -19,12 +19,12 @@ from enginesmith.pipeline.tasks.base import read_records, scratch_artifact, writ
 from enginesmith.pipeline.tasks.finetune import TEACHER, TrainGraph
 from enginesmith.pipeline.tasks.mixed_precision import (
     ASSIGNMENT,
-    BEFORE,
     MODEL,
     REFERENCE,
     RESCALED,
     SENSITIVITY,
     Assign,
+    trial_role,
 )
 from graphs import node, normal, quiet, save_graph
 
@@ -45,7 +45,8 @@ def records(folder: Path, *rows: Any) -> Artifact:
 
 def assigned(tmp_path: Path, to_train: Any, *trials: Trial) -> tuple[str, list[dict[str, Any]]]:
     inputs = {
-        BEFORE: records(tmp_path / "before", *trials),
+        trial_role(1): records(tmp_path / "first", *trials[:1]),
+        trial_role(3): records(tmp_path / "last", *trials),  # the second one failed
         SENSITIVITY: records(tmp_path / "sensitivity", *GROUPS),
         RESCALED: records(tmp_path / "rescaled", *GROUPS),
     }

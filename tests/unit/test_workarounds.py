@@ -1,14 +1,24 @@
 """Options that mend engines which are wrong: found in a run, added to its recipe, and known again there."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.recipe import Recipe, make
-from enginesmith.pipeline.results.run import Run, VariantRecord, find_workarounds
-from enginesmith.pipeline.workflows.optimize import RunRequest, _add_workarounds, _restore_workarounds
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
+from enginesmith.pipeline.workflows.optimize import (
+    RunRequest,
+    _add_workarounds,
+    _limit_time,
+    _list_kept,
+    _restore_workarounds,
+    is_finished,
+)
 from enginesmith.pipeline.workflows.run_directory import claim_run_directory
 from runs import small, variant
 
@@ -77,6 +87,47 @@ def test_a_run_is_requested_again_where_there_is_time(tmp_path: Path) -> None:
     assert left.seconds == 60.0
     assert left.recipe.time_seconds == 100.0
     assert _add_workarounds(request, limited, spent=51.0) is None
+
+
+@pytest.mark.parametrize(("cause", "kept"), [("", []), ("failed", ["a"]), ("untried", ["a"])])
+def test_what_was_measured_stays_in_a_race_that_is_run_again(tmp_path: Path, cause: str, kept: list[str]) -> None:
+    """Else a variant that was mended would throw it out, and the run keep the results that it had."""
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600})
+    other = variant("b", status="skipped", untried=cause == "untried")
+    ended = "failed" if cause == "failed" else "done"
+    step = StepRecord(id="build-b", status=ended, cached=False, seconds=None, effect="")
+    runs.write(run_of(variant("a"), other, recipe=recipe).model_copy(update={"steps": (step,)}), tmp_path)
+    assert _list_kept(RunRequest("demo", recipe, tmp_path)) == kept
+
+
+def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> None:
+    for untried in (False, True):
+        run = run_of(variant("a", artifact=None), variant("b", status="skipped", untried=untried, artifact=None))
+        run = run.model_copy(update={"environment": environment().model_dump(mode="json")})
+        assert is_finished(run, tmp_path) is not untried
+
+
+@pytest.mark.parametrize(
+    ("recipe_seconds", "left", "instead", "limits"),
+    [
+        ((None,), None, None, (None, None)),
+        ((None,), None, 60.0, (60.0, None)),
+        ((60.0,), None, None, (60.0, 33.0)),
+        ((600.0,), None, 60.0, (60.0, 33.0)),
+        ((600.0,), 60.0, None, (60.0, 33.0)),
+        ((600.0, 60.0), None, 120.0, (120.0, 66.0)),
+        ((600.0, None), None, 120.0, (120.0, None)),
+    ],
+)
+def test_time_that_is_given_to_a_process_is_that_of_its_searches_too(
+    recipe_seconds: tuple[float | None, ...], left: float | None, instead: float | None, limits: tuple[Any, Any]
+) -> None:
+    given: dict[str, Any] = {"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "batch": [1]}
+    requests = [
+        RunRequest(str(index), make({**given, "time_seconds": seconds}), Path("run"), seconds=left)
+        for index, seconds in enumerate(recipe_seconds)
+    ]
+    assert _limit_time(requests, instead) == pytest.approx(limits)
 
 
 def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> None:
