@@ -336,7 +336,8 @@ def select_winner(
 
     Of those that are as fast as the fastest one, as far as was measured, the one with the smallest accuracy drop wins.
     A drop that meets the budget with an interval that reaches over it wins only if nothing else meets the budget; or,
-    where samples are right or wrong, so that the interval is wide even where nothing is lost, if it brings 1.1 × speed.
+    where samples are right or wrong, so that the interval is wide even where nothing is lost, if it is better by the
+    objective by 1.1 ×.
 
     The first record is the baseline, which does not win if a variant was requested and none was measured. If its
     engine was named (``baseline_named``), it wins where all others have failed.
@@ -357,11 +358,11 @@ def select_winner(
     if ends and "measured" not in ends and not (baseline_named and ends == {"failed"}):
         within = ranked = []
     if within:
-        best = _prefer_less_loss(within, batch, budgets.max_drop) if objective == "latency" else within[0]
+        best = _prefer_less_loss(within, objective, batch, budgets.max_drop)
         alone = "; no engine is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
-            why = f"fastest of those that surely meet the accuracy budget; {within[0].id} may not"
+            why = f"{_BEST[objective]} of those that surely meet the accuracy budget; {within[0].id} may not"
         elif best is not within[0]:
             why = f"smallest accuracy drop of those that meet the budgets and are as fast as {within[0].id}"
         return Selection(best.id, why, pareto, judged(best))
@@ -377,26 +378,35 @@ def select_winner(
     return Selection(None, explain_failure(requested) or f"nothing was measured that has a {objective}", pareto, ())
 
 
-def _prefer_less_loss(ranked: Sequence[VariantRecord], batch: int, max_drop: float | None) -> VariantRecord:
-    """Choose the smallest accuracy drop among the fastest record and those that are not measurably slower.
+def _prefer_less_loss(
+    ranked: Sequence[VariantRecord], objective: Objective, batch: int, max_drop: float | None
+) -> VariantRecord:
+    """Choose the best record; of latency, the smallest accuracy drop among those not measurably slower than the best.
 
-    Those come first that surely lose no more than allowed, except after a much faster one whose interval must be wide.
+    Those come first that surely lose no more than allowed, except after a much better one whose interval must be wide.
     """
     scale = _metric_scale(ranked)
     risks = [record for record in ranked if may_lose_more(record, max_drop)]
     sure = [record for record in ranked if record not in risks]
-    worth = next((record for record in risks if sure and _is_worth_a_risk(record, sure[0], batch)), None)
+    worth = next((record for record in risks if sure and _is_worth_a_risk(record, sure[0], objective, batch)), None)
     ranked = ranked[ranked.index(worth) :] if worth else sure or ranked
     fastest = ranked[0]
+    if objective != "latency":
+        return fastest
     equal = [fastest, *(record for record in ranked[1:] if _is_as_fast(record, fastest, batch))]
     judged = [record for record in equal if record.quality]
     return min(judged, key=lambda record: max(_visible_drop(record, scale), 0.0)) if fastest.quality else fastest
 
 
-def _is_worth_a_risk(record: VariantRecord, sure: VariantRecord, batch: int) -> bool:
-    gain = _gain(record, sure, batch)
+def _is_worth_a_risk(record: VariantRecord, sure: VariantRecord, objective: Objective, batch: int) -> bool:
+    if objective == "latency":
+        gain = _gain(record, sure, batch)
+        times = gain.low if gain else 0.0
+    else:
+        mine, theirs = (_score(each, objective, batch) or math.inf for each in (record, sure))
+        times = mine / theirs if objective == "throughput" else theirs / mine
     wide = record.quality is not None and (record.quality.counted or record.quality.whole)
-    return wide and gain is not None and gain.low > _WORTH_A_RISK
+    return wide and times > _WORTH_A_RISK
 
 
 def may_lose_more(record: VariantRecord, max_drop: float | None) -> bool:

@@ -99,6 +99,27 @@ def test_a_drop_that_may_be_more_than_allowed_has_to_pay(
     assert ("surely meet" in chosen.reason) == (winner == "safe")
 
 
+@pytest.mark.parametrize("objective", ["throughput", "memory", "size"])
+@pytest.mark.parametrize(
+    ("gain", "high", "counted", "winner"),
+    [(1.08, 0.0135, True, "safe"), (1.08, 0.0095, True, "risky"), (1.3, 0.0135, True, "risky"),
+     (1.3, 0.0135, False, "safe")],
+)  # fmt: skip
+def test_other_objectives_take_no_risk_for_little_either(
+    objective: Any, gain: float, high: float, counted: bool, winner: str
+) -> None:
+    def measured(name: str, scale: float, drop: float, high: float) -> VariantRecord:
+        quality = Quality(
+            metric="top1", value=0.9, baseline=0.9, drop=drop, drop_high=high, samples=96, counted=counted
+        )
+        return record(name, scale, int(100 * scale), int(100 * scale), quality=quality)
+
+    both = [EAGER, measured("risky", 1.0, 0.0071, high), measured("safe", gain, 0.0, 0.0)]
+    chosen = select_winner(both, Budgets(max_drop=0.01), objective, 1)
+    assert chosen.winner == winner
+    assert ("surely meet" in chosen.reason) == (winner == "safe")
+
+
 def test_nobody_wins_when_nobody_holds_the_budgets() -> None:
     chosen = select_winner([EAGER, FAST], Budgets(max_latency_ms=0.5), "latency", 1)
     assert chosen.winner is None
