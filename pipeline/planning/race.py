@@ -21,6 +21,8 @@ _MOST = 3
 """Variants that are measured in full."""
 _SECONDS_EACH = 1.5
 """Time of a race for each variant, all laps together."""
+_STARTING_SECONDS = 5.0
+"""Time in which the sessions of the latencies start, at each batch size, on a busy machine."""
 _TUNE_SECONDS = 10.0
 """Longest time for the options of one variant."""
 _MOST_TRAINING = 0.5
@@ -228,7 +230,7 @@ def searching_seconds(recipe: Recipe) -> float:
     training = min(recipe.recovery.seconds, _MOST_TRAINING * seconds) if trains else 0.0
     rest = seconds - training
     options = min(_TUNING * rest, _MOST * _TUNE_SECONDS)
-    latencies = min(_MEASURING * rest, recipe.measure.seconds * len(recipe.batch))
+    latencies = min(_MEASURING * rest, (recipe.measure.seconds + _STARTING_SECONDS) * len(recipe.batch))
     return training + rest - (_RACING + _JUDGING) * rest - options - latencies
 
 

@@ -90,7 +90,7 @@ def _status(record: VariantRecord) -> str:
         return "rejected"
     if record.reference:
         return f"{record.status}, for comparison"
-    if record.untried or record.dropped:
+    if record.status == "skipped" and (record.untried or record.dropped):
         return "not tried" if record.untried else "dropped"
     if not record.shortfall:
         return record.status

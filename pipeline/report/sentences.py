@@ -106,13 +106,14 @@ def _describe_search(run: Run) -> Iterator[str]:
     raced = [record for record in run.requested if record.race or record.untried]
     if not raced:
         return
+    skipped = [record for record in run.requested if record.status == "skipped"]
     ends = {
         "measured in full": [record for record in run.requested if record.status == "measured"],
-        "dropped": [record for record in run.requested if record.dropped],
-        "skipped": [each for each in run.requested if each.status == "skipped" and not (each.dropped or each.untried)],
+        "dropped": [record for record in skipped if record.dropped],
+        "skipped": [record for record in skipped if not (record.dropped or record.untried)],
         "built and not measured": [record for record in run.requested if record.status == "built"],
         "failed": [record for record in run.requested if record.status == "failed"],
-        "not tried, as the time was over": [record for record in raced if record.untried],
+        "not tried, as the time was over": [record for record in skipped if record.untried],
     }
     parts = (f"{len(records)} {end}" for end, records in ends.items() if records)
     yield f"search: {count_words(len(run.requested), 'variant')}: {', '.join(parts)}"

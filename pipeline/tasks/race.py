@@ -145,22 +145,32 @@ class Race(Measurement):
         feeds: Feeds,
         progress: Progress,
     ) -> Iterator[RaceRow]:
-        """Run laps until few enough are left, and yield what each variant did in each."""
+        """Run laps until few enough are left, and yield what each variant did in each.
+
+        What an earlier lap found counts where no time was left for this one. Once it is over, variants of which nothing
+        is known stay as far as there is room.
+        """
+        known: dict[str, LatencyRow] = {}
         for lap in range(1, _LAPS + 1):
             if lap > 1 and (len(running) <= self.most or benchmark.late):
                 return
             progress(f"lap {lap}: {count_words(len(running), 'variant')}")
             benchmark.measure(batch, feeds, running)
             measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
-            contenders = {name: row for name, row in measured.items() if name not in self.originals}
+            known |= {name: row for name, row in measured.items() if row.speedup}
+            failed = {name: row.failure for name, row in measured.items() if row.failure not in (None, NO_TIME)}
+            running = [name for name in running if name not in self.originals and name not in failed]
+            rows = {name: known[name] for name in running if name in known}
             last = lap == _LAPS or benchmark.late
-            reasons = drop_slow(contenders, (self.lossless, safe), self.most, self.dense, last=last)
+            reasons = drop_slow(rows, (self.lossless, safe), self.most, self.dense, last=last)
+            reasons = {name: reason for name, reason in reasons.items() if name not in self.kept}
+            unknown = [name for name in running if name not in rows and name not in self.kept]
+            room = max(0, self.most - len(rows.keys() - reasons.keys())) if benchmark.late else len(unknown)
+            failed |= dict.fromkeys(unknown[room:], NO_TIME)
             for name, row in measured.items():
-                reason, failure = "" if name in self.kept else reasons.get(name, ""), row.failure or ""
-                yield RaceRow(variant=name, lap=lap, speedup=row.speedup, dropped=reason, failure=failure)
-            running = [
-                name for name in contenders if (name not in reasons or name in self.kept) and not measured[name].failure
-            ]
+                ended = {"dropped": reasons.get(name, ""), "failure": failed.get(name, "")}
+                yield RaceRow(variant=name, lap=lap, speedup=row.speedup, **ended)
+            running = [name for name in running if name not in reasons and name not in failed]
 
     def _hardly_loses(self, name: str, inputs: Inputs) -> bool:
         """Tell whether a variant loses nothing, or surely a small part of what is allowed."""

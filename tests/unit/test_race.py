@@ -402,6 +402,48 @@ def test_rounds_that_are_too_few_drop_nobody() -> None:
     assert drop_slow({"a": LatencyRow(batch=1), "b": row(1, 1, 1)}, (), 1, {}, last=True) == {}
 
 
+class Laps:
+    """A benchmark whose rows are known: by lap, the speed of each variant, or why it has none."""
+
+    def __init__(self, laps: list[dict[str, float | str]], late_after: int) -> None:
+        self.laps, self.late_after, self.lap = laps, late_after, 0
+
+    @property
+    def late(self) -> bool:
+        return self.lap >= self.late_after
+
+    def measure(self, batch: int, feeds: Any, only: list[str]) -> None:
+        self.lap += 1
+
+    def rows(self, name: str) -> list[LatencyRow]:
+        found = self.laps[self.lap - 1].get(name, NO_TIME)
+        return [LatencyRow(batch=1, failure=found) if isinstance(found, str) else row(found, found, found)]
+
+
+@pytest.mark.parametrize(
+    ("laps", "ends"),
+    [
+        ([{"a": 1, "b": 5, "c": 4, "d": 4.9}], {"c": "b is 1.25× [1.25, 1.25] faster"}),
+        ([{"a": 1, "b": 4.7, "c": 4.8, "d": 4.9}], {"b": "it is number 3 in speed, and 2 are measured in full"}),
+        (
+            [{"a": 1, "b": 4.7, "c": 4.8, "d": 4.9}, {"a": 1}],
+            {"b": "it is number 3 in speed, and 2 are measured in full"},
+        ),
+        ([{"a": 1, "b": 5}], {"c": NO_TIME, "d": NO_TIME}),
+        ([{}], {"c": NO_TIME, "d": NO_TIME}),
+        ([{"b": "it crashed"}], {"b": "it crashed", "d": NO_TIME}),
+    ],
+)
+def test_what_an_earlier_lap_found_counts_where_the_time_was_over(
+    laps: list[dict[str, float | str]], ends: dict[str, str]
+) -> None:
+    """Else all would be tuned, in the time that is kept for their latencies; or nothing would be left to measure."""
+    task = Race(engines={}, lossless=("a",), seconds=1, most=2, max_drop=None, largest=False, device=Device())
+    rows = list(task._run_laps(Laps(laps, len(laps)), [*"abcd"], [], 1, {}, print))  # type: ignore[arg-type]
+    found = {each.variant: each.dropped or each.failure for each in rows if each.dropped or each.failure}
+    assert found == ends
+
+
 def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -> None:
     quality = {"metric": "top1", "title": "top-1", "value": 0.9, "baseline": 0.95, "drop": 0.05, "samples": 100}
     write_records(tmp_path, [quality])
@@ -512,7 +554,7 @@ def test_the_report_tells_what_became_of_each_variant_and_what_is_left() -> None
         "a": {"status": "measured", "race": [RaceRow(variant="a", lap=1)]},
         "b": {"status": "skipped", "race": [RaceRow(variant="b", lap=1, dropped="a is faster")]},
         "c": {"status": "skipped", "untried": True},
-        "d": {"status": "failed"},
+        "d": {"status": "failed", "race": [RaceRow(variant="d", lap=1, dropped="a is faster")]},
         "e": {"status": "skipped", "reason": "only 0 % of the multiply-adds have a form in int8-dynamic"},
         "f": {"status": "built", "reason": "no CUDA device here"},
     }
