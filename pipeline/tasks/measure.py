@@ -360,7 +360,8 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
             others = " and ".join(map(repr, judged.other_outputs))
             said = f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)" if others else ""
         except quality.MetricError as error:
-            said = f"on {rows.stop} samples, {error.message}; all samples decide"
+            known = quality.parse_metric(metric)[0] in METRICS  # such as an area, which two samples often have none of
+            said = "" if known else f"on {rows.stop} samples, {error.message}; all samples decide"
     return said, _code_read(metric, tracker.files)
 
 

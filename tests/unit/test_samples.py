@@ -173,6 +173,7 @@ def graph(path: Path, operator: str, *constants: float) -> Artifact:
         ("top1", [0, 1, 2, 0], ""),
         ("top1", [0, 1, 3, 0], "top1 needs .* from 0 to 3"),
         ("top1", None, "no labels, and the metric top1 needs them"),
+        ("auroc", [0, 0, 1, 2], ""),
         ("own.py:all_classes", [0, 1, 2, 0], "on 2 samples, .* raised ValueError: no class 2 .*; all samples decide"),
     ],
 )
