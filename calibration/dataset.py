@@ -81,6 +81,8 @@ class Dataset:
     """The set that this one was drawn from."""
     parts: Mapping[PartName, Array] = field(default_factory=dict)
     """Row numbers in ``source`` of each part, where the set is a part of it."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Dimension of the batch in the model's inputs, where that is not the first one."""
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -131,13 +133,20 @@ class Dataset:
         )
 
     def batch(self, start: int, size: int) -> dict[str, Array]:
-        """Return ``size`` rows from row ``start`` on; after the last row comes the first again."""
+        """Feed ``size`` rows from row ``start`` on; after the last row comes the first again."""
         first = start % len(self)
         rows: slice | Array = slice(first, first + size)
         if first + size > len(self):
             rows = np.arange(first, first + size) % len(self)
+        return self.feed(rows)
+
+    def feed(self, rows: slice | Array) -> dict[str, Array]:
+        """Make feeds of these rows, each along the batch of its input."""
+        feeds = {
+            name: np.moveaxis(np.asarray(array[rows]), 0, self.axes.get(name, 0)) for name, array in self.arrays.items()
+        }
         # Mapped rows are read-only, and they lie at any address; engines want neither.
-        return {name: np.require(np.asarray(array[rows]), None, ("C", "A", "W")) for name, array in self.arrays.items()}
+        return {name: np.require(value, None, ("C", "A", "W")) for name, value in feeds.items()}
 
     def sample(self, count: int, seed: int) -> "Dataset":
         """Draw ``count`` rows without replacement, and keep them in order, each class in proportion to its share.
@@ -193,7 +202,8 @@ def open_dataset(
     Args:
         reference: an embedded set (``digits``, ``digits/test``), a file (``.npz``, ``.npy``, ``.safetensors``,
             ``.jsonl``), a folder of images, or ``module:function`` or ``file.py:function``, which is called.
-        inputs: what the model takes; float64 and int32 data are cast where it takes float32 and int64.
+        inputs: what the model takes; float64 and int32 data are cast where it takes float32 and int64. The samples come
+            first in the data, also where the batch is another dimension of an input.
         split: what an embedded set without a split means.
         options: how images and texts are made into arrays, and which array holds the labels.
 
@@ -201,6 +211,7 @@ def open_dataset(
         DataError: not found, not readable, or not what the model takes.
         MissingCapability: the form of the data needs a package that is not installed.
     """
+    axes, inputs = find_axes(inputs), [spec.as_row for spec in inputs]
     found = read(reference, Request(inputs, split, options))
     arrays = dict(found.arrays)
     own: dict[str, Rows] = {} if found.labels is None else {LABELS: found.labels}
@@ -217,7 +228,8 @@ def open_dataset(
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
-    data = Dataset(found.name, feeds, held, (*found.notes, *check_zeros(found.name, feeds)), folders=found.folders)
+    notes = (*found.notes, *check_zeros(found.name, feeds))
+    data = Dataset(found.name, feeds, held, notes, folders=found.folders, axes=axes)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
 
 
@@ -301,15 +313,20 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
     """Make ``count`` rows that look like the example: for models that come without data.
 
     Floats are normal with the example's mean and standard deviation; integers and bools are drawn from its values, as
-    often as they occur. The first axis is the batch; ``sizes`` gives the other dynamic dimensions.
+    often as they occur. ``sizes`` gives the dynamic dimensions besides the batch.
 
     Raises:
         DataError: an input has no batch axis, or its example is empty or not finite.
         SignatureError: a dynamic dimension has no size.
     """
     rng = np.random.default_rng(seed)
-    arrays = {spec.name: _draw_like(spec, example[spec.name], sizes, count, rng) for spec in inputs}
-    return Dataset(f"synthetic ({count} rows, seed {seed})", arrays, synthetic=True)
+    arrays = {spec.name: _draw_like(spec.as_row, example[spec.name], sizes, count, rng) for spec in inputs}
+    return Dataset(f"synthetic ({count} rows, seed {seed})", arrays, synthetic=True, axes=find_axes(inputs))
+
+
+def find_axes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Find the inputs whose batch is not their first dimension, with its place."""
+    return {spec.name: spec.batch_axis for spec in inputs if spec.batch_axis}
 
 
 def _draw_like(

@@ -6,7 +6,7 @@ from zlib import crc32
 
 import numpy as np
 
-from enginesmith.calibration.dataset import Dataset, synthetic
+from enginesmith.calibration.dataset import Dataset, find_axes, synthetic
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 
@@ -41,4 +41,4 @@ def lazy_synthetic(
 ) -> Dataset:
     """Make as many rows as are asked for; arguments and errors as for :func:`synthetic`."""
     arrays = {spec.name: SyntheticRows(spec, example[spec.name], sizes, count, seed) for spec in inputs}
-    return Dataset("synthetic", arrays, synthetic=True)
+    return Dataset("synthetic", arrays, synthetic=True, axes=find_axes(inputs))

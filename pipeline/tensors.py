@@ -20,6 +20,8 @@ DTYPES = (
 )
 DESCRIBED = (*DTYPES, "bfloat16")
 """Dtypes of a graph's inputs and outputs; numpy has no bfloat16, so such a graph is built and not fed."""
+BATCH = "batch"
+"""Name of a dynamic dimension that is the batch wherever it stands; of others, the one that comes first is."""
 _NAME = re.compile(r"[^:\s]+")
 _DIM = re.compile(r"[A-Za-z_]\w*")
 
@@ -50,6 +52,18 @@ class TensorSpec(BaseModel, frozen=True):
     def symbols(self) -> tuple[str, ...]:
         """Words among the dimensions, in order."""
         return tuple(dim for dim in self.shape if isinstance(dim, str))
+
+    @property
+    def batch_axis(self) -> int:
+        """The dimension that is the batch: the one of that name, else the first."""
+        return self.shape.index(BATCH) if BATCH in self.shape else 0
+
+    @property
+    def as_row(self) -> "TensorSpec":
+        """The same array with the batch as its first dimension, as samples are kept."""
+        rest = list(self.shape)
+        first = [rest.pop(self.batch_axis)] if rest else []
+        return self.model_copy(update={"shape": (*first, *rest)})
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Replace every word of the shape by its size.
@@ -155,6 +169,12 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
             if size != wanted:
                 same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
                 raise ShapeError(message + same, remedy)
+
+
+def rows_first(arrays: Feeds, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+    """Move the batch of each array to the front."""
+    axes = {spec.name: spec.batch_axis for spec in specs}
+    return {name: np.moveaxis(value, axes[name], 0) if axes.get(name) else value for name, value in arrays.items()}
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signature
+from enginesmith.pipeline.tensors import BATCH, Array, Feeds, Point, ShapeRange, Signature
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -47,8 +47,8 @@ class Samples(BaseModel, frozen=True):
 
 def batch_symbol(signature: Signature) -> str | None:
     """Return the dynamic dimension that is the batch: ``batch``, else a word that leads every input."""
-    if "batch" in signature.symbols:
-        return "batch"
+    if BATCH in signature.symbols:
+        return BATCH
     first = _first_dimension(signature)
     return first if isinstance(first, str) else None
 

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, Field, SerializeAsAny
 
 from enginesmith.calibration.collector import Collector
-from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
+from enginesmith.calibration.dataset import Dataset, find_axes, open_dataset, validate_for_calibration
 from enginesmith.calibration.histogram import PERCENTILE
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.ranges import FILE, Provenance, Ranges
@@ -27,7 +27,7 @@ from enginesmith.pipeline.passes.quantize.activation_capture import (
     open_activation_capture,
 )
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, rows_first
 
 Split = Literal["train", "calibration", "test"]
 _SYNTHETIC = "synthetic"
@@ -128,9 +128,9 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         fitting = {index: case for index, case in enumerate(known.cases) if usual.items() <= case.sizes.items()}
         index = max(fitting, key=lambda position: fitting[position].batch)
         stored = samples.read_arrays(reference.folder, "feeds", index)
-        feeds = {spec.name: stored[spec.name] for spec in signature.inputs}
+        feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
         if known.data != _SYNTHETIC:
-            return Dataset(f"{known.data}, as the reference was run on", feeds)
+            return Dataset(f"{known.data}, as the reference was run on", feeds, axes=find_axes(signature.inputs))
         if symbol is None:
             return Dataset(_SYNTHETIC, feeds, synthetic=True)
         return lazy_synthetic(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)

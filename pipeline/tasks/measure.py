@@ -38,7 +38,7 @@ from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import Array, Feeds, rows_first
 from enginesmith.pipeline.units import format_bytes, format_si
 
 _SHARE_OF_FREE = 0.8
@@ -326,7 +326,7 @@ class Quality(Task):
             size = max(self.batch, min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
-            parts.append(session.run(data.batch(start, size)))
+            parts.append(rows_first(session.run(data.batch(start, size)), session.signature.outputs))
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
 
 
@@ -345,7 +345,8 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
     """
     size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
     rows = slice(min(_TRIED, size, len(data)))
-    outputs = {name: value[rows] for name, value in session.run(data.batch(0, size)).items()}
+    answers = rows_first(session.run(data.batch(0, size)), session.signature.outputs)
+    outputs = {name: value[rows] for name, value in answers.items()}
     with track_files(allow_pickle=False) as tracker:
         chosen = (
             None

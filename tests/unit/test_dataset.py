@@ -20,6 +20,7 @@ from enginesmith.calibration.dataset import (
 from enginesmith.calibration.file_formats import Request, check_readable
 from enginesmith.calibration.lazy_arrays import Cast, Picked
 from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
+from enginesmith.calibration.synthetic import lazy_synthetic
 from enginesmith.pipeline.errors import DataError, SignatureError
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -53,6 +54,20 @@ class TestDataset:
         assert data.batch(5, 2)["x"].ravel().tolist() == [0, 1]
         assert data.batch(1, 12)["x"].ravel().tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
         assert data.batch(0, 5)["x"].flags["C_CONTIGUOUS"]
+
+    def test_samples_are_put_where_the_model_has_its_batch(self, saved):
+        inputs = [TensorSpec.parse(text) for text in ("x:float32:batch,7", "h:float32:2,batch,3")]
+        x, h = np.random.default_rng(0).random((5, 7), np.float32), rows()
+        data = open_dataset(saved(x=x, h=h), inputs)
+        feeds = data.batch(3, 4)
+        assert (len(data), feeds["h"].shape, feeds["h"].flags["C_CONTIGUOUS"]) == (5, (2, 4, 3), True)
+        np.testing.assert_array_equal(feeds["h"][:, 2], h[0])
+        np.testing.assert_array_equal(feeds["x"][2], x[0])
+        np.testing.assert_array_equal(data.take(np.array([4]), "one").batch(0, 1)["h"][:, 0], h[4])
+        for made in (synthetic(inputs, feeds, {}, 4, 0), lazy_synthetic(inputs, feeds, {}, 4, 0)):
+            assert {name: value.shape for name, value in made.batch(0, 4).items()} == {"x": (4, 7), "h": (2, 4, 3)}
+        with pytest.raises(DataError, match="expected"):
+            open_dataset(saved(x=x, h=np.moveaxis(h, 0, 1)), inputs)
 
     def test_batches_of_mapped_rows_may_be_written_to(self, tmp_path):
         np.save(tmp_path / "x.npy", rows())

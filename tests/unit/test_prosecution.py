@@ -292,6 +292,32 @@ def test_samples_that_depend_on_their_batch_are_found_in_a_low_precision() -> No
     assert all((seen := apart.examine(each)) is None or seen.witness == MODEL for each in samples)
 
 
+def test_samples_are_taken_from_where_the_batch_is() -> None:
+    """Also where it is the second dimension, as in networks that take time first."""
+    signature = Signature(inputs=(spec("x", "float32", 6, "batch"),), outputs=(spec("y", "float32", 6, "batch"),))
+    feeds = [{"x": RNG.standard_normal((6, 4)).astype(np.float32)} for _ in range(2)]
+    space = InputSpace(signature, {"batch": ShapeRange.parse("1:4:9")}, feeds)
+    attempts = list(itertools.islice(generate(space, 0), 60))
+    assert {attempt.feeds["x"].shape[0] for attempt in attempts} == {6}
+    assert {attempt.feeds["x"].shape[1] for attempt in attempts} >= {1, 4, 9}
+
+    def mixes(feeds: Feeds) -> dict[str, Array]:
+        x = feeds["x"]
+        return {"y": 2 * x + np.float32(0.8) * np.roll(x, 1, axis=1) * (x.shape[1] > 2)}
+
+    def examine(engine: Function) -> list[Disagreement]:
+        search = InputSearch(Subject(space, "int4", engine, double), seed=0)
+        return [found for attempt in attempts if (found := search.examine(attempt))]
+
+    assert not examine(double)
+    found = next(each for each in examine(mixes) if each.witness == ALONE)
+    row = int(found.reason.split()[1])
+    assert found.found is not None
+    np.testing.assert_array_equal(found.expected["y"][:, row], 2 * found.feeds["x"][:, row])
+    other = (row + 1) % found.feeds["x"].shape[1]
+    np.testing.assert_array_equal(found.expected["y"][:, other], found.found["y"][:, other])
+
+
 @pytest.mark.parametrize("judged", [True, False])
 def test_what_a_low_precision_loses_is_left_to_those_who_judge_it(judged: bool) -> None:
     """A graph that is far off even on samples, and an engine that computes what it says."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, total_bytes
+from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, rows_first, total_bytes
 from enginesmith.pipeline.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 TEXT = (TensorSpec.parse("ids:int64:batch,length"), TensorSpec.parse("mask:int64:batch,length"))
@@ -136,3 +136,15 @@ def test_sizes_for_people(size: float | None, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.31, "0.3 s"), (12.4, "12 s"), (185, "3 m 05 s")])
 def test_durations_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_samples_come_first_wherever_the_batch_is() -> None:
+    specs = [TensorSpec.parse(text) for text in ("y:float32:3,batch,2", "z:float32:batch,4", "w:float32:5")]
+    assert [spec.as_row.shape for spec in specs] == [("batch", 3, 2), ("batch", 4), (5,)]
+    values = {
+        spec.name: np.arange(np.prod(size)).reshape(size) for spec in specs if (size := spec.resolve({"batch": 7}))
+    }
+    moved = rows_first(values, specs)
+    assert moved["y"].tolist() == np.swapaxes(values["y"], 0, 1).tolist()
+    assert moved["z"] is values["z"]
+    assert TensorSpec.parse("s:float32:").as_row.shape == ()

@@ -316,3 +316,38 @@ def test_a_parameter_the_module_does_not_know_of_is_still_filled(tmp_path: Path)
     secret = "self.secret = [nn.init.ones_(nn.Parameter(torch.empty(4)))]"
     before, after = round_trip(tmp_path, secret, "+ self.secret[0]")
     assert torch.equal(before, after)
+
+
+class TimeFirst(nn.Module):
+    """As recurrent layers are by default: [time, batch, features]; with states, [layers, batch, features]."""
+
+    def __init__(self, states: bool, whole: bool) -> None:
+        super().__init__()
+        self.lstm, self.states, self.whole = nn.LSTM(4, 3, 2), states, whole
+
+    def forward(self, x: Tensor, h: Tensor | None = None, c: Tensor | None = None) -> Any:
+        outputs, states = self.lstm(x, None if h is None or c is None else (h, c))
+        last = outputs if self.whole else outputs[-1]
+        return (last, *states) if self.states else last
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> None:
+    """Not along the time, although the outputs of all steps follow that, too."""
+    alone = load(TimeFirst(states=False, whole=whole), torch.randn(5, batch, 4))
+    assert [spec.shape for spec in alone.signature.inputs] == [(5, "batch", 4)]
+    assert alone.signature.outputs[0].shape == ((5, "batch", 3) if whole else ("batch", 3))
+    assert "--input x:float32:5,batch,4" in alone.notes[0]
+    states = (torch.randn(2, batch, 3), torch.randn(2, batch, 3))
+    beside = load(TimeFirst(states=True, whole=whole), (torch.randn(5, batch, 4), *states))
+    assert [spec.shape for spec in beside.signature.inputs] == [(5, "batch", 4), *[(2, "batch", 3)] * 2]
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(4, 2), nn.Conv1d(4, 4, 1), lambda_module(lambda x: x - x.mean()), lambda_module(torch.sum)]
+)
+def test_the_batch_comes_first_where_it_can_and_where_nothing_else_is_one(load, module: nn.Module) -> None:
+    loaded = load(module, torch.randn(3, 4, 4) if not isinstance(module, nn.Linear) else torch.randn(3, 4))
+    assert loaded.signature.inputs[0].shape[0] == "batch"
+    assert not any("the batch is the dimension" in note for note in loaded.notes)

@@ -21,152 +21,18 @@ from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import factories
+from enginesmith.pipeline.frameworks.torch.dims import (
+    choose_specs,
+    default_specs,
+    dtype_name,
+    infer_dims,
+    same_answers,
+    sizes_of,
+    suggest_dynamic_sizes,
+)
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
-from enginesmith.pipeline.tensors import DTYPES, Signature, TensorSpec, check_feeds
-
-# Find out by running a model which dimensions may vary, and which output dimension follows which input.
-
-_LONG = 16
-"""From this size on a shorter one is tried first, as it runs faster."""
-
-Forward = Callable[..., tuple[Tensor, ...]]
-Shapes = list[tuple[int, ...]]
-
-
-def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """Derive the inputs from the example: the first dimension is the batch, if all inputs agree on it."""
-    ranks = [value.ndim for value in example.values()]
-    batched = all(ranks) and len({value.shape[0] for value in example.values()}) == 1
-    shapes = {name: ("batch", *value.shape[1:]) if batched else tuple(value.shape) for name, value in example.items()}
-    return tuple(TensorSpec(name=name, dtype=dtype_name(value), shape=shapes[name]) for name, value in example.items())
-
-
-def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the size of each dynamic dimension in these tensors."""
-    return {
-        dim: size
-        for spec in specs
-        for dim, size in zip(spec.shape, example[spec.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return numpy's name of a tensor's dtype.
-
-    Raises:
-        SourceError: numpy has none.
-    """
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise SourceError(f"a tensor of dtype {name} cannot cross the boundary", "cast it to float32 inside the model")
-    return name
-
-
-def infer_dims(
-    module: Forward,
-    specs: tuple[TensorSpec, ...],
-    example: Mapping[str, Tensor],
-    outputs: Mapping[str, Tensor],
-    asked: bool,
-) -> tuple[Signature, list[str]]:
-    """Infer the signature by running again with each dynamic dimension changed; return it, and notes for people.
-
-    ``outputs`` are those for ``example``. A batch that nobody asked for (``asked`` is false), and that the model does
-    not allow to vary, becomes fixed, with a note.
-
-    Raises:
-        SourceError: a dimension that was asked to be dynamic cannot vary.
-    """
-    dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
-    notes: list[str] = []
-    for symbol, size in sizes_of(specs, example).items():
-        other, shapes = _try_other_size(module, specs, example, symbol, size)
-        if shapes is not None:
-            if [len(shape) for shape in shapes] != [value.ndim for value in outputs.values()]:
-                raise SourceError(
-                    f"the outputs have other ranks at {symbol} = {other} than at {symbol} = {size}",
-                    f"squeeze() drops every dimension of size 1: name the one, or give an example with {symbol} = 2",
-                )
-            for (name, value), shape in zip(outputs.items(), shapes, strict=True):
-                for axis, change in enumerate(zip(value.shape, shape, strict=True)):
-                    if change[0] != change[1]:
-                        dims[name][axis] = symbol if change == (size, other) else f"{name}_dim_{axis}"
-        elif asked:
-            raise SourceError(
-                f"the model runs with {symbol} = {size}, and with no other size that was tried",
-                f"write the number {size} instead of {symbol!r} in --input, or fix the model",
-            )
-        else:
-            fixed = [tuple(size if dim == symbol else dim for dim in spec.shape) for spec in specs]
-            specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
-            notes.append(f"the model runs with a batch of {size} only, so the dimension is fixed")
-    results = (
-        TensorSpec(name=name, dtype=dtype_name(value), shape=tuple(dims[name])) for name, value in outputs.items()
-    )
-    return Signature(inputs=specs, outputs=tuple(results)), notes
-
-
-def _try_other_size(
-    module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], symbol: str, size: int
-) -> tuple[int, Shapes | None]:
-    """Find another size that the model runs with, and the shapes it gives; None where there is none."""
-    others = (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2)
-    for other in others:
-        feeds = []
-        for spec in specs:
-            value = example[spec.name]
-            for axis, dim in enumerate(spec.shape):
-                if dim == symbol:
-                    value = value.index_select(axis, torch.arange(other) % value.shape[axis])
-            feeds.append(value)
-        with contextlib.suppress(RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-            if other != size:
-                with torch.inference_mode():
-                    return other, [tuple(value.shape) for value in module(*feeds)]
-    return size, None
-
-
-def _suggest_dynamic_sizes(
-    module: Forward, signature: Signature, example: Mapping[str, Tensor], request: ProcessingRequest
-) -> Iterator[str]:
-    """Suggest ``--input`` for a model of which only the batch is dynamic, where it runs at half of another size, too.
-
-    Dimensions of one size are halved together: those of a text and its mask, height and width of an image. With
-    ``--prepend``, the raw input is described; what is resized has one size in the model.
-    """
-    specs = signature.inputs
-    if len(signature.symbols) != 1 or any(isinstance(dim, str) for spec in specs for dim in spec.shape[1:]):
-        return
-    resized = specs[processing.choose_input(specs, request)].name if "resize" in request.before else None
-    names: dict[tuple[str, int], str] = {}
-    for size in dict.fromkeys(dim for spec in specs for dim in spec.shape[1:] if isinstance(dim, int) and dim > 1):
-        places = [(spec.name, axis, dim) for spec in specs for axis, dim in enumerate(spec.shape) if axis]
-        axes = [(name, axis) for name, axis, dim in places if dim == size and name != resized]
-        if not axes:
-            continue
-        feeds = dict(example)
-        for name, axis in axes:
-            feeds[name] = feeds[name].narrow(axis, 0, size // 2)
-        with contextlib.suppress(RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-            with torch.inference_mode():
-                module(*feeds.values())
-            image = {axis for _, axis in axes} == {2, 3}
-            word = f"{axes[0][0]}_length" if "length" in names.values() else "length"
-            if any(name == axes[0][0] for name, _ in names):
-                word = f"length_{len({*names.values()}) + 1}"
-            names |= {(name, axis): ("height", "width")[axis - 2] if image else word for name, axis in axes}
-    if names:
-        dims = {spec.name: [names.get((spec.name, axis), dim) for axis, dim in enumerate(spec.shape)] for spec in specs}
-        dynamic = tuple(spec.model_copy(update={"shape": tuple(dims[spec.name])}) for spec in specs)
-        raw = processing.fit(request, signature.model_copy(update={"inputs": dynamic})).signature.inputs
-        inputs = (f"--input {spec.name}:{spec.dtype}:{','.join(map(str, spec.shape))}" for spec in raw)
-        sizes = {word: example[place[0]].shape[place[1]] for place, word in names.items()}
-        shapes = (f"--shape {word}=MIN:{size}:MAX" for word, size in sizes.items())
-        words = " ".join((*inputs, *shapes))
-        beside = f" beside --prepend {','.join(request.prepend)}" if request.prepend else ""
-        yield f"only the batch is dynamic, and the model runs with other sizes, too; for those{beside}: {words}"
+from enginesmith.pipeline.tensors import Signature, TensorSpec, check_feeds
 
 
 @contextlib.contextmanager
@@ -368,7 +234,7 @@ def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
 
 def _infer_signature(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
     example = _example(built, options)
-    specs = options.inputs or built.inputs or default_specs(example)
+    specs, moved = options.inputs or built.inputs or default_specs(example), ""
     try:
         check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
     except SignatureError as error:
@@ -391,26 +257,17 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     names = built.outputs if len(built.outputs) == len(flat) else module.outputs
     asked = bool(options.inputs or built.inputs)
     outputs = dict(zip(names, flat.values(), strict=True))
+    if not asked:
+        specs, moved = choose_specs(module, example, outputs)
     signature, notes = infer_dims(module, specs, example, outputs, asked)
+    notes += [moved] if moved else []
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
     signature = signature.model_copy(update={"returns": structure})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
-        notes += _suggest_dynamic_sizes(module, signature, example, options.processing)
+        notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
         notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
     return LoadedModel(module, signature, example, tuple(notes), answers=tuple(flat.values()))
-
-
-def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
-    """Compare arrays but for the last bits, which threads may add up in another order."""
-    for tensor, other in zip(before, after, strict=True):
-        if tensor.shape != other.shape:
-            return False
-        finite = tensor[tensor.isfinite()] if tensor.is_floating_point() else tensor[:0]
-        noise = 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
-        if not (torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=1e-4, atol=noise, equal_nan=True)):
-            return False
-    return True
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]:

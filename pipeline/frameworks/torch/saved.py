@@ -25,14 +25,9 @@ from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError,
 from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
+from enginesmith.pipeline.frameworks.torch.dims import same_answers
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
-from enginesmith.pipeline.frameworks.torch.module import (
-    LoadedModel,
-    LoadOptions,
-    NamedForward,
-    extend,
-    same_answers,
-)
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
 from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
 from enginesmith.pipeline.store.inputs import from_portable_path, to_portable_path

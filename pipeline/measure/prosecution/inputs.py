@@ -6,14 +6,14 @@ turn, so that a short search has some of each.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, rows_first
 
 _SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257)
 """Sizes at which kernels change: ends of tiles, one more and one less, and primes."""
@@ -99,22 +99,25 @@ def make_feeds(space: InputSpace, sizes: Mapping[str, int], rng: np.random.Gener
     """Make usual feeds of these sizes: rows of the samples in a random order, repeated ones a little changed."""
     given = space.samples[int(rng.integers(len(space.samples)))]
     rows = sizes[space.batch] if space.batch else 0
-    leads = [spec.name for spec in space.signature.inputs if spec.shape[:1] == (space.batch,)]
+    leads = {spec.name: spec.batch_axis for spec in space.signature.inputs if space.batch in spec.shape}
+    given = rows_first(given, space.signature.inputs)
     feeds = dict(given)
     if leads:
-        pool = [feeds for feeds in space.samples if _same_row_shapes(feeds, given, leads)]
+        each = [rows_first(feeds, space.signature.inputs) for feeds in space.samples]
+        pool = [feeds for feeds in each if _same_row_shapes(feeds, given, leads)]
         joined = {name: np.concatenate([feeds[name] for feeds in pool]) for name in leads}
         count = min(len(value) for value in joined.values())
         order = np.concatenate([rng.permutation(count) for _ in range(-(-rows // count))])[:rows]
-        for name in leads:
+        for name, axis in leads.items():
             feeds[name] = joined[name][order]
             if rows > count and feeds[name].dtype.kind == "f" and name not in space.masks:
                 step = _JITTER * float(np.std(_finite(joined[name])))
                 feeds[name][count:] += (step * rng.standard_normal(feeds[name][count:].shape)).astype(feeds[name].dtype)
+            feeds[name] = np.moveaxis(feeds[name], 0, axis)
     return samples.resize(feeds, space.signature, sizes)
 
 
-def _same_row_shapes(feeds: Feeds, other: Feeds, names: Sequence[str]) -> bool:
+def _same_row_shapes(feeds: Feeds, other: Feeds, names: Iterable[str]) -> bool:
     return all(feeds[name].shape[1:] == other[name].shape[1:] for name in names)
 
 

@@ -120,10 +120,11 @@ class Judge:
         return _Difference(text, float(error[row]), float(excess.max()))
 
     def _rows(self, name: str, array: Array) -> Array:
-        """Return [samples, numbers]; one row where the first axis is not the batch."""
+        """Return [samples, numbers]; one row where it has no batch."""
         spec = next(spec for spec in self.signature.outputs if spec.name == name)
-        leading = {each.shape[0] for each in self.signature.inputs if each.shape}
-        batched = array.ndim > 0 and bool(spec.shape) and spec.shape[0] in leading
+        leading = {each.as_row.shape[0] for each in self.signature.inputs if each.shape}
+        batched = array.ndim > 0 and bool(spec.shape) and spec.as_row.shape[0] in leading
+        array = np.moveaxis(array, spec.batch_axis, 0) if batched else array
         return array.reshape(len(array), -1) if batched and len(array) else array.reshape(1, -1)
 
 
@@ -187,7 +188,8 @@ def _find_thresholds(precision: str) -> Thresholds:
 
 
 def take_row(feeds: Feeds, signature: Signature, row: int) -> dict[str, Array]:
-    """Take one sample of a batch: of each input whose first axis is the batch."""
+    """Take one sample of a batch: of each input and output that has that dimension."""
     batch = samples.batch_symbol(signature)
-    batched = {spec.name for spec in signature.inputs if spec.shape[:1] == (batch,)}
-    return {name: value[row : row + 1] if name in batched else value for name, value in feeds.items()}
+    specs = (*signature.inputs, *signature.outputs)
+    axes = {spec.name: spec.shape.index(batch) for spec in specs if batch in spec.shape}
+    return {name: value.take([row], axis=axes[name]) if name in axes else value for name, value in feeds.items()}

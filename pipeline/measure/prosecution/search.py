@@ -29,7 +29,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     measure_sensitivity,
     take_row,
 )
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 MODEL, GRAPH, ALONE = "model", "graph", "alone"
 """Sources of the right answer: the given model, the graph that it was built from, itself on one sample alone."""
@@ -234,14 +234,16 @@ class InputSearch:
     def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
         """Ask for one sample of the batch alone, where the model itself keeps samples apart."""
         space = self.subject.space
-        rows = {feeds.shape[0] for name, feeds in attempt.feeds.items() if self._is_batched(name)}
-        if not self.subject.rows_apart or space.signature.unordered or len(rows) != 1 or rows == {1}:
+        if not self.subject.rows_apart or space.signature.unordered:
             return None
         if space.batch is None or space.ranges[space.batch].min > 1:
             return None
-        row = int(self._rng.integers(rows.pop()))
+        rows = _read_size(space, attempt.feeds, space.batch)
+        if rows == 1:
+            return None
+        row = int(self._rng.integers(rows))
         single = take_row(attempt.feeds, space.signature, row)
-        outputs = [spec.name for spec in space.signature.outputs if spec.shape[:1] == (space.batch,)]
+        outputs = [spec.name for spec in space.signature.outputs if space.batch in spec.shape]
         if not outputs or not self._model_keeps_rows_apart(single, expected, row, outputs):
             return None
         try:
@@ -251,25 +253,21 @@ class InputSearch:
             return self._disagree(
                 shrunk, MODEL, f"it does not answer: {error.message}", self.subject.model(single), None
             )
-        in_batch = {name: found[name][row : row + 1] for name in outputs}
+        in_batch = take_row({name: found[name] for name in outputs}, space.signature, row)
         chosen = {name: alone[name] for name in outputs}
         precision = "fp32" if self.subject.precision in EXACT else OWN_GRAPH
         if reason := self._find_fault(self.subject.engine, single, chosen, in_batch, precision):
             text = f"sample {row} is answered in another way than alone: {reason}"
-            wanted = {**found, **{name: _with_row(found[name], row, alone[name]) for name in outputs}}
+            wanted = {**found, **_with_row({name: found[name] for name in outputs}, space.signature, row, alone)}
             return self._disagree(attempt, ALONE, text, wanted, found)
         return None
-
-    def _is_batched(self, name: str) -> bool:
-        spec = next(spec for spec in self.subject.space.signature.inputs if spec.name == name)
-        return spec.shape[:1] == (self.subject.space.batch,)
 
     def _model_keeps_rows_apart(self, single: Feeds, expected: Feeds, row: int, outputs: Sequence[str]) -> bool:
         """Tell whether the model answers a sample alone as in a batch; asked once."""
         if self._rows_agree is None:
             alone = self.subject.model(single)
             wanted = {name: alone[name] for name in outputs}
-            given = {name: expected[name][row : row + 1] for name in outputs}
+            given = take_row({name: expected[name] for name in outputs}, self.subject.space.signature, row)
             shapes = all(wanted[name].shape == given[name].shape for name in outputs)
             self._rows_agree = shapes and not self._find_fault(self.subject.model, single, wanted, given, "fp32")
         return self._rows_agree
@@ -307,9 +305,12 @@ class InputSearch:
         return shown.model_copy(update={"right_on": self._right_on})
 
 
-def _with_row(array: Array, row: int, value: Array) -> Array:
-    changed = array.copy()
-    changed[row : row + 1] = value
+def _with_row(outputs: Feeds, signature: Signature, row: int, alone: Feeds) -> dict[str, Array]:
+    """Put the answer to one sample alone in the place of that sample's row."""
+    changed = {name: value.copy() for name, value in outputs.items()}
+    axes = {spec.name: spec.batch_axis for spec in signature.outputs}
+    for name, value in changed.items():
+        np.moveaxis(value, axes[name], 0)[row : row + 1] = np.moveaxis(alone[name], axes[name], 0)
     return changed
 
 

@@ -90,7 +90,7 @@ class SplitData:
         labels = None if self.data.one_label is None else tensor(self.data.one_label[rows])
         if labels is not None:
             labels = labels.float() if labels.is_floating_point() else labels.long()
-        return Batch({name: tensor(array[rows]) for name, array in self.data.arrays.items()}, labels)
+        return Batch({name: tensor(value) for name, value in self.data.feed(rows).items()}, labels)
 
     def order(self, batch: int, seed: int) -> Order:
         """Return the order in which steps take rows."""
