@@ -13,7 +13,7 @@ from dataclasses import replace
 from enginesmith.pipeline.planning.plan import REFERENCE, Step, StepRef, Variant, tune_step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
-from enginesmith.pipeline.tasks.mixed_precision import Search
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
 from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, STAY, Race, Stay
 from enginesmith.pipeline.tasks.verify import Verify
 
@@ -121,6 +121,8 @@ def _race_step(
     wants: dict[str, StepRef] = {}
     for variant in racing:
         wants |= {variant.id: variant.artifact, f"{variant.id} {VERIFIED}": variant.verified[-1]}
+        if variant.search and variant.assignment and recipe.budgets.max_drop is not None:
+            wants[f"{variant.id} {ASSIGNMENT}"] = variant.assignment
     wants |= {f"{name} {CHOICE}": step.id for name, step in choices.items() if name in wants}
     return Step(ref, task, {REFERENCE: REFERENCE, **{variant.id: variant.artifact for variant in originals}}, wants)
 

@@ -178,6 +178,8 @@ MULTIPLIED: Form = "multiplied"
 _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
 ASSIGNMENT = "assignment"
+DROP_HIGH = "drop_high"
+"""Key in an assignment: the most that the metric loses with it on the samples for choosing; null if that is unknown."""
 _TRIAL = "trial"
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
@@ -272,12 +274,12 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         """Compare a graph or engine with the reference, and the metric on it with the baseline's."""
         with engine.load(made, device) as session:
             worst = self._compare(session, inputs[REFERENCE])
-            drop, reason = None, ""
+            drop, high, reason = None, None, ""
             reads: tuple[Path, ...] = ()
             if worst.passed and self.quality and BASELINE in inputs:  # the metric takes long
                 quality, _, reads = self.quality.judge(session, inputs[BASELINE], progress)
                 if not isinstance(quality, str):
-                    drop, reason = quality.drop, self._judge_drop(quality)
+                    drop, high, reason = quality.drop, quality.drop_high, self._judge_drop(quality)
         sqnr = worst.sqnr_db
         few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
         if any((output.paired or 1) < 1 for output in worst.outputs) and not worst.passed:
@@ -285,7 +287,8 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         reasons = [] if worst.passed else [few]
         reasons += [reason] if reason else []
         error = drop if drop is not None and self.max_drop is not None else _FAR - (-1e3 if sqnr is None else sqnr)
-        judged = Judgement(passed=not reasons, error=error, drop=drop, sqnr_db=sqnr, reason="; ".join(reasons))
+        why = "; ".join(reasons)
+        judged = Judgement(passed=not why, error=error, drop=drop, drop_high=high, sqnr_db=sqnr, reason=why)
         return judged, reads
 
     def _judge_drop(self, quality: Judged) -> str:
@@ -454,7 +457,8 @@ class Assign(Task):
         groups = forms[chosen.form]
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        write_records(out, _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"]))
+        rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
+        write_records(out, [{**row, DROP_HIGH: chosen.drop_high} for row in rows])
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
         summary = f"{len(groups) - left} of {len(groups)} groups quantized{rescaled}, ranges by {chosen.method}"

@@ -15,8 +15,9 @@ from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval, divide
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, read_records, write_records
 from enginesmith.pipeline.tasks.measure import HANG_SECONDS, VERIFIED, Measurement, logs_in_own_log, measured_feeds
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, DROP_HIGH
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import count_words
 
@@ -174,8 +175,10 @@ class Race(Measurement):
 
     def _hardly_loses(self, name: str, inputs: Inputs) -> bool:
         """Tell whether a variant loses nothing, or surely a small part of what is allowed."""
-        qualities = read_models(inputs.get(f"{name} {CHOICE}"), Quality)
-        high = qualities[0].drop_high if qualities else None
+        qualities, found = read_models(inputs.get(f"{name} {CHOICE}"), Quality), inputs.get(f"{name} {ASSIGNMENT}")
+        high = next((quality.drop_high for quality in qualities), None)
+        if not qualities and found:
+            high = next((row.get(DROP_HIGH) for row in read_records(found)), None)
         return name in self.lossless or (high is not None and high <= _HARDLY * (self.max_drop or 0.0))
 
     def _judge_drop(self, name: str, inputs: Inputs, role: str) -> RaceRow | None:

@@ -331,7 +331,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
 
     def judge(*given: Any) -> tuple[Any, dict[str, Any], tuple[Path, ...]]:
         computed.append(given)
-        return SimpleNamespace(drop=0.02), {}, ()
+        return SimpleNamespace(drop=0.02, drop_high=0.03), {}, ()
 
     monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0, outputs=()))
     goal = Goal.model_construct(max_drop=0.01, quality=SimpleNamespace(judge=judge, data_options=None))
@@ -339,6 +339,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
     judged, _ = goal.judge(engine, None, Device(), {"reference": None, "baseline": None}, print)  # type: ignore[arg-type, dict-item]
     assert len(computed) == metrics
     assert judged.error == error
+    assert judged.drop_high == (0.03 if passed else None)
     assert not judged.passed
 
 

@@ -25,7 +25,7 @@ from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
-from enginesmith.pipeline.tasks.mixed_precision import Search
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, DROP_HIGH, Search
 from enginesmith.pipeline.tasks.race import (
     CHOICE,
     EARLIER,
@@ -99,6 +99,17 @@ def test_nncf_is_tried_where_it_is_installed(
             names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
             assert names.index("openvino-int8") < names.index("openvino-int8-nncf") < names.index("compiled-fp32")
             assert ("onnxruntime-int8-nncf" in names) == runtime
+
+
+def test_what_a_search_found_is_judged_by_its_own_trial() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01})
+    race = next(step for step in made.steps if step.id == RACE)
+    searched = {variant.id: variant.assignment for variant in made.variants if variant.search}
+    assert "onnxruntime-int8" in searched
+    for variant in made.variants:
+        beside = (race.optional_inputs.get(f"{variant.id} {role}") for role in (ASSIGNMENT, CHOICE))
+        assert next(beside) == searched.get(variant.id)
+        assert next(beside) is None or variant.id not in searched
 
 
 def test_engines_for_targets_are_built_beside_those_that_race_here() -> None:
@@ -341,6 +352,11 @@ def test_the_fastest_that_hardly_loses_anything_stays_beside_the_lossless_one(tm
         inputs[f"{name} {CHOICE}"] = scratch_artifact("record", tmp_path / name / RECORDS, None)
     task = Race(engines={}, lossless=("fp32",), seconds=1, most=3, max_drop=0.01, largest=False, device=Device())
     assert [name for name in speeds if task._hardly_loses(name, inputs)] == ["bf16", "fp32"]
+    for name, most in {"found": 0.002, "lossy": 0.003, "unknown": None}.items():  # by a search, which judged it itself
+        (tmp_path / name).mkdir()
+        write_records(tmp_path / name, [{"group": "Conv_1", DROP_HIGH: most}])
+        inputs = {f"{name} {ASSIGNMENT}": scratch_artifact("record", tmp_path / name / RECORDS, None)}
+        assert task._hardly_loses(name, inputs) is (name == "found")
 
 
 def test_a_noisy_ratio_is_told_by_its_near_end() -> None:

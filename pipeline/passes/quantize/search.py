@@ -67,6 +67,8 @@ class Judgement(BaseModel, frozen=True):
     error: float
     """Distance from the answers wanted, smaller is better: the drop of the metric if it is known, else by SQNR."""
     drop: float | None = None
+    drop_high: float | None = None
+    """Upper end of the drop's interval."""
     sqnr_db: float | None = None
     reason: str = ""
     """Reason for not passing."""
