@@ -175,6 +175,11 @@ class Variant:
         return str(self.name)
 
     @property
+    def compared(self) -> StepRef | None:
+        """The last step that compares it with the reference: measurements wait for that, and for no other inputs."""
+        return next((check for check in reversed(self.verified) if check != self.prosecuted), None)
+
+    @property
     def as_built(self) -> "Variant":
         """The variant without CUDA graphs, whose engine this one runs."""
         return replace(self, name=replace(self.name, graphs=False), engine=self.engine.without_graphs())
@@ -214,8 +219,8 @@ class Plan:
 
 
 def is_optional(step: Step) -> bool:
-    """Tell whether a step measures what latency does without, and comes last where time is limited."""
-    return step.id.kind in ("memory", "profile")
+    """Tell whether latency does without a step, which then comes last where time is limited."""
+    return step.id.kind in ("prosecute", "memory", "profile")
 
 
 def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:

@@ -57,6 +57,8 @@ from enginesmith.pipeline.tasks.nncf import require_nncf
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample
 
+_BEFORE_PROSECUTION = 0.7
+"""Share of the time that is left which latency may take where other inputs are tried after it."""
 _BATCH_OF_JUDGING = 32
 """Samples that are judged together, where nothing says how large a batch may be."""
 
@@ -309,8 +311,8 @@ def measurements(
     """
     asked, engine, device = recipe.measure, variant.engine, variant.device
     needs: dict[str, StepRef] = {"model": variant.artifact, REFERENCE: REFERENCE}
-    if variant.verified:
-        needs[VERIFIED] = variant.verified[-1]
+    if variant.compared:
+        needs[VERIFIED] = variant.compared
     steps: dict[str, Step] = {}
     """By the variant's field that refers to it."""
 
@@ -378,7 +380,9 @@ def _latency_step(ref: StepRef, recipe: Recipe, variants: Sequence[Variant], aga
         memory_limit_bytes=asked.memory_limit_bytes,
         seed=recipe.seed,
     )
+    prosecuted = any(variant.prosecuted for variant in variants)
     task = Latency(
+        time_share=_BEFORE_PROSECUTION if prosecuted else 1.0,
         engines={variant.id: variant.engine for variant in variants},
         device=device,
         settings=settings,
@@ -389,7 +393,7 @@ def _latency_step(ref: StepRef, recipe: Recipe, variants: Sequence[Variant], aga
     )
     needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}
     wants = {variant.id: variant.artifact for variant in variants[1:]}
-    wants |= {f"{variant.id} {VERIFIED}": (variant.artifact, *variant.verified)[-1] for variant in variants[1:]}
+    wants |= {f"{variant.id} {VERIFIED}": variant.compared or variant.artifact for variant in variants[1:]}
     return Step(ref, task, needs, wants, unavailable=variants[0].unavailable)
 
 

@@ -18,7 +18,7 @@ from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.frameworks import source
-from enginesmith.pipeline.planning.plan import REFERENCE, Step
+from enginesmith.pipeline.planning.plan import LATENCY, REFERENCE, Step, is_optional
 from enginesmith.pipeline.planning.planner import Plan, plan
 from enginesmith.pipeline.planning.single_stages import benchmark_plan, choose_baseline
 from enginesmith.pipeline.planning.variants import resolve_recipe
@@ -27,7 +27,7 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import machine, nvidia
 from enginesmith.pipeline.system.nvidia import Driver
 from enginesmith.pipeline.tasks.build import Build
-from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.measure import VERIFIED, Quality
 from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample, Verify
@@ -83,6 +83,20 @@ def test_a_variant_is_prosecuted_against_the_model_that_it_was_made_from(
     }
     for change in given:  # the answers that a bundle brings along are taken from here
         assert found[f"prosecute-onnxruntime-fp32{change}"]["reference"] == f"reference{change}"
+
+
+def test_what_is_measured_waits_for_the_samples_and_not_for_other_inputs() -> None:
+    """Else a search on a busy machine might end with nothing that was measured."""
+    found = planned(calibration="digits", prosecute_seconds=1)
+    steps = {step.id: step for step in found.steps}
+    (variant,) = found.variants
+    assert variant.verified[-1] == variant.prosecuted
+    memory, latency = steps[variant.memory or ""], steps[LATENCY]
+    assert memory.inputs[VERIFIED] == latency.optional_inputs[f"{variant.id} {VERIFIED}"] == variant.verified[-2]
+    assert latency.task.time_share == 0.7
+    assert next(step for step in planned(prosecute_seconds=0).steps if step.id == LATENCY).task.time_share == 1.0
+    order = [step.id.kind for step in sorted(found.steps, key=is_optional)]
+    assert order.index("latency") < order.index("prosecute")
 
 
 @pytest.mark.parametrize("recover", [False, True])

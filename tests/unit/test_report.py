@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.errors import NO_TIME
 from enginesmith.pipeline.execution.events import Event, Outcome
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
@@ -30,7 +31,7 @@ from enginesmith.pipeline.report import (
 from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, VariantRecord, Verdict
+from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, StepRecord, VariantRecord, Verdict
 from runs import PRUNING, RECOVERY, small, variant
 
 
@@ -268,6 +269,13 @@ def test_the_report_warns_and_says_why_measuring_stopped() -> None:
     assert "- the machine is busy." in text
     assert "Stopped: the time limit of 5 s." in text
     assert "| ★ onnxruntime-fp32 | 1 | 4.00× [3.90, 4.10] |" in text
+
+
+def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    step = StepRecord(id="prosecute-onnxruntime-fp32", status="skipped", cached=False, seconds=None, effect=NO_TIME)
+    told = "inputs beside the samples: no time was left to try any on onnxruntime-fp32; `enginesmith resume`"
+    assert told in printed(run(steps=(step,)), capsys)
+    assert told not in printed(run(), capsys)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "two\nlines"])
