@@ -22,20 +22,16 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.finetune import TEACHER, Recover, TrainGraph
+from enginesmith.pipeline.tasks.graph_forms import MODEL, MULTIPLIED, RESCALED, Rescale, Sensitivity
 from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import (
     ASSIGNMENT,
     BEFORE,
     FLOAT,
-    MODEL,
-    MULTIPLIED,
-    RESCALED,
     Assign,
     Goal,
     LowerForm,
-    Rescale,
     Search,
-    Sensitivity,
     trial_role,
 )
 from enginesmith.pipeline.tasks.nncf import Preset, QuantizeWithNncf

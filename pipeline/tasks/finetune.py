@@ -27,7 +27,8 @@ from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, RecoverO
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
-from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, MODEL, REFERENCE, find_form, read_form
+from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, read_form
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_bytes
 

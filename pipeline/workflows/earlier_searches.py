@@ -27,7 +27,8 @@ from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store.past_records import PastRecord, PastRecords
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import read_models
-from enginesmith.pipeline.tasks.mixed_precision import BEFORE, MODEL, SENSITIVITY, Search, find_kept
+from enginesmith.pipeline.tasks.graph_forms import MODEL, SENSITIVITY
+from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Search, find_kept
 
 _ALIKE = 0.5
 """Distance below which two patterns count as similar: half of what loses much has the same operator and cause."""

@@ -26,7 +26,8 @@ from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import RECORDS, scratch_artifact, write_records
-from enginesmith.pipeline.tasks.mixed_precision import SENSITIVITY, Search
+from enginesmith.pipeline.tasks.graph_forms import SENSITIVITY
+from enginesmith.pipeline.tasks.mixed_precision import Search
 from enginesmith.pipeline.workflows.earlier_searches import (
     EarlierSearches,
     PastSearch,

@@ -30,16 +30,14 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.finetune import TEACHER, TrainGraph
+from enginesmith.pipeline.tasks.graph_forms import MULTIPLIED, RESCALED, Rescale
 from enginesmith.pipeline.tasks.load import Shapes
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality
 from enginesmith.pipeline.tasks.mixed_precision import (
     ASSIGNMENT,
-    MULTIPLIED,
-    RESCALED,
     Assign,
     Goal,
     LowerForm,
-    Rescale,
     Search,
     assignment,
 )

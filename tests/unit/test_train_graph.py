@@ -17,15 +17,8 @@ from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.search import GroupFact, Trial
 from enginesmith.pipeline.tasks.base import read_records, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.finetune import TEACHER, TrainGraph
-from enginesmith.pipeline.tasks.mixed_precision import (
-    ASSIGNMENT,
-    MODEL,
-    REFERENCE,
-    RESCALED,
-    SENSITIVITY,
-    Assign,
-    trial_role,
-)
+from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, RESCALED, SENSITIVITY
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Assign, trial_role
 from graphs import node, normal, quiet, save_graph
 
 NODES = [node("MatMul", "x w", "h"), node("Relu", "h", "r"), node("MatMul", "r v", "y")]

@@ -1,0 +1,254 @@
+"""The forms of a float graph that a search can quantise: as it is, or rescaled; and what each of their groups loses."""
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from pydantic import SerializeAsAny
+
+from enginesmith.calibration import ranges
+from enginesmith.calibration.ranges import FILE as RANGES_FILE
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
+from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
+from enginesmith.pipeline.passes.quantize import diagnose, layers, precision, search
+from enginesmith.pipeline.passes.quantize.layers import require_opset
+from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
+from enginesmith.pipeline.passes.quantize.search import GroupFact
+from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
+from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
+from enginesmith.pipeline.tasks.verify import Verify
+from enginesmith.pipeline.tensors import Array
+
+MODEL, REFERENCE, RANGES, SENSITIVITY = "model", "reference", "ranges", "sensitivity"
+RESCALED: Form = "rescaled"
+MULTIPLIED: Form = "multiplied"
+_CHANGED = (RESCALED, MULTIPLIED)
+"""Inputs that are forms of the float graph beside the one given."""
+_FIDELITY = "fp16"
+"""Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
+
+
+class Sensitivity(Task):
+    """List the groups of a float graph, with the work in each and the error that each brings in when quantised.
+
+    It is measured for all of them in one pass over the data.
+    """
+
+    title: ClassVar[str] = "sensitivity"
+    produces: ClassVar[Kind] = "record"
+
+    step: SerializeAsAny[PrecisionPass]
+    """The precision, with inputs of all products quantised, and nothing else."""
+    feeder: Feeder
+    least_share: float = 0.0
+    """Share of the multiply-adds that needs a form in the precision; with less it is not worth a trial."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return (*evaluator.TOOLS, *self.step.tools)
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        floating = edit.load(model.path)
+        groups = layers.find_groups(floating)
+        grouped = {
+            node.name for node in floating.graph if node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
+        }  # a kind of their own, as they move more than they compute
+        kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
+        sizes = samples.read(inputs["reference"].folder).ranges
+        work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in sizes.items()})
+        ratios, shifts, left, reads = self._measure_errors(inputs, groups, progress)
+        weak = {name: shifts.get(name, 0.0) for name, ratio in ratios.items() if ratio < WEAK_DB}
+        causes = self._explain_weak(inputs, weak)
+        if not ratios:
+            raise ModelError(
+                f"nothing in this model has a form in {self.step.precision}: it has no product with a constant weight",
+                "use fp16, or another precision",
+            )
+        records = [
+            GroupFact(
+                name=group.name,
+                module=group.module,
+                kind=kinds[group.name],
+                macs=work.get(group.name, 0),
+                sqnr_db=ratios.get(group.name),
+                reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
+                cause=causes[group.name][1] if group.name in causes else "",
+                pattern=causes[group.name][0] if group.name in causes else "unknown",
+            )
+            for group in groups
+        ]
+        write_records(out, records)
+        known = sorted((record.sqnr_db, record.name) for record in records if record.sqnr_db is not None)
+        worst = f"; most sensitive {known[0][1]} with {known[0][0]:.1f} dB" if known else ""
+        share = sum(work.get(name, 0) for name in ratios) / max(1, sum(work.values()))
+        rejected = ""
+        if share < self.least_share and all(group.name in work for group in groups):
+            rejected = f"only {share:.1%} of the multiply-adds have a form in {self.step.precision}"
+        summary = f"{len(records)} groups, {len(known)} measured{worst}"
+        return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected)
+
+    def _explain_weak(self, inputs: Inputs, shifts: Mapping[str, float]) -> dict[str, tuple[Cause, str]]:
+        """Explain by group why these lose much; nothing where no ranges are known, as for weights alone."""
+        if not shifts or "ranges" not in inputs:
+            return {}
+        model = edit.load(inputs["model"].path)
+        layers.find_groups(model)  # which names the nodes
+        known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
+        nodes = ((str(node.name), node) for node in model.graph)
+        return {name: diagnose.explain_loss(node, known, shifts[name]) for name, node in nodes if name in shifts}
+
+    def _measure_errors(
+        self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, str], tuple[Path, ...]]:
+        """Measure signal-to-noise ratios in dB by group, and the shares of the noise that are its means by channel.
+
+        Returns also why other groups have none, and the files read.
+        """
+        model = inputs["model"]
+        with tempfile.TemporaryDirectory(prefix="enginesmith-sensitivity-") as folder:
+            quantised, both = Path(folder, "quantised"), Path(folder, "joint")
+            for place in (quantised, both):
+                place.mkdir()
+            records = {name: artifact for name, artifact in inputs.items() if name == "ranges"}
+            effect = run_pass(self.step, model, quantised, progress, records)
+            left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
+            floating, narrow = edit.load(model.path), edit.load(quantised / effect.file)
+            require_opset(floating, narrow.opset_imports[""], self.step.precision)
+            measured = search.add_layerwise_error(floating, narrow, groups)
+            if not measured:
+                return {}, {}, left, ()
+            edit.save(floating, both)
+            file = both / edit.FILE
+            artifact = scratch_artifact("onnx", file, model_file.signature(file))
+            totals: dict[str, Array] = {}
+            feeds, reads = self.feeder.open(model, inputs["reference"])
+            with simulation().load(artifact, Device()) as session:
+                for index, batch in enumerate(feeds):
+                    progress(f"float and quantized side by side, batch {index + 1}")
+                    for name, value in session.run(batch).items():
+                        totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
+        ratios, shifts = {}, {}
+        for group in measured:
+            signal, noise = (float(totals[search.output_name(group, what)]) for what in (search.SIGNAL, search.NOISE))
+            ratios[group.name] = round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
+            sums = totals.get(search.output_name(group, search.SUM))
+            if sums is not None and noise > 0:
+                count = float(totals[search.output_name(group, search.COUNT)])
+                shifts[group.name] = search.find_shift(sums, count, noise)
+        return ratios, shifts, left, reads
+
+
+class Rescale(Task):
+    """Make a graph of the same function that loses less, with its ranges and the errors of its groups beside it.
+
+    It begins with the graph that was rescaled before, where there is one.
+    """
+
+    title: ClassVar[str] = "rescale"
+    produces: ClassVar[Kind] = "onnx"
+
+    steps: tuple[SerializeAsAny[Pass], ...]
+    """Passes that scale channels, each by the ranges of the graph that it gets."""
+    only_weak: bool = False
+    """True where the passes may only change what is read by groups that lose much."""
+    calibration: Calibrate
+    sensitivity: Sensitivity
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        every = (*(tool for step in self.steps for tool in step.tools), *self.calibration.tools)
+        return tuple(dict.fromkeys((*every, *self.sensitivity.tools)))
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        form: Form = RESCALED if RESCALED in inputs else "given"
+        (given, records), reference = find_form(form, inputs), inputs[REFERENCE]
+        groups = _read_form(form, inputs)
+        weak = [(group.sqnr_db, group.name) for group in groups if group.sqnr_db is not None]
+        weak = sorted(pair for pair in weak if pair[0] < WEAK_DB)
+        if not weak:
+            return _pass_on(given, out, f"not needed: every group has an SQNR of {WEAK_DB:g} dB or more")
+        model, told, reads = given, list[str](), set[Path]()
+        with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
+            if self.only_weak:
+                file = Path(scratch, "products.json")
+                file.write_text(json.dumps([name for _, name in weak]))
+                records["products"] = scratch_artifact("record", file, None)
+            for index, step in enumerate(self.steps):
+                folder = Path(scratch, str(index))
+                folder.mkdir()
+                effect = run_pass(step, model, folder, progress, records)
+                made = _with_digest(scratch_artifact("onnx", folder / effect.file, given.signature))
+                if made.sha256 == file_digest(model.path):
+                    continue  # passed on as it was
+                told.append(effect.summary)
+                model = made
+                reads.update(self.calibration.run({MODEL: model, REFERENCE: reference}, folder, progress).reads)
+                records[RANGES] = scratch_artifact("record", folder / RANGES_FILE, None)
+            if model is given:
+                return _pass_on(given, out, "no channels can be scaled against each other")
+            rescaled = {MODEL: model, RANGES: records[RANGES], REFERENCE: reference}
+            reads.update(self.sensitivity.run(rescaled, model.folder, progress).reads)
+            check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
+            rejected = check.run(rescaled, Path(scratch), progress).rejected
+            shutil.copytree(model.folder, out, dirs_exist_ok=True)
+        errors = [group.sqnr_db for group in _read_facts(out / RECORDS) if group.sqnr_db is not None]
+        summary = (
+            f"{len(weak)} of {len(groups)} groups had less than {WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
+            f"{'; '.join(told)}; now at least {min(errors):.1f} dB"
+        )
+        return Effect(
+            file=edit.FILE, summary=summary, signature=model.signature, rejected=rejected, reads=tuple(sorted(reads))
+        )
+
+
+def _pass_on(model: Artifact, out: Path, reason: str) -> Effect:
+    return edit.pass_on(model.path, out, reason).model_copy(update={"rejected": reason})
+
+
+def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact]]:
+    """Read the groups of each form of the graph that there is, in the order in which they are tried.
+
+    Engines share what was measured; groups that a pass has no kernels for are left out of what can be chosen.
+    """
+    forms: dict[Form, list[GroupFact]] = {form: _read_form(form, inputs) for form in _CHANGED if form in inputs}
+    forms["given"] = _read_form("given", inputs)
+    for form, groups in forms.items():
+        reasons = [group.reason or step.explain_operator(group.kind.split()[-1]) for group in groups]
+        forms[form] = [
+            group.model_copy(update={"reason": why, "sqnr_db": None}) if why else group
+            for group, why in zip(groups, reasons, strict=True)
+        ]
+    return forms
+
+
+def _read_form(form: Form, inputs: Inputs) -> list[GroupFact]:
+    """Read the groups of a form of the graph."""
+    return _read_facts(inputs[SENSITIVITY if form == "given" else form].folder / RECORDS)
+
+
+def _read_facts(path: Path) -> list[GroupFact]:
+    return read_models(scratch_artifact("record", path, None), GroupFact)
+
+
+def find_form(form: str, inputs: Inputs) -> tuple[Artifact, dict[str, Artifact]]:
+    """Find a form of the float graph, and the record of its ranges."""
+    if form == "given":
+        return inputs[MODEL], {role: artifact for role, artifact in inputs.items() if role == RANGES}
+    return _with_digest(inputs[form]), {RANGES: scratch_artifact("record", inputs[form].folder / RANGES_FILE, None)}
+
+
+def _with_digest(model: Artifact) -> Artifact:
+    """Identify a graph by its own file, as ranges do that lie beside it."""
+    return model.model_copy(update={"sha256": file_digest(model.path)})
