@@ -17,7 +17,7 @@ from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
-from enginesmith.pipeline.tensors import Array, ShapeRange
+from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
 from graphs import quiet
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 10)).astype(np.float32)
@@ -139,6 +139,22 @@ def test_without_data_real_samples_of_the_reference_are_used_as_they_are(tmp_pat
     images = samples.read_arrays(beside.folder, "feeds", 1)["image"]
     assert found.tensors["image"].count == images.size
     assert found.tensors["image"].maximum == pytest.approx(images.max())
+
+
+@pytest.mark.parametrize("data", ["mine.npz", "synthetic"])
+def test_samples_of_the_reference_are_taken_from_where_the_batch_is(tmp_path: Path, data: str) -> None:
+    beside = reference(tmp_path, data=data)
+    images = np.random.default_rng(0).random((3, 6, 2), np.float32) + 7
+    samples.write_arrays(beside.folder, "feeds", 1, {"image": images})
+    signature = Signature(inputs=(TensorSpec.parse("image:float32:3,batch,2"),), outputs=())
+    model = network(tmp_path).model_copy(update={"signature": signature})
+    feeding, _ = Feeder(data=None, samples=9, seed=0).open(model, beside)
+    found = [feeds["image"] for feeds in feeding]
+    assert {feeds.shape for feeds in found} == {(3, 1, 2)}
+    assert len(found) == (6 if data == "mine.npz" else 9)
+    if data == "mine.npz":
+        np.testing.assert_array_equal(np.concatenate(found, axis=1), images)
+    assert np.mean(found) == pytest.approx(7.5, abs=0.2)
 
 
 def test_samples_run_one_at_a_time_or_as_many_as_a_fixed_batch_takes(tmp_path: Path) -> None:

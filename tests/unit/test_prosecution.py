@@ -300,6 +300,9 @@ def test_samples_are_taken_from_where_the_batch_is() -> None:
     attempts = list(itertools.islice(generate(space, 0), 60))
     assert {attempt.feeds["x"].shape[0] for attempt in attempts} == {6}
     assert {attempt.feeds["x"].shape[1] for attempt in attempts} >= {1, 4, 9}
+    size = next(attempt for attempt in attempts if attempt.walk == "sizes" and attempt.feeds["x"].shape[1] < 4)
+    known = {column.tobytes() for one in feeds for column in one["x"].T}
+    assert {column.tobytes() for column in size.feeds["x"].T} <= known
 
     def mixes(feeds: Feeds) -> dict[str, Array]:
         x = feeds["x"]

@@ -19,6 +19,7 @@ from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report.run_tables import _status
 from enginesmith.pipeline.report.sentences import _describe_search
 from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.results.run import VariantRecord
@@ -582,3 +583,4 @@ def test_the_report_tells_what_became_of_each_variant_and_what_is_left() -> None
         "search: with as much time again, `enginesmith resume` tries c",
     ]
     assert records[1].dropped == "a is faster"
+    assert [_status(record) for record in records] == ["measured", "dropped", "not tried", "failed", "skipped", "built"]

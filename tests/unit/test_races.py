@@ -161,6 +161,10 @@ def test_a_search_begins_with_what_was_fast_in_earlier_races(recipe: Recipe, pla
     assert [step for step in steps if step in ends] == ends
     assert steps.index("calibrate") < steps.index("build-openvino-int8")
     assert len(order) == len(set(order))
+    trials = [step for step in steps if step.startswith("search-int8-") and "dynamic" not in step]
+    assert trials == [
+        f"search-int8-{engine}-{index}" for engine in ("openvino", "onnxruntime") for index in range(1, 13)
+    ]
     assert {step.id for step in planned.steps if step.search} >= set(order)
 
     for other in (here(processor="Q"), here(vector_units=("avx2", "amx_int8")), here(usable_cores=8)):

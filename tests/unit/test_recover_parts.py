@@ -112,6 +112,12 @@ def trainer(loss: Callable[..., torch.Tensor], within: Callable[[], None] = lamb
     return Trainer(models, material, loss, RecoverOptions(batch=8), plan, 0, DataParallel(CPU), within)
 
 
+def test_samples_are_learnt_from_where_the_model_has_its_batch() -> None:
+    states = np.random.default_rng(0).random((9, 2, 3), np.float32)
+    material = split_data(Dataset("set", {"h": states}, axes={"h": 1}), 0.3, 0, CPU)
+    assert torch.equal(material.batch(np.array([4, 0])).inputs["h"][:, 0], torch.from_numpy(states[4]))
+
+
 @pytest.mark.parametrize(
     "spoil",
     [lambda value: value / 0.0, lambda value: value + math.nan, lambda value: value + (value * 0).sqrt()],

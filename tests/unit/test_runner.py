@@ -1,5 +1,6 @@
 """The order in which steps are looked up and done."""
 
+import itertools
 import logging
 import threading
 import time
@@ -13,8 +14,8 @@ import pytest
 from pydantic import Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import NO_TIME, StepError, StepTimeout
-from enginesmith.pipeline.execution import scheduler
+from enginesmith.pipeline.errors import NO_TIME, StepError, StepKilled, StepTimeout
+from enginesmith.pipeline.execution import local, scheduler
 from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
@@ -256,6 +257,26 @@ def test_what_is_done_again_has_the_time_that_is_left(desk: Desk) -> None:
     assert again
     assert (again.timeout_seconds, again.step.task.left_seconds) == (3.0, 3.0)
     assert limited.after(8.0) is None
+
+
+def test_what_was_killed_is_done_again_in_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def work(executor: LocalExecutor, request: StepRequest, out: Path, partial: Path | None) -> None:
+        given.append((request.timeout_seconds, request.step.task.left_seconds))
+        raise StepKilled("its process was killed")
+
+    monkeypatch.setattr(LocalExecutor, "_work", work)
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=itertools.count(0, 3).__next__))
+    with LocalExecutor(Store(tmp_path / "store"), 1) as executor:
+        for limit in (8.0, 3.0):
+            step = Step(StepRef("a"), Idle(left_seconds=limit))
+            request = StepRequest(step, {}, tmp_path / "log", lambda: None, lambda text: None, timeout_seconds=limit)
+            with pytest.raises(StepKilled):
+                executor.execute(request)
+    assert given == [(8.0, 8.0), (5.0, 5.0), (3.0, 3.0)]
 
 
 class Half(Idle):

@@ -18,6 +18,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.measure import Quality
 from enginesmith.pipeline.tasks.verify import Sample, Verify
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
@@ -165,6 +166,23 @@ def graph(path: Path, operator: str, *constants: float) -> Artifact:
     made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
     onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
     return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+
+
+def test_a_metric_gets_the_sample_first_wherever_the_batch_is(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, "batch"]) for name in "xy"]
+    made = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    rows = np.random.default_rng(0).random((20, 3), np.float32)
+    np.savez(tmp_path / "data.npz", x=rows, labels=-rows)
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None, "metric": "mse"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, seed=0, **data)
+    with quality.engine.load(model, Device()) as session:
+        judged, outputs, _ = quality.judge(session, None, lambda _: None)
+    np.testing.assert_array_equal(outputs["y"], -rows)
+    assert not isinstance(judged, str)
+    assert judged.value == 0
 
 
 @pytest.mark.parametrize(
