@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
-from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.planning.plan import Step, is_optional
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.tasks.base import Task
 
@@ -147,6 +147,8 @@ class Runner:
         """Decide whether a step may begin now; None stops the look for others, so that none overtakes it."""
         if len(running) >= self.executor.slots:
             return None
+        if self.time_limit_seconds is not None and is_optional(step) and self._waiting and self._waiting.needed:
+            return False
         if not self.executor.can_start(step, running):
             return False
         return True if not asked or self.executor.allows_lookups(step) else None
@@ -248,6 +250,11 @@ class _WaitingSteps:
 
     def __bool__(self) -> bool:
         return bool(self._steps)
+
+    @property
+    def needed(self) -> bool:
+        """True while there are other steps than those that come last where time is limited."""
+        return any(not is_optional(step) for _, step in self._steps.values())
 
     @property
     def lacking(self) -> list[str]:

@@ -31,7 +31,7 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.measure.quality import explain_few_samples
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, is_optional, libraries_of
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
 from enginesmith.pipeline.planning.race import searching_seconds
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
@@ -222,7 +222,6 @@ class OptimizeJob:
         seconds, search_seconds = _limit_time([active.request for active in runs], settings.time_limit_seconds)
         runner = Runner(executor, log_of, seconds, settings.listener, search_seconds)
         given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
-        steps = sorted(together.steps, key=is_optional) if runner.time_limit_seconds else together.steps
 
         with files.Writer(len(runs)) as reports:
 
@@ -256,7 +255,7 @@ class OptimizeJob:
 
             try:
                 update(given)
-                runner.run(steps, given, update)
+                runner.run(together.steps, given, update)
             finally:
                 for active in runs:
                     if not active.ended:

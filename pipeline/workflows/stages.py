@@ -23,7 +23,7 @@ from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import single_stages as plans
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef, is_optional, libraries_of
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef, libraries_of
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -298,7 +298,7 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     engines = [variant.engine for variant in (plan.baseline, *plan.variants)]
     if not any(engine.available(measured.runs_on).ok for engine in engines):
         plan.baseline.engine.require(measured.runs_on)
-    outcomes = try_steps(sorted(plan.steps, key=is_optional), settings, recipe)  # where time ends, latency is known
+    outcomes = try_steps(plan.steps, settings, recipe)
     needed = (LOAD, REFERENCE, plan.latency or "")
     if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
         raise error

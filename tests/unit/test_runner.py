@@ -129,6 +129,26 @@ def test_a_store_far_away_is_asked_for_many_steps_at_a_time(tmp_path: Path, monk
     assert LocalExecutor(Store(tmp_path / "store"), 4).max_lookups == 1
 
 
+@pytest.mark.parametrize(("limit", "last"), [(1000.0, "prosecute"), (None, "latency")])
+def test_where_time_is_limited_what_latency_does_without_comes_after_it(
+    desk: Desk, limit: float | None, last: str
+) -> None:
+    """Also where it could begin while latency waits for something else."""
+    begun = list[str]()
+    desk.slots = 1
+    runner = Runner(
+        desk,
+        lambda step: Path(step.id),
+        limit,
+        lambda event: begun.append(event.step.id.kind) if event.kind == "finished" else None,
+    )
+    verify, other = Step(StepRef("verify", "a"), Idle()), Step(StepRef("verify", "b"), Idle())
+    latency = Step(StepRef("latency"), Alone(), {"a": verify.id, "b": other.id})
+    outcomes = runner.run([Step(StepRef("prosecute", "a"), Idle(), {"model": verify.id}), verify, other, latency])
+    assert all(outcome.good for outcome in outcomes.values())
+    assert begun[-1] == last
+
+
 class Slow(Desk):
     """Looks the bad step up only once the slow one has begun."""
 

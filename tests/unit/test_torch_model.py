@@ -344,6 +344,31 @@ def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> 
     assert [spec.shape for spec in beside.signature.inputs] == [(5, "batch", 4), *[(2, "batch", 3)] * 2]
 
 
+class OneAtATime(nn.Module):
+    """Takes one sequence, in which each place is told of all others: more rows are read as a longer one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x.reshape(1, -1, x.shape[-1])
+        return x + (whole.softmax(1) * whole).sum((1, 2), keepdim=True)
+
+
+class Ramp(nn.Module):
+    """Divides by zero where an image is one pixel high."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[1])[:, None] * (2.0 / (x.shape[1] - 1))
+
+
+@pytest.mark.parametrize("fill", [torch.ones, torch.zeros, torch.randn])
+def test_rows_of_one_number_do_not_hide_what_they_do_to_each_other(load, fill: Any) -> None:
+    assert load(OneAtATime(), fill(1, 5, 4)).signature.inputs[0].shape[1:] == (5, 4)
+    assert load(TimeFirst(states=False, whole=True), fill(5, 3, 4)).signature.inputs[0].shape == (5, "batch", 4)
+    assert load(Ramp(), fill(3, 8, 8)).signature.inputs[0].shape == ("batch", 8, 8)
+    ids = torch.zeros(5, 3, dtype=torch.long) if fill is torch.zeros else torch.ones(5, 3, dtype=torch.long)
+    words = nn.Sequential(nn.Embedding(9, 4), TimeFirst(states=False, whole=True))
+    assert load(words, ids).signature.inputs[0].shape == (5, "batch")
+
+
 @pytest.mark.parametrize(
     "module", [nn.Linear(4, 2), nn.Conv1d(4, 4, 1), lambda_module(lambda x: x - x.mean()), lambda_module(torch.sum)]
 )
