@@ -344,6 +344,42 @@ def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> 
     assert [spec.shape for spec in beside.signature.inputs] == [(5, "batch", 4), *[(2, "batch", 3)] * 2]
 
 
+@pytest.mark.parametrize(
+    ("module", "examples", "shapes"),
+    [
+        (nn.MultiheadAttention(8, 2), [(5, 3, 8), (7, 3, 8), (7, 3, 8)], [(5, "batch", 8), *[(7, "batch", 8)] * 2]),
+        (nn.Conv2d(3, 5, 1), [(3, 9, 9)], [(3, 9, 9)]),
+        (nn.Sequential(nn.Linear(4, 2), nn.Flatten(0, 1)), [(1, 5, 4)], [("batch", 5, 4)]),
+        (lambda_module(lambda x: x.argmax()), [(4, 8)], [("batch", 8)]),
+        (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("batch", 0, 8)]),
+    ],
+    ids=["attention", "pixels", "flat", "number", "empty"],
+)
+def test_a_batch_is_moved_only_where_one_dimension_alone_can_be_it(
+    load, module: nn.Module, examples: list[tuple[int, ...]], shapes: list[tuple[int | str, ...]]
+) -> None:
+    loaded = load(module, tuple(torch.randn(shape) for shape in examples))
+    assert [spec.shape for spec in loaded.signature.inputs] == shapes
+
+
+class Deep(nn.Module):
+    """Two LSTMs: an input and four states, whose batch stands elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LSTM(4, 4, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor, h2: Tensor, c2: Tensor) -> Any:
+        y, states = self.first(x, (h, c))
+        y, more = self.second(y, (h2, c2))
+        return y, *states, *more
+
+
+def test_the_batch_of_many_states_is_found(load) -> None:
+    loaded = load(Deep(), (torch.randn(3, 5, 4), *(torch.randn(2, 3, 4) for _ in range(4))))
+    assert [spec.shape for spec in loaded.signature.inputs] == [("batch", 5, 4), *[(2, "batch", 4)] * 4]
+
+
 class OneAtATime(nn.Module):
     """Takes one sequence, in which each place is told of all others: more rows are read as a longer one."""
 

@@ -34,28 +34,40 @@ def choose_specs(
 ) -> tuple[tuple[TensorSpec, ...], str]:
     """Choose the batch of each input: the first dimension, unless samples are kept apart along others; with a note.
 
-    Of a network that takes time first, it is the second one; of the states of an LSTM, too.
+    Of a network that takes time first, it is the second one; of the states of an LSTM, too. Where that holds of several
+    dimensions, as in a network that computes each pixel alone, it is none of them.
     """
     first = default_specs(example)
-    if BATCH in first[0].shape and _keeps_rows_apart(module, first, example, len(outputs)):
+    if not first or (BATCH in first[0].shape and _keeps_rows_apart(module, first, example, len(outputs))):
         return first, ""
-    axes = itertools.product(*(range(min(value.ndim, _MOST_AXES)) for value in example.values()))
-    for places in itertools.islice(sorted(axes, key=lambda places: len({*places})), _MOST_TRIED):
-        sizes = {value.shape[axis] for value, axis in zip(example.values(), places, strict=True)}
+    found = []
+    for axes in itertools.islice(_list_axes(example), _MOST_TRIED):
         specs = tuple(
             spec.model_copy(update={"shape": (*value.shape[:axis], BATCH, *value.shape[axis + 1 :])})
-            for spec, value, axis in zip(first, example.values(), places, strict=True)
+            for spec, value, axis in zip(first, example.values(), axes, strict=True)
         )
-        if any(places) and len(sizes) == 1 and _keeps_rows_apart(module, specs, example, len(outputs)):
-            told = " ".join(f"--input {spec}" for spec in specs)
-            return specs, f"the batch is the dimension along which samples do not change each other's answers: {told}"
-    return first, ""
+        if any(axes) and _keeps_rows_apart(module, specs, example, len(outputs)):
+            found.append(specs)
+    if len(found) != 1:
+        return first, ""
+    told = " ".join(f"--input {spec}" for spec in found[0])
+    return found[0], f"the batch is the dimension along which samples do not change each other's answers: {told}"
+
+
+def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
+    """List a dimension of each input, all of one size, those first that are the same one in most inputs."""
+    shapes = [value.shape[:_MOST_AXES] for value in example.values()]
+    for size in sorted(set.intersection(*map(set, shapes))):
+        places = [[axis for axis, other in enumerate(shape) if other == size] for shape in shapes]
+        yield from sorted(itertools.product(*places), key=lambda axes: len({*axes})) if size else ()
 
 
 def _keeps_rows_apart(
     module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], outputs: int
 ) -> bool:
-    """Tell whether two samples are answered together as each of them is alone, by every output."""
+    """Tell whether two samples are answered together as each of them is alone, by every output: one after the other."""
+    if not all(value.numel() and value.ndim for value in example.values()):
+        return False
     axes = [spec.batch_axis for spec in specs]
     one = [value.narrow(axis, 0, 1) for value, axis in zip(example.values(), axes, strict=True)]
     other = [_change(value) for value in one]
@@ -65,9 +77,9 @@ def _keeps_rows_apart(
         for index, rows in enumerate(together):
             single = alone[0][index].shape
             grown = [dim for dim, (size, least) in enumerate(zip(rows.shape, single, strict=True)) if size != least]
-            if len(grown) != 1 or (rows.shape[grown[0]], single[grown[0]]) != (2, 1):
+            if len(grown) != 1 or rows.shape[grown[0]] != 2 * single[grown[0]]:
                 return False
-            apart = tuple(rows.narrow(grown[0], row, 1) for row in range(2))
+            apart = tuple(rows.narrow(grown[0], start, single[grown[0]]) for start in (0, single[grown[0]]))
             told = not rows.is_floating_point() or bool(rows.isfinite().any())
             if not (told and same_answers(apart, tuple(answers[index] for answers in alone))):
                 return False
@@ -219,7 +231,7 @@ def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
     for tensor, other in zip(before, after, strict=True):
         if tensor.shape != other.shape:
             return False
-        finite = tensor[tensor.isfinite()] if tensor.is_floating_point() else tensor[:0]
+        finite = tensor[tensor.isfinite()] if tensor.is_floating_point() else tensor.flatten()[:0]
         noise = 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
         if not (torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=1e-4, atol=noise, equal_nan=True)):
             return False
