@@ -36,6 +36,8 @@ _TRAINED = {
 }
 """Case → options of what is trained."""
 _ENOUGH = 0.5
+_NOTHING = 1e-3
+"""Share of the float model's metric below which a loss is none that anyone sees."""
 
 
 def run_case(name: str, minutes: float, work: Path) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def describe(record: VariantRecord) -> dict[str, Any]:
         "float": training.teacher,
         "before": training.before,
         "after": training.after,
-        "back": (training.after - training.before) / lost if lost > 0 else None,
+        "back": (training.after - training.before) / lost if lost > _NOTHING * abs(training.teacher) else None,
         "steps": training.steps,
         "batch": training.plan.batch,
         "learning_rate": training.plan.learning_rate,

@@ -363,7 +363,7 @@ def select_winner(
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
             why = f"{_BEST[objective]} of those that surely meet the accuracy budget; {within[0].id} may not"
-        elif best is not within[0]:
+        elif best is not within[0] and objective == "latency":
             why = f"smallest accuracy drop of those that meet the budgets and are as fast as {within[0].id}"
         return Selection(best.id, why, pareto, judged(best))
     if ranked:
@@ -403,8 +403,9 @@ def _is_worth_a_risk(record: VariantRecord, sure: VariantRecord, objective: Obje
         gain = _gain(record, sure, batch)
         times = gain.low if gain else 0.0
     else:
-        mine, theirs = (_score(each, objective, batch) or math.inf for each in (record, sure))
-        times = mine / theirs if objective == "throughput" else theirs / mine
+        mine, theirs = (abs(_score(each, objective, batch) or 0.0) for each in (record, sure))
+        more, less = (mine, theirs) if objective == "throughput" else (theirs, mine)
+        times = more / less if less else 0.0
     wide = record.quality is not None and (record.quality.counted or record.quality.whole)
     return wide and times > _WORTH_A_RISK
 

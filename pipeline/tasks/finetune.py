@@ -109,6 +109,7 @@ class Recover(ResumableTask):
             start()
             record = opened.recover(0, size, begun, progress)
         assert record is not None
+        opened.work.models.restore()
         kept = opened.work.models.average
         kept.module.to("cpu")
         file = self.save(inputs, kept, out, changed=record.best_step > 0)

@@ -292,10 +292,13 @@ class OptimizeJob:
         again = self._settings.resume_command(request.fleet or request.out)
         error = _why_unusable(run, outcomes, again)
         if error is None and active.directory.losses:
-            error = ModelError(
-                f"{request.out} keeps the results that it has: this time {'; '.join(active.directory.losses)}",
-                f"see its folder logs; {'another --out' if request.fleet else '`optimize --replace`'} begins a new one",
+            remedy = (
+                f"see its folder logs; {'another --out' if request.fleet else '`optimize --replace`'} begins a new one"
             )
+            if any(outcome.reason == NO_TIME for outcome in outcomes.values()):
+                remedy = f"what was made is kept, and used again: `{again}` continues, with --time for more"
+            told = "; ".join(active.directory.losses)
+            error = ModelError(f"{request.out} keeps the results that it has: this time {told}", remedy)
         return RunResult(run, error, len(outcomes), reused)
 
 

@@ -118,6 +118,10 @@ def test_other_objectives_take_no_risk_for_little_either(
     chosen = select_winner(both, Budgets(max_drop=0.01), objective, 1)
     assert chosen.winner == winner
     assert ("surely meet" in chosen.reason) == (winner == "safe")
+    assert "as fast as" not in chosen.reason
+    nothing = record("nothing", 1.0, 0, 0, quality=both[2].quality)
+    if objective != "throughput":
+        assert select_winner([*both, nothing], Budgets(max_drop=0.01), objective, 1).winner == "nothing"
 
 
 def test_nobody_wins_when_nobody_holds_the_budgets() -> None:

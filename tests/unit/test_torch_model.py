@@ -1,6 +1,7 @@
 """A loaded module: names of inputs and outputs, dynamic dimensions, and what is kept of it."""
 
 import dataclasses
+import itertools
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import SignatureError, SourceError, StoreError
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.frameworks.torch import factories, saved
+from enginesmith.pipeline.frameworks.torch import dims, factories, saved
 from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch.factories import Built
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, flatten
@@ -344,6 +345,11 @@ def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> 
     assert [spec.shape for spec in beside.signature.inputs] == [(5, "batch", 4), *[(2, "batch", 3)] * 2]
 
 
+class Scale(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.tanh(x * scale)
+
+
 @pytest.mark.parametrize(
     ("module", "examples", "shapes"),
     [
@@ -351,9 +357,10 @@ def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> 
         (nn.Conv2d(3, 5, 1), [(3, 9, 9)], [(3, 9, 9)]),
         (nn.Sequential(nn.Linear(4, 2), nn.Flatten(0, 1)), [(1, 5, 4)], [("batch", 5, 4)]),
         (lambda_module(lambda x: x.argmax()), [(4, 8)], [("batch", 8)]),
+        (Scale(), [(32, 10), (10,)], [(32, 10), (10,)]),
         (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("batch", 0, 8)]),
     ],
-    ids=["attention", "pixels", "flat", "number", "empty"],
+    ids=["attention", "pixels", "flat", "number", "scale", "empty"],
 )
 def test_a_batch_is_moved_only_where_one_dimension_alone_can_be_it(
     load, module: nn.Module, examples: list[tuple[int, ...]], shapes: list[tuple[int | str, ...]]
@@ -376,6 +383,9 @@ class Deep(nn.Module):
 
 
 def test_the_batch_of_many_states_is_found(load) -> None:
+    """Without listing all sets of dimensions that could be it: of thirty states of one layer there are 2 ** 30."""
+    axes = dims._list_axes({str(index): torch.zeros(1, 1, 4) for index in range(30)})
+    assert len([*itertools.islice(axes, 5)]) == 5
     loaded = load(Deep(), (torch.randn(3, 5, 4), *(torch.randn(2, 3, 4) for _ in range(4))))
     assert [spec.shape for spec in loaded.signature.inputs] == [("batch", 5, 4), *[(2, "batch", 4)] * 4]
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ def choose_specs(
     first = default_specs(example)
     if not first or (BATCH in first[0].shape and _keeps_rows_apart(module, first, example, len(outputs))):
         return first, ""
+    shapes: dict[str, tuple[int | str, ...]] = {name: tuple(value.shape) for name, value in example.items()}
+    most = max(map(len, shapes.values()))
+    shapes = {name: (BATCH, *shape[1:]) if len(shape) == most else shape for name, shape in shapes.items()}
+    own = [spec.model_copy(update={"shape": shapes[spec.name]}) for spec in first]
+    if any(spec.shape[:1] != (BATCH,) for spec in own) and _keeps_rows_apart(module, own, example, len(outputs)):
+        return first, ""  # inputs of fewer dimensions are the same for all samples, as tables are
     found = []
     for axes in itertools.islice(_list_axes(example), _MOST_TRIED):
         specs = tuple(
@@ -55,23 +61,26 @@ def choose_specs(
 
 
 def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
-    """List a dimension of each input, all of one size, those first that are the same one in most inputs."""
+    """List a dimension of each input, all of one size; where there are many sets, those that are the last in most."""
     shapes = [value.shape[:_MOST_AXES] for value in example.values()]
     for size in sorted(set.intersection(*map(set, shapes))):
         places = [[axis for axis, other in enumerate(shape) if other == size] for shape in shapes]
-        yield from sorted(itertools.product(*places), key=lambda axes: len({*axes})) if size else ()
+        if size:
+            yield from itertools.product(*(reversed(axes) for axes in places))
 
 
 def _keeps_rows_apart(
-    module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], outputs: int
+    module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], outputs: int
 ) -> bool:
     """Tell whether two samples are answered together as each of them is alone, by every output: one after the other."""
     if not all(value.numel() and value.ndim for value in example.values()):
         return False
-    axes = [spec.batch_axis for spec in specs]
-    one = [value.narrow(axis, 0, 1) for value, axis in zip(example.values(), axes, strict=True)]
-    other = [_change(value) for value in one]
-    both = [torch.cat(pair, axis) for *pair, axis in zip(one, other, axes, strict=True)]
+    one, other, both = list[Tensor](), list[Tensor](), list[Tensor]()
+    for spec, value in zip(specs, example.values(), strict=True):
+        has, axis = BATCH in spec.shape, spec.batch_axis  # what has no batch is the same for all samples
+        one.append(value.narrow(axis, 0, 1) if has else value)
+        other.append(_change(one[-1]) if has else value)
+        both.append(torch.cat([one[-1], other[-1]], axis) if has else value)
     with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
         together, *alone = (module(*feeds) for feeds in (both, one, other))
         for index, rows in enumerate(together):

@@ -15,8 +15,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from enginesmith.pipeline.errors import ModelError, storage_errors
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
@@ -98,9 +100,10 @@ class Models:
     student: LoadedModel
     average: LoadedModel
     teacher: LoadedModel
+    _hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     def ready(self, device: torch.device) -> None:
-        """Put all on the device; the student's weights can change, and no other's.
+        """Put all on the device; the student's weights can change, and no other's. Outputs have the sample first.
 
         Raises:
             ModelError: the weights are not of a type that training works in.
@@ -108,6 +111,8 @@ class Models:
         for loaded in (self.student, self.average, self.teacher):
             loaded.module.to(device)
             loaded.module.eval().requires_grad_(False)
+            if any(axes := [spec.batch_axis for spec in loaded.signature.outputs]):
+                self._hooks.append(loaded.module.register_forward_hook(partial(_put_samples_first, axes)))
         for name, value in self.student.module.model.named_parameters():
             if value.dtype in (torch.float16, torch.bfloat16):
                 raise ModelError(
@@ -116,6 +121,18 @@ class Models:
                     "recover the model in float32, and choose its precision afterwards",
                 )
             value.requires_grad_(value.is_floating_point())
+
+    def restore(self) -> None:
+        """Let the modules answer with the batch where it was."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _put_samples_first(
+    axes: Sequence[int], module: nn.Module, given: object, outputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Move the batch of each output to the front, as losses and metrics take it; a forward hook."""
+    return tuple(value.movedim(axis, 0) for value, axis in zip(outputs, axes, strict=True))
 
 
 @dataclass
