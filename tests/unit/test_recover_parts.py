@@ -112,6 +112,24 @@ def trainer(loss: Callable[..., torch.Tensor], within: Callable[[], None] = lamb
     return Trainer(models, material, loss, RecoverOptions(batch=8), plan, 0, DataParallel(CPU), within)
 
 
+def test_outputs_have_the_sample_first_while_training() -> None:
+    class Turned(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return image.flatten(1).T
+
+    def turned() -> LoadedModel:
+        loaded = model()
+        answer = TensorSpec(name="logits", dtype="float32", shape=(64, "batch"))
+        signature = loaded.signature.model_copy(update={"outputs": (answer,)})
+        return dataclasses.replace(loaded, module=NamedForward(Turned(), ("image",), ()), signature=signature)
+
+    models, images = Models(turned(), turned(), turned()), torch.rand(5, 1, 8, 8)
+    models.ready(CPU)
+    assert torch.equal(models.student.module(images)[0], images.flatten(1))
+    models.restore()
+    assert torch.equal(models.student.module(images)[0], images.flatten(1).T)
+
+
 def test_samples_are_learnt_from_where_the_model_has_its_batch() -> None:
     states = np.random.default_rng(0).random((9, 2, 3), np.float32)
     material = split_data(Dataset("set", {"h": states}, axes={"h": 1}), 0.3, 0, CPU)

@@ -118,7 +118,11 @@ def test_other_objectives_take_no_risk_for_little_either(
     chosen = select_winner(both, Budgets(max_drop=0.01), objective, 1)
     assert chosen.winner == winner
     assert ("surely meet" in chosen.reason) == (winner == "safe")
-    assert "as fast as" not in chosen.reason
+    worth = measured("worth", 1.05, 0.0071, 0.0135)
+    wide = worth.model_copy(update={"quality": Quality.model_validate({**dict(worth.quality or {}), "counted": True})})
+    slow = measured("slow", 1.3, 0.0, 0.0)
+    taken = select_winner([EAGER, both[1], wide, slow], Budgets(max_drop=0.01), objective, 1)
+    assert "as fast as" not in taken.reason
     nothing = record("nothing", 1.0, 0, 0, quality=both[2].quality)
     if objective != "throughput":
         assert select_winner([*both, nothing], Budgets(max_drop=0.01), objective, 1).winner == "nothing"

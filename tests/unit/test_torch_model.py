@@ -390,6 +390,17 @@ def test_the_batch_of_many_states_is_found(load) -> None:
     assert [spec.shape for spec in loaded.signature.inputs] == [("batch", 5, 4), *[(2, "batch", 4)] * 4]
 
 
+@pytest.mark.parametrize(
+    "sample", [torch.ones(1, 4), torch.zeros(1, 4), torch.ones(1, 4).long(), torch.zeros(1, 4).bool()]
+)
+def test_a_sample_of_one_number_is_changed_too(sample: Tensor) -> None:
+    changed = dims._change(sample)
+    assert (changed.shape, changed.dtype) == (sample.shape, sample.dtype)
+    assert not torch.equal(changed, sample)
+    words = torch.arange(4)[None]
+    assert sorted(dims._change(words)[0].tolist()) == [0, 1, 2, 3]
+
+
 class OneAtATime(nn.Module):
     """Takes one sequence, in which each place is told of all others: more rows are read as a longer one."""
 
