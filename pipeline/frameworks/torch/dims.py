@@ -25,26 +25,26 @@ def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     """Derive the inputs from the example: the first dimension is the batch, if all inputs agree on it."""
     ranks = [value.ndim for value in example.values()]
     batched = all(ranks) and len({value.shape[0] for value in example.values()}) == 1
-    shapes = {name: ("batch", *value.shape[1:]) if batched else tuple(value.shape) for name, value in example.items()}
+    shapes = {name: (BATCH, *value.shape[1:]) if batched else tuple(value.shape) for name, value in example.items()}
     return tuple(TensorSpec(name=name, dtype=dtype_name(value), shape=shapes[name]) for name, value in example.items())
 
 
-def choose_specs(
-    module: Forward, example: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-) -> tuple[tuple[TensorSpec, ...], str]:
+def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -> tuple[tuple[TensorSpec, ...], str]:
     """Choose the batch of each input: the first dimension, unless samples are kept apart along others; with a note.
+
+    ``outputs`` is the number of tensors that the module returns.
 
     Of a network that takes time first, it is the second one; of the states of an LSTM, too. Where that holds of several
     dimensions, as in a network that computes each pixel alone, it is none of them.
     """
     first = default_specs(example)
-    if not first or (BATCH in first[0].shape and _keeps_rows_apart(module, first, example, len(outputs))):
+    if not first or (BATCH in first[0].shape and _keeps_rows_apart(module, first, example, outputs)):
         return first, ""
     shapes: dict[str, tuple[int | str, ...]] = {name: tuple(value.shape) for name, value in example.items()}
     most = max(map(len, shapes.values()))
     shapes = {name: (BATCH, *shape[1:]) if len(shape) == most else shape for name, shape in shapes.items()}
     own = [spec.model_copy(update={"shape": shapes[spec.name]}) for spec in first]
-    if any(spec.shape[:1] != (BATCH,) for spec in own) and _keeps_rows_apart(module, own, example, len(outputs)):
+    if any(spec.shape[:1] != (BATCH,) for spec in own) and _keeps_rows_apart(module, own, example, outputs):
         return first, ""  # inputs of fewer dimensions are the same for all samples, as tables are
     found = []
     for axes in itertools.islice(_list_axes(example), _MOST_TRIED):
@@ -52,7 +52,7 @@ def choose_specs(
             spec.model_copy(update={"shape": (*value.shape[:axis], BATCH, *value.shape[axis + 1 :])})
             for spec, value, axis in zip(first, example.values(), axes, strict=True)
         )
-        if any(axes) and _keeps_rows_apart(module, specs, example, len(outputs)):
+        if any(axes) and _keeps_rows_apart(module, specs, example, outputs):
             found.append(specs)
     if len(found) != 1:
         return first, ""

@@ -258,7 +258,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     asked = bool(options.inputs or built.inputs)
     outputs = dict(zip(names, flat.values(), strict=True))
     if not asked:
-        specs, moved = choose_specs(module, example, outputs)
+        specs, moved = choose_specs(module, example, len(outputs))
     signature, notes = infer_dims(module, specs, example, outputs, asked)
     notes += [moved] if moved else []
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
