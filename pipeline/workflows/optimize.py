@@ -290,7 +290,7 @@ class OptimizeJob:
         run, outcomes = active.directory.write(), active.outcomes
         reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
         again = self._settings.resume_command(request.fleet or request.out)
-        error = _why_unusable(run, outcomes, again)
+        error = _why_unusable(run, outcomes, again, self._settings.time_limit_seconds)
         if error is None and active.directory.losses:
             remedy = (
                 f"see its folder logs; {'another --out' if request.fleet else '`optimize --replace`'} begins a new one"
@@ -391,15 +391,18 @@ def _list_kept(request: RunRequest) -> list[str]:
     return [record.id for record in measured if again or any(row.kept for row in record.race)]
 
 
-def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
-    """Explain why no usable variant came out, if so; ``again`` is the command that resumes."""
+def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None = None) -> EnginesmithError | None:
+    """Explain why no usable variant came out, if so; ``again`` is the command that resumes.
+
+    ``limit`` is the time that this process was given instead of the recipe's.
+    """
     for name in (LOAD, REFERENCE):
         if name in outcomes and (error := outcomes[name].error) is not None:
             return error
     if any(record.status in ("measured", "built") for record in run.asked_for or (run.baseline,)):
         return None
     if any(record.untried for record in run.asked_for):
-        limit = run.recipe.time_seconds or 0.0
+        limit = limit or run.recipe.time_seconds or 0.0
         message = f"the time of {format_seconds(limit)} was over before a variant could be measured"
         return ModelError(message, f"give more: --time {5 * limit:.0f}s; what was made is kept, and used again")
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
