@@ -175,7 +175,7 @@ _REMOVED = {
     "--search-limit": "the time of all; --search-steps limits the trials",
 }
 """Options that there were, with the difference of --time, which replaces them."""
-_JOINED = {"--labels"}
+_JOINED = {"--labels", "--batch", "--workspace", "--concurrency", "--mean", "--std"}
 """Options of one text with commas that may be repeated: --labels a --labels b is --labels a,b."""
 _TYPES: Mapping[str, Any] = {"integer": int, "number": float, "list": str, "mapping": str, "text": str}
 RECIPE_OPTIONS: tuple[Mapping[str, Any], ...] = tuple(

@@ -187,9 +187,9 @@ def _openvino(file, engine):
         raise ImportError("this processor has no instructions for bf16 (AVX512_BF16 or AMX)")
     options["INFERENCE_NUM_THREADS"] = options["INFERENCE_NUM_THREADS"] or len(os.sched_getaffinity(0))
     fixed, shapes = options.pop("FIXED_BATCHES", ()), [spec["shape"] for spec in engine["inputs"]]
-    leading = [at for at, shape in enumerate(shapes) if shape and isinstance(shape[0], str)]
-    words = {size for shape in shapes for size in shape if isinstance(size, str)}
-    if len(words) != 1 or any(isinstance(size, str) for shape in shapes for size in shape[1:]):
+    places = [(at, axis) for at, shape in enumerate(shapes) for axis, size in enumerate(shape) if isinstance(size, str)]
+    words, inputs = {shapes[at][axis] for at, axis in places}, {at for at, _ in places}
+    if len(words) != 1 or len(inputs) < len(places) or (words != {"batch"} and any(axis for _, axis in places)):
         fixed = ()  # more than the batch is dynamic
     known, own, lock = {}, threading.local(), threading.Lock()
 
@@ -199,7 +199,7 @@ def _openvino(file, engine):
                 graph = core.read_model(file)
                 if batch in fixed:
                     try:
-                        graph.reshape({at: [batch, *shapes[at][1:]] for at in leading})
+                        graph.reshape({at: [*shapes[at][:axis], batch, *shapes[at][axis + 1 :]] for at, axis in places})
                     except RuntimeError:  # it takes no such size
                         graph = core.read_model(file)
                 known[batch] = core.compile_model(graph, "CPU", options)
@@ -207,7 +207,7 @@ def _openvino(file, engine):
 
     def run(feeds):
         values = list(feeds.values())
-        batch = len(values[leading[0]]) if fixed else None
+        batch = values[places[0][0]].shape[places[0][1]] if fixed else None
         batch = batch if batch in fixed else None
         own.requests = requests = getattr(own, "requests", {})  # of this thread
         if batch not in requests:

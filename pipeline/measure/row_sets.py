@@ -23,8 +23,8 @@ class Table(NamedTuple):
     """Outputs that describe the same rows: a box, its score and its class."""
 
     outputs: tuple[str, ...]
-    per_sample: bool
-    """True where rows are along the second axis, those of each sample apart."""
+    batch_axis: int | None
+    """Where each sample has rows of its own, along the first of the other axes; None: rows are along the first axis."""
 
 
 class Paired(NamedTuple):
@@ -39,28 +39,26 @@ class Paired(NamedTuple):
 def find_tables(signature: Signature, references: Sequence[Feeds]) -> tuple[Table, ...]:
     """Group the outputs whose rows are chosen by values: those that have as many rows as each other in all calls.
 
-    Rows are along the first axis, or along the second if the first is the inputs' batch. Single numbers in a fixed
-    order are no table.
+    Rows are along the first axis that is not the inputs' batch. Single numbers in a fixed order are no table.
     """
-    leading = {spec.shape[0] for spec in signature.inputs if spec.shape}
-    groups: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+    batches = {spec.as_row.shape[0] for spec in signature.inputs if spec.shape}
+    groups: dict[tuple[int | None, tuple[int, ...]], list[str]] = {}
     open_ended = set[str]()
     for spec in signature.outputs:
-        per_sample = len(spec.shape) > 1 and spec.shape[0] in leading
-        if spec.name not in signature.unordered or not spec.shape or spec.shape in [(size,) for size in leading]:
+        if spec.name not in signature.unordered or not spec.shape or spec.shape in [(size,) for size in batches]:
             continue
-        axis = int(per_sample)
+        batch_axis = spec.batch_axis if len(spec.shape) > 1 and spec.shape[spec.batch_axis] in batches else None
+        axis = int(batch_axis == 0)
         rows = tuple(reference[spec.name].shape[axis] for reference in references)
-        groups.setdefault((per_sample, rows), []).append(spec.name)
+        groups.setdefault((batch_axis, rows), []).append(spec.name)
         if isinstance(spec.shape[axis], str) and spec.shape[axis] not in signature.symbols:
             open_ended.add(spec.name)
-    tables = (Table(tuple(names), per_sample) for (per_sample, _), names in groups.items())
+    tables = (Table(tuple(names), batch_axis) for (batch_axis, _), names in groups.items())
     return tuple(t for t in tables if _count_columns(t, references[0]) > 1 or not open_ended.isdisjoint(t.outputs))
 
 
 def _count_columns(table: Table, outputs: Feeds) -> int:
-    first = 1 + table.per_sample
-    return sum(math.prod(outputs[name].shape[first:]) for name in table.outputs)
+    return sum(math.prod(_split_samples(table, outputs[name]).shape[2:]) for name in table.outputs)
 
 
 def pair_rows(table: Table, calls: Sequence[tuple[Feeds, Feeds]], tolerance: float) -> Paired:
@@ -85,12 +83,14 @@ def pair_rows(table: Table, calls: Sequence[tuple[Feeds, Feeds]], tolerance: flo
 
 def _iterate_samples(table: Table, reference: Feeds, actual: Feeds) -> Iterator[tuple[list[Array], list[Array]]]:
     """Yield both sides' columns of each sample, or of the whole call: [rows, numbers] for each output."""
-    ours, theirs = ([side[name] for name in table.outputs] for side in (reference, actual))
-    if not table.per_sample:
-        yield [_as_rows(array) for array in ours], [_as_rows(array) for array in theirs]
-        return
+    ours, theirs = ([_split_samples(table, side[name]) for name in table.outputs] for side in (reference, actual))
     for sample in range(len(ours[0])):
         yield [_as_rows(array[sample]) for array in ours], [_as_rows(array[sample]) for array in theirs]
+
+
+def _split_samples(table: Table, array: Array) -> Array:
+    """Return [samples, rows, ...]; all rows are of one sample where the table has no batch."""
+    return array[np.newaxis] if table.batch_axis is None else np.moveaxis(array, table.batch_axis, 0)
 
 
 def _as_rows(array: Array) -> Array:

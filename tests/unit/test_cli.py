@@ -15,7 +15,8 @@ from enginesmith import cli
 from enginesmith.pipeline.commands import context
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.recipe.cli_options import fields_for
+from enginesmith.pipeline.recipe.cli_options import fields_for, walk_fields
+from enginesmith.pipeline.units import COMMA_LIST, flag_of
 from enginesmith.pipeline.workflows import optimize
 
 HEAVY = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "pydantic", "rich")
@@ -180,3 +181,16 @@ def test_help_lists_everyday_options_under_headings_and_help_all_lists_every_one
 def test_labels_that_are_given_twice_are_all_used(given: list[str], labels: str | None) -> None:
     context = cli.main.commands["optimize"].make_context("optimize", ["net.onnx", *given])
     assert context.params["data_options__labels"] == labels
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [
+        (flag_of(part, path.rpartition(".")[2]), path)
+        for path, part, field in walk_fields()
+        if COMMA_LIST in field.metadata
+    ],
+)
+def test_lists_with_commas_that_are_given_twice_are_joined(flag: str, field: str) -> None:
+    context = cli.main.commands["optimize"].make_context("optimize", ["net.onnx", flag, "8", f"{flag}=1,4"])
+    assert context.params[field.replace(".", "__")] == "8,1,4"

@@ -356,13 +356,16 @@ def test_named_batch_sizes_are_compiled_apart_and_all_others_are_answered(tmp_pa
 
 @pytest.mark.parametrize(
     ("shape", "fixed"),
-    [("n, 3, 16, 16", True), ("n, 3, h, 16", False), ("2, 3, 16, 16", False), ("2, 3, n, 16", False)],
+    [
+        *(("n, 3, 16, 16", True), ("n, 3, h, 16", False), ("2, 3, 16, 16", False), ("2, 3, n, 16", False)),
+        *(("2, 3, batch, 16", True), ("2, 3, batch, batch", False)),
+    ],
 )
-def test_only_a_batch_in_front_is_fixed(shape: str, fixed: bool, tmp_path: Path) -> None:
+def test_only_a_batch_is_fixed(shape: str, fixed: bool, tmp_path: Path) -> None:
     text = f"net (float[{shape}] x) => (float[?, 3, ?, ?] y) {{ y = Relu(x) }}"
     artifact, _ = build(parse_graph(text), tmp_path)
     feeds = {"x": FEEDS["x"][:2]}
-    with OpenVINO(fixed_batches=(2,)).load(artifact, CPU) as session:
+    with OpenVINO(fixed_batches=(2, 16)).load(artifact, CPU) as session:
         np.testing.assert_array_equal(session.run(feeds)["y"], np.maximum(feeds["x"], 0))
         asked = not any(isinstance(size, str) for size in artifact.signature.inputs[0].shape)
         assert session.compiled.input(0).partial_shape.is_static == (fixed or asked)
@@ -385,6 +388,28 @@ def test_a_bundle_answers_fixed_and_other_batch_sizes(tmp_path: Path) -> None:
     for size in (2, 3, 2, 1):
         found = answer({"x": FEEDS["x"][:size]})["y"]
         np.testing.assert_allclose(found, wanted[:size], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fixed"),
+    [("5, batch, 4", [[5, 2, 4]]), ("n, 5, 4", [[2, 5, 4]]), ("5, n, 4", []), ("batch, batch, 4", [])],
+)
+def test_a_bundle_fixes_the_batch_wherever_it_stands(
+    shape: str, fixed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, _ = build(parse_graph(f"net (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}"), tmp_path)
+    made, model = list[list[int]](), sessions.load_openvino().Model
+    reshape = model.reshape
+    monkeypatch.setattr(model, "reshape", lambda graph, to: (made.append(to[0]), reshape(graph, to)))
+    options = OpenVINO(fixed_batches=(2,)).package_facts(artifact.path, CPU).options
+    sizes = [int(size) if size.isdecimal() else size for size in shape.split(", ")]
+    described = {"inputs": [{"shape": sizes}], "outputs": [{"name": "y"}], "options": options}
+    answer = runpy.run_path(str(OpenVINO.infer_script()))["_openvino"](artifact.path, described)
+    for batch in (2, 3, 2):
+        given = [batch if isinstance(size, str) else size for size in sizes]
+        feeds = {"x": RNG.standard_normal(given, np.float32)}
+        np.testing.assert_array_equal(answer(feeds)["y"], np.maximum(feeds["x"], 0))
+    assert made == fixed
 
 
 def test_it_casts_to_bf16_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

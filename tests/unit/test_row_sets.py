@@ -81,6 +81,22 @@ def test_rows_moved_to_another_sample_are_missing() -> None:
     assert not judge(reference, {"found": found, "count": np.array([9, 6])}, "int8", FIXED).passed
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_rows_of_samples_are_apart_wherever_the_batch_is(axis: int) -> None:
+    """Also where the inputs have their batch elsewhere than the outputs."""
+    found, shape = RNG.random((2, 20, 6)).astype(np.float32), [20, 6]
+    shape.insert(axis, "batch")  # type: ignore[arg-type]
+    output = TensorSpec(name="found", dtype="float32", shape=tuple(shape))
+    steps = TensorSpec(name="steps", dtype="float32", shape=(7, "batch", 3))
+    form = Signature(inputs=(steps,), outputs=(output,), unordered={"found": "rows"})
+
+    def moved(array: Array) -> dict[str, Array]:
+        return {"found": np.moveaxis(array, 0, axis)}
+
+    assert judge(moved(found), moved(np.stack([found[0], found[1, ::-1]])), "fp32", form).passed
+    assert not judge(moved(found), moved(found[::-1]), "int8", form).passed
+
+
 def test_rows_that_fill_up_count_once() -> None:
     """Three boxes of which two are lost, in a table of twenty."""
     found, lost = np.zeros((1, 20, 6), np.float32), np.zeros((1, 20, 6), np.float32)

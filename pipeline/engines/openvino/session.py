@@ -106,19 +106,20 @@ def _read_message(error: Exception) -> str:
 
 
 def has_only_a_batch(signature: Signature) -> bool:
-    """Tell whether the first dimension of inputs, the batch, is all that is dynamic."""
-    leading = {size for spec in signature.inputs for size in spec.shape[:1] if isinstance(size, str)}
-    return len(leading) == 1 and not any(_has_word(spec.shape[1:]) for spec in signature.inputs)
-
-
-def _has_word(shape: Sequence[int | str]) -> bool:
-    return any(isinstance(size, str) for size in shape)
+    """Tell whether the batch is all that is dynamic in the inputs."""
+    dynamic = [spec for spec in signature.inputs if spec.symbols]
+    one_word = len({word for spec in dynamic for word in spec.symbols}) == 1
+    return one_word and all(spec.symbols == (spec.shape[spec.batch_axis],) for spec in dynamic)
 
 
 def read_with_batch(path: Path, signature: Signature, batch: int) -> "openvino.Model":
     """Read a graph that is dynamic in the batch alone for one size of it; as it is where it takes no such size."""
     graph = read_graph(path)
-    shapes = {at: [batch, *spec.shape[1:]] for at, spec in enumerate(signature.inputs) if _has_word(spec.shape[:1])}
+    shapes = {
+        at: [batch if isinstance(size, str) else size for size in spec.shape]
+        for at, spec in enumerate(signature.inputs)
+        if spec.symbols
+    }
     try:
         graph.reshape(shapes)
     except RuntimeError:
@@ -176,7 +177,9 @@ class OpenVINOSession(Session):
         """Batch sizes whose requests write large outputs into arrays that a caller has."""
         self._batch: int | None = None
         """The batch size that the last call's model was compiled for."""
-        self._batch_input = next((at for at, spec in enumerate(signature.inputs) if _has_word(spec.shape[:1])), 0)
+        batched = ((at, spec.batch_axis) for at, spec in enumerate(signature.inputs) if spec.symbols)
+        self._batch_place = next(batched, (0, 0))
+        """The input that has the batch, and its dimension there."""
         self._set: Bound | None = None
         self._tensor, self._outputs = load_openvino().Tensor, range(len(signature.outputs))
 
@@ -245,8 +248,8 @@ class OpenVINOSession(Session):
 
     def _choose(self, values: Sequence[Array]) -> Any:
         """Choose the request for the sizes of these values."""
-        models = self._opened()
-        batch = len(values[self._batch_input]) if models.batches and values[self._batch_input].ndim else None
+        models, (at, axis) = self._opened(), self._batch_place
+        batch = values[at].shape[axis] if models.batches and axis < values[at].ndim else None
         self._batch = batch if batch in models.batches else None
         return self.request
 
