@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -18,8 +19,9 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
-from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
+from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import diagnose, layers, precision, search
+from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import GroupFact
@@ -35,6 +37,8 @@ RESCALED: Form = "rescaled"
 MULTIPLIED: Form = "multiplied"
 _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
+_IMPACT_SHARE = 0.2
+"""Share of the time that is left in which groups are quantised alone."""
 _FIDELITY = "fp16"
 """Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
 
@@ -148,6 +152,44 @@ class Sensitivity(Task):
                 count = float(totals[search.output_name(group, search.COUNT)])
                 shifts[group.name] = search.find_shift(sums, count, noise)
         return ratios, shifts, left, reads
+
+
+def measure_impacts(
+    step: PrecisionPass, form: Form, inputs: Inputs, records: Records, left_seconds: float, progress: Progress
+) -> dict[str, float]:
+    """Measure by group the error of the answers with that group alone quantised, of their energy, 0 to 1.
+
+    ``records`` has the assignment by which ``step`` quantises everything. Where time is short, groups that lose little
+    by themselves for their work are left out. Without Q/DQ pairs nothing is measured.
+    """
+    (model, its_ranges), start = find_form(form, inputs), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
+        out = Path(folder)
+        effect = run_pass(step.rounding_inputs(), model, out, progress, {**its_ranges, **records})
+        floating, quantised = edit.load(model.path), edit.load(out / effect.file)
+        layers.find_groups(floating)  # which names the nodes
+        places = {name: index for index, name in enumerate(search.add_switches(floating, quantised))}
+        edit.save(quantised, out)
+        outputs = [str(value.name) for value in quantised.graph.outputs]
+        known = [group for group in _read_form(form, inputs) if group.name in places]
+        work = sum(group.macs for group in known) or 1
+        known.sort(key=lambda group: (group.sqnr_db or 0.0) + 10 * math.log10(group.macs / work + search.FLOAT_COST))
+        _, calls, _ = max(samples.read_calls(inputs[REFERENCE].folder), key=lambda case: case[0].batch)
+        feeds, impacts = calls[0], dict[str, float]()
+        with open_activation_capture(out / edit.FILE, outputs) as session:
+
+            def answer(*switched: str) -> list[Array]:
+                switches = np.zeros(len(places), bool)
+                switches[[places[name] for name in switched]] = True
+                return list(session.run({**feeds, search.SWITCHES: switches}).values())
+
+            exact = answer()
+            for group in known:
+                progress(f"{len(impacts)} of {len(known)} groups quantized alone")
+                impacts[group.name] = search.compare_answers(exact, answer(group.name))
+                if time.monotonic() - start > _IMPACT_SHARE * left_seconds:
+                    break
+    return impacts
 
 
 class Rescale(Task):

@@ -6,7 +6,9 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -46,7 +48,7 @@ from enginesmith.pipeline.tasks.base import (
     write_records,
 )
 from enginesmith.pipeline.tasks.build import Transform
-from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form, read_forms
+from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form, measure_impacts, read_forms
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
 from enginesmith.pipeline.tasks.verify import describe_failure
@@ -160,14 +162,20 @@ class Search(Task):
         forms = read_forms(inputs, self.step)
         trials = read_models(inputs.get(BEFORE), Trial)
         kept = find_kept(self.keep, forms["given"])
-        candidate = propose(trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
+        choose = partial(propose, trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
+        candidate, impacts = choose(), dict[str, float]()
         late = self._is_late(trials)  # more time continues it
         ended = late or sum(trial.seconds for trial in trials) >= _SEARCH_SECONDS
         reads: tuple[Path, ...] = ()
         if candidate and not ended:
+            start = time.monotonic()
+            if candidate.phase == "sensitive" and not any(trial.phase == "sensitive" for trial in trials):
+                impacts = self._measure_impacts(candidate, forms[candidate.form], inputs, progress)
+                candidate = choose(impacts) or candidate
             progress(candidate.why)
             trial, reads = self._try(candidate, forms[candidate.form], inputs, progress)
-            trials.append(trial)
+            seconds = round(time.monotonic() - start, 3)
+            trials.append(trial.model_copy(update={"impacts": impacts, "seconds": seconds}))
             parts = [f"drop {trial.drop:.4f}"] if trial.drop is not None else []
             parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
             parts += [f"{trial.speedup:.2f}× the float graph's speed"] if trial.speedup else []
@@ -193,7 +201,6 @@ class Search(Task):
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
     ) -> tuple[Trial, tuple[Path, ...]]:
-        start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             graph, out = self._quantize(candidate, groups, inputs, Path(scratch), progress), Path(scratch, "engine")
             out.mkdir()
@@ -220,10 +227,20 @@ class Search(Task):
             kept=tuple(sorted(candidate.kept)),
             why=candidate.why,
             speedup=speedup,
-            seconds=round(time.monotonic() - start, 3),
             **judged.model_dump(),
         )
         return trial, reads
+
+    def _measure_impacts(
+        self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
+    ) -> dict[str, float]:
+        """Measure the impact of each group that can be quantised, in the setting that came nearest to the goal."""
+        everything = replace(candidate, kept=frozenset())
+        with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
+            file = Path(scratch, RECORDS)
+            file.write_text(json.dumps(assignment(groups, everything, self.step, {})))
+            records = {ASSIGNMENT: scratch_artifact("record", file, None)}
+            return measure_impacts(self.step, candidate.form, inputs, records, self.left_seconds, progress)
 
     def _quantize(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, scratch: Path, progress: Progress

@@ -4,8 +4,9 @@
    multiplications that rescale more; the graph as it is; the best of these with activations in uint8, where int8 is
    faster; with biases corrected for the mean error of weights; then with the ranges of one more method after the other.
    What fits the most common cause of the groups that lose much comes before the other changes.
-2. Where none does: with the best of these, the most sensitive groups stay in floating point; their number is doubled
-   until it passes, then bisected.
+2. Where none does: with the best of these, the most sensitive groups stay in floating point: those that alone change
+   the answers most for the work in them. First as many as make most of the error; their number is doubled until it
+   passes, then bisected.
 3. Of those, the groups with the most work are quantised after all, if that passes too.
 4. Where speed was measured: whole kinds of operators that may lose by being quantised stay in floating point.
 
@@ -16,10 +17,13 @@ again come last, where all of this leaves most of the work in floating point.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from pydantic import BaseModel, Field
 
+from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB, Cause, Form
 from enginesmith.pipeline.tensors import Array
@@ -38,6 +42,10 @@ _LEAST_SHARE = 0.001
 """A kind with less of the work than this is not worth a trial for speed: the last product of a classifier."""
 _WORTHWHILE_SHARE = 0.01
 _MOST_KINDS = 3
+_MOST_OF_ERROR = 0.75
+"""Share of all impacts that is taken away first: 6 dB."""
+FLOAT_COST = 0.01
+"""Share of the work that a group in floating point costs beside its own: changes of types around it."""
 _MOST_IN_FLOAT = 0.5
 """Share of the work in floating point above which settings are tried that failed in earlier searches."""
 
@@ -87,6 +95,9 @@ class Trial(Judgement):
     kept: tuple[str, ...]
     """Groups in floating point, sorted."""
     why: str
+    impacts: dict[str, float] = Field(default_factory=dict)
+    """Error of the answers with that group alone quantised, of their energy; the first trial with sensitive groups in
+    floating point has it."""
     speedup: float | None = None
     """Against the float graph in the same engine; None where the engine cannot run here."""
     seconds: float = 0.0
@@ -157,12 +168,16 @@ def propose(
     signs: Sequence[bool] = (False,),
     corrections: Sequence[bool] = (False,),
     advice: Advice = NO_ADVICE,
+    impacts: Mapping[str, float] = MappingProxyType({}),
 ) -> Candidate | None:
     """Propose the next candidate, None where the search is over; ``fixed`` groups stay in floating point anyway.
 
     ``signs`` says whether activations with both signs are in int8 around 0; what is faster comes first.
-    ``corrections`` says whether biases make up for the error of weights.
+    ``corrections`` says whether biases make up for the error of weights. ``impacts`` are for the first trial with
+    sensitive groups in floating point, as :func:`measure_impacts` finds them; later ones know them from it. Without,
+    groups are ranked by the errors of their own outputs.
     """
+    impacts = impacts or next((trial.impacts for trial in trials if trial.impacts), {})
     forms = {form: [group for group in groups if not group.reason] for form, groups in forms.items()}
     everything = [trial for trial in trials if trial.phase == "everything"]
 
@@ -179,7 +194,7 @@ def propose(
         return candidate
     tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}
     share = advice.float_share
-    later = (_grow(trials, forms, fixed, share), _give_back(trials, forms, fixed), _speed_up(trials, forms))
+    later = (_grow(trials, forms, fixed, share, impacts), _give_back(trials, forms, fixed), _speed_up(trials, forms))
     for new in later:
         if new and (new.form, new.signed, new.method, new.kept) not in tried:
             return new
@@ -259,21 +274,22 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     return fastest
 
 
-def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str], share: float) -> Candidate | None:
+def _grow(
+    trials: Sequence[Trial], forms: Groups, fixed: frozenset[str], share: float, impacts: Mapping[str, float]
+) -> Candidate | None:
     """Propose some of the most sensitive groups: twice as many as did not pass, or half way to those that passed.
 
-    The first time, it is the share that was enough in an earlier search, or a single group.
+    The first time, it is the share that was enough in an earlier search, or those that make most of the error.
     """
     everything = [trial for trial in trials if trial.phase == "everything"]
     if any(trial.passed for trial in everything):
         return None
     nearest = min(everything, key=lambda trial: trial.error)
-    ranked = [group for group in forms[nearest.form] if group.name not in fixed]
-    ranked.sort(key=lambda group: (group.sqnr_db if group.sqnr_db is not None else -1e9, group.macs))
+    ranked = _rank([group for group in forms[nearest.form] if group.name not in fixed], impacts)
     counts = [(len(set(trial.kept) - fixed), trial.passed) for trial in trials if trial.phase == "sensitive"]
     failed = max((count for count, passed in counts if not passed), default=0)
     enough = min((count for count, passed in counts if passed), default=None)
-    begin = max(1, round(share * len(ranked)))
+    begin = max(1, round(share * len(ranked)) or _count_most([impacts.get(group.name, 0.0) for group in ranked]))
     count = min(len(ranked), 2 * failed or begin) if enough is None else (failed + enough) // 2
     if count <= failed:
         return None
@@ -281,6 +297,27 @@ def _grow(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str], share: 
     kept = fixed | {group.name for group in ranked[:count]}
     why = f"{why} in floating point"
     return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, kept, why, nearest.corrected)
+
+
+def _rank(groups: Sequence[GroupFact], impacts: Mapping[str, float]) -> list[GroupFact]:
+    """Sort groups by what is gained for the work with each of them in floating point, the best first.
+
+    Those whose impact is not known follow, the one with the largest error of its own output first.
+    """
+    total = sum(group.macs for group in groups) or 1
+
+    def gain(group: GroupFact) -> float:
+        return impacts.get(group.name, 0.0) / (group.macs / total + FLOAT_COST)
+
+    def own_error(group: GroupFact) -> float:
+        return group.sqnr_db if group.sqnr_db is not None else -1e9
+
+    return sorted(groups, key=lambda group: (-gain(group), own_error(group), group.macs))
+
+
+def _count_most(impacts: Sequence[float]) -> int:
+    """Count the first that together make most of all."""
+    return int(np.searchsorted(np.cumsum(impacts), _MOST_OF_ERROR * sum(impacts))) + 1 if any(impacts) else 0
 
 
 def _give_back(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Candidate | None:
@@ -330,6 +367,7 @@ def _speed_up(trials: Sequence[Trial], forms: Groups) -> Candidate | None:
 # passes on.
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
+SWITCHES = "enginesmith/switches"
 
 
 def output_name(group: QuantizableOp, what: str) -> str:
@@ -396,6 +434,59 @@ def find_shift(sums: Array, count: float, noise: float) -> float:
     ``sums`` are those of the error by channel, [channels]; ``count`` is how many numbers there are in all channels.
     """
     return float((sums**2).sum()) * len(sums) / count / noise
+
+
+def add_switches(floating: "ir.Model", quantised: "ir.Model") -> tuple[str, ...]:
+    """Give a graph a further input that says which of its groups are quantised, in place; return their names.
+
+    The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with each group quantised at
+    its inputs alone.
+    """
+    import onnx_ir as ir
+
+    graph, done = quantised.graph, list[str]()
+    exact = {str(node.name): node for node in floating.graph}
+    switches = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL))
+    for node in list(graph):
+        twin, made = exact.get(str(node.name)), list[tuple[int, ir.Value]]()
+        for index, value in enumerate(node.inputs[:2]):
+            rounded = value.producer() if value is not None else None
+            if twin is None or rounded is None or rounded.op_type != "DequantizeLinear":
+                continue
+            rounding = rounded.inputs[0].producer() if rounded.inputs[0] is not None else None
+            if rounding is not None and rounding.op_type == "QuantizeLinear":
+                made.append((index, layers.get_input(rounding, 0)))
+            elif (content := layers.read_constant(twin.inputs[index])) is not None:
+                weight = ir.Value(name=f"{node.name}/exact_{index}", const_value=content)
+                graph.register_initializer(weight)
+                made.append((index, weight))
+        if not made:
+            continue
+        place = ir.Value(name=f"{node.name}/place", const_value=ir.tensor(len(done)))
+        graph.register_initializer(place)
+        switch = ir.node("Gather", [switches, place], {"axis": 0})
+        graph.insert_before(node, switch)
+        for index, value in made:
+            chosen = ir.node("Where", [switch.outputs[0], node.inputs[index], value])
+            graph.insert_before(node, chosen)
+            node.replace_input_with(index, chosen.outputs[0])
+        done.append(str(node.name))
+    switches.shape = ir.Shape([len(done)])
+    graph.inputs.append(switches)
+    return tuple(done)
+
+
+def compare_answers(exact: Sequence[Array], answers: Sequence[Array]) -> float:
+    """Compute the energy of the error of answers, of that of the exact ones, at most 1; all outputs together."""
+    return sum(_compare(*pair) for pair in zip(exact, answers, strict=True) if pair[0].dtype.kind == "f")
+
+
+def _compare(exact: Array, answer: Array) -> float:
+    if exact.shape != answer.shape:  # what was chosen by its value is another number of rows
+        return 1.0
+    known = np.isfinite(exact) & np.isfinite(answer)
+    wanted, found = exact[known].astype(np.float64), answer[known].astype(np.float64)
+    return min(1.0, float(((found - wanted) ** 2).sum()) / max(float((wanted**2).sum()), 1e-30))
 
 
 class _Copy:

@@ -1,0 +1,197 @@
+"""What one group alone in few bits changes in the answers, and which groups stay in floating point for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.samples import Case, Samples
+from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.quantize.search import (
+    SWITCHES,
+    Candidate,
+    GroupFact,
+    Trial,
+    add_switches,
+    compare_answers,
+    propose,
+)
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import read_models
+from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, measure_impacts
+from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Goal, Search
+from enginesmith.pipeline.tensors import ShapeRange
+from graphs import NOWHERE, parse_graph, run_model
+
+NET = """net (float[batch, 8] x) => (float[batch, 6] y) {
+    m = MatMul(x, w)
+    b = MatMul(x, v)
+    s = Mul(b, tiny)
+    y = Add(m, s)
+}"""
+"""The answer is what the first product makes; hardly anything of the second one's reaches it."""
+RNG = np.random.default_rng(0)
+WEIGHTS = {"w": RNG.standard_normal((8, 6), np.float32), "v": RNG.standard_normal((8, 6), np.float32)}
+X = RNG.standard_normal((8, 8), np.float32)
+
+
+def facts(*groups: tuple[str, float, int]) -> list[GroupFact]:
+    return [GroupFact(name=name, module="", kind="MatMul", macs=macs, sqnr_db=db) for name, db, macs in groups]
+
+
+MISLEADING = facts(("first", 30.0, 100), ("second", 10.0, 100))
+"""The second loses much in its own output."""
+
+
+def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
+    def make() -> ir.Model:
+        model = parse_graph(net, tiny=np.float32(1e-3), **WEIGHTS)
+        for node, name in zip(
+            (node for node in model.graph if node.op_type == "MatMul"), ("first", "second"), strict=True
+        ):
+            node.name = name
+        return model
+
+    path = folder / "model.onnx"
+    ir.save(make(), path)
+    values = {"x": X, **run_model(make(), {"x": X}, optimized=False, every_value=True)}
+    tensors = {
+        name: TensorRange(minimum=low, maximum=high, count=1, amax=dict.fromkeys(METHODS, max(-low, high)))
+        for name, low, high in ((name, float(value.min()), float(value.max())) for name, value in values.items())
+    }
+    ranges = Ranges(model_sha256="m", provenance=NOWHERE, tensors=tensors)
+    (folder / "ranges.json").write_text(ranges.model_dump_json())
+    (folder / "records.json").write_text(json.dumps([fact.model_dump() for fact in MISLEADING]))
+    for index, rows in enumerate((1, 8)):
+        samples.write_arrays(folder, "feeds", index, {"x": X[:rows]})
+        samples.write_arrays(folder, "outputs", index, {"y": values["y"][:rows]})
+    cases = tuple(Case(sizes={"batch": rows}, batch=rows) for rows in (1, 8))
+    samples.write(folder, Samples(data="x", ranges={"batch": ShapeRange.parse("1:1:8")}, cases=cases))
+
+    def record(name: str) -> Artifact:
+        return Artifact(kind="record", path=folder / name, sha256="", bytes=0)
+
+    return {
+        MODEL: Artifact(kind="onnx", path=path, sha256="m", bytes=0, signature=model_file.signature(path)),
+        RANGES: record("ranges.json"),
+        SENSITIVITY: record("records.json"),
+        REFERENCE: Artifact(kind="reference", path=folder / samples.RECORD, sha256="", bytes=0),
+    }
+
+
+def measure(inputs: dict[str, Artifact], **changed: Any) -> dict[str, float]:
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    options = {"left_seconds": float("inf"), "progress": lambda _: None, **changed}
+    return measure_impacts(step, "given", inputs, {}, **options)
+
+
+def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path: Path) -> None:
+    found = measure(prepare(tmp_path))
+    low, high = float(X.min()), float(X.max())
+    scale = (high - low) / 255
+    zero = np.rint(-low / scale)
+    x = ((np.rint(X / scale) + zero).clip(0, 255) - zero) * scale
+    scales = np.abs(WEIGHTS["w"]).max(axis=0) / 127
+    error = x @ (np.rint(WEIGHTS["w"] / scales) * scales) - X @ WEIGHTS["w"]
+    energy = (X @ (WEIGHTS["w"] + 1e-3 * WEIGHTS["v"])) ** 2
+    assert found["first"] == pytest.approx((error**2).sum() / energy.sum(), rel=1e-3)
+    assert 0 < found["second"] < 1e-4 * found["first"]
+
+
+def test_with_all_switches_off_nothing_is_rounded(tmp_path: Path) -> None:
+    inputs = prepare(tmp_path)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+    (out := tmp_path / "out").mkdir()
+    step.apply(inputs[MODEL], out, lambda _: None, {RANGES: inputs[RANGES]})
+    floating, quantised = edit.load(inputs[MODEL].path), edit.load(out / edit.FILE)
+    assert add_switches(floating, quantised) == ("first", "second")
+    edit.save(quantised, out)
+    wanted = X @ (WEIGHTS["w"] + 1e-3 * WEIGHTS["v"])
+    with open_activation_capture(out / edit.FILE, ["y"]) as session:
+        off, on = (session.run({"x": X, SWITCHES: np.full(2, value)})["y"] for value in (False, True))
+    np.testing.assert_allclose(off, wanted, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(on, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_where_time_is_short_the_groups_that_promise_most_are_measured(tmp_path: Path) -> None:
+    assert set(measure(prepare(tmp_path), left_seconds=0.0)) == {"second"}
+
+
+@pytest.mark.parametrize(
+    ("exact", "answer", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 4.0], [3.0, 3.0], 1 / 25),
+        ([1.0, 0.0], [-9.0, 0.0], 1.0),
+        ([1.0, 2.0], [1.0], 1.0),
+        ([1.0, -np.inf], [1.0, -np.inf], 0.0),
+    ],
+)
+def test_errors_of_answers_are_of_their_energy(exact: list[float], answer: list[float], error: float) -> None:
+    numbers, other = np.array(exact, np.float32), np.array(answer, np.float32)
+    assert compare_answers([numbers], [other]) == pytest.approx(error)
+    assert compare_answers([numbers, numbers], [other, numbers]) == pytest.approx(error)
+    assert compare_answers([np.array([1, 2])], [np.array([2, 1])]) == 0  # chosen by their values
+
+
+FAILED = Trial(passed=False, error=1.0, phase="everything", method="mse", kept=(), why="everything quantized")
+
+
+def choose(trials: list[Trial], groups: list[GroupFact], impacts: dict[str, float]) -> Candidate:
+    candidate = propose(trials, {"given": groups}, ("mse",), frozenset(), impacts=impacts)
+    assert candidate is not None
+    return candidate
+
+
+def test_groups_that_change_the_answers_most_stay_in_floating_point_first() -> None:
+    assert choose([FAILED], MISLEADING, {}).kept == {"second"}
+    assert choose([FAILED], MISLEADING, {"first": 0.1, "second": 0.001}).kept == {"first"}
+
+
+def test_their_work_counts_too() -> None:
+    groups = facts(("small", 30.0, 1), ("large", 30.0, 99))
+    assert choose([FAILED], groups, {"small": 0.1, "large": 0.15}).kept == {"small", "large"}
+    assert choose([FAILED], groups, {"small": 0.1, "large": 0.03}).kept == {"small"}
+    assert choose([FAILED], groups, {"small": 0.03, "large": 0.1}).kept == {"small", "large"}
+
+
+def test_the_first_are_as_many_as_make_most_of_the_error_and_then_twice_as_many() -> None:
+    groups = facts(*((f"g{index}", 30.0, 100) for index in range(8)))
+    impacts = {f"g{index}": 0.1 if index < 3 else 0.01 for index in range(8)}
+    first = choose([FAILED], groups, impacts)
+    assert first.kept == {"g0", "g1", "g2"}
+    trial = FAILED.model_copy(update={"phase": "sensitive", "kept": tuple(sorted(first.kept)), "impacts": impacts})
+    assert choose([FAILED, trial], groups, {}).kept == {f"g{index}" for index in range(6)}
+
+
+def test_groups_without_an_impact_follow_by_their_own_errors() -> None:
+    groups = facts(("a", 30.0, 100), ("b", 10.0, 100), ("c", 20.0, 100), ("d", 40.0, 100))
+    trial = FAILED.model_copy(update={"phase": "sensitive", "kept": ("d",), "impacts": {"d": 0.1}})
+    assert choose([FAILED, trial], groups, {}).kept == {"d", "b"}
+
+
+def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_next_ones_know_them(
+    tmp_path: Path,
+) -> None:
+    inputs, engine = prepare(tmp_path), simulation()
+    goal = Goal(threshold="int8", min_sqnr_db=150, max_drop=None, quality=None, simulation=engine)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    search = Search(step=step, engine=engine, device=Device(), goal=goal, methods=("minmax",), keep=())
+    trials: list[Trial] = []
+    for index in range(3):
+        (out := tmp_path / str(index)).mkdir()
+        effect = search.run(inputs, out, lambda _: None)
+        inputs[BEFORE] = Artifact(kind="record", path=out / effect.file, sha256="", bytes=0)
+        trials = read_models(inputs[BEFORE], Trial)
+    assert [trial.kept for trial in trials] == [(), ("first",), ("first", "second")]
+    assert [set(trial.impacts) for trial in trials] == [set(), {"first", "second"}, set()]
+    assert all(trial.seconds > 0 for trial in trials)
