@@ -234,13 +234,20 @@ class Search(Task):
     def _measure_impacts(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
     ) -> dict[str, float]:
-        """Measure the impact of each group that can be quantised, in the setting that came nearest to the goal."""
+        """Measure the impact of each group that can be quantised, in the setting that came nearest to the goal.
+
+        Returns nothing where the graph cannot be run with single groups quantised: then their own errors tell.
+        """
         everything = replace(candidate, kept=frozenset())
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             file = Path(scratch, RECORDS)
             file.write_text(json.dumps(assignment(groups, everything, self.step, {})))
             records = {ASSIGNMENT: scratch_artifact("record", file, None)}
-            return measure_impacts(self.step, candidate.form, inputs, records, self.left_seconds, progress)
+            try:
+                return measure_impacts(self.step, candidate.form, inputs, records, self.left_seconds, progress)
+            except ModelError as error:
+                _log.warning("groups are ranked by their own errors: %s", error)
+                return {}
 
     def _quantize(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, scratch: Path, progress: Progress

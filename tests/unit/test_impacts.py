@@ -11,6 +11,7 @@ import pytest
 from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
@@ -26,6 +27,7 @@ from enginesmith.pipeline.passes.quantize.search import (
     propose,
 )
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import graph_forms
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, measure_impacts
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Goal, Search
@@ -179,19 +181,35 @@ def test_groups_without_an_impact_follow_by_their_own_errors() -> None:
     assert choose([FAILED, trial], groups, {}).kept == {"d", "b"}
 
 
+def search(inputs: dict[str, Artifact], folder: Path) -> list[Trial]:
+    """Make three trials for a goal that int8 cannot reach."""
+    engine = simulation()
+    goal = Goal(threshold="int8", min_sqnr_db=150, max_drop=None, quality=None, simulation=engine)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    task = Search(step=step, engine=engine, device=Device(), goal=goal, methods=("minmax",), keep=())
+    for index in range(3):
+        (out := folder / str(index)).mkdir()
+        effect = task.run(inputs, out, lambda _: None)
+        inputs[BEFORE] = Artifact(kind="record", path=out / effect.file, sha256="", bytes=0)
+    return read_models(inputs[BEFORE], Trial)
+
+
 def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_next_ones_know_them(
     tmp_path: Path,
 ) -> None:
-    inputs, engine = prepare(tmp_path), simulation()
-    goal = Goal(threshold="int8", min_sqnr_db=150, max_drop=None, quality=None, simulation=engine)
-    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
-    search = Search(step=step, engine=engine, device=Device(), goal=goal, methods=("minmax",), keep=())
-    trials: list[Trial] = []
-    for index in range(3):
-        (out := tmp_path / str(index)).mkdir()
-        effect = search.run(inputs, out, lambda _: None)
-        inputs[BEFORE] = Artifact(kind="record", path=out / effect.file, sha256="", bytes=0)
-        trials = read_models(inputs[BEFORE], Trial)
+    trials = search(prepare(tmp_path), tmp_path)
     assert [trial.kept for trial in trials] == [(), ("first",), ("first", "second")]
     assert [set(trial.impacts) for trial in trials] == [set(), {"first", "second"}, set()]
     assert all(trial.seconds > 0 for trial in trials)
+
+
+def test_where_groups_cannot_be_run_alone_their_own_errors_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ModelError("no such kernel")
+
+    monkeypatch.setattr(graph_forms, "open_activation_capture", fail)
+    trials = search(prepare(tmp_path), tmp_path)
+    assert [trial.kept for trial in trials] == [(), ("second",), ("first", "second")]
+    assert "ranked by their own errors: no such kernel" in caplog.text
