@@ -144,7 +144,7 @@ class QuantisationOptions(Part):
         False, description="also convert the inputs and outputs of fp16 and bf16 graphs to that type"
     )
     search_steps: Annotated[int, _QUANTISING] = Field(
-        12, ge=1, le=64, description="largest number of trials to find the groups that stay in floating point"
+        16, ge=1, le=64, description="largest number of trials to find the groups that stay in floating point"
     )
 
     @field_validator("placement")
