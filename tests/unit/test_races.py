@@ -163,7 +163,7 @@ def test_a_search_begins_with_what_was_fast_in_earlier_races(recipe: Recipe, pla
     assert len(order) == len(set(order))
     trials = [step for step in steps if step.startswith("search-int8-") and "dynamic" not in step]
     assert trials == [
-        f"search-int8-{engine}-{index}" for engine in ("openvino", "onnxruntime") for index in range(1, 13)
+        f"search-int8-{engine}-{index}" for engine in ("openvino", "onnxruntime") for index in range(1, 17)
     ]
     assert {step.id for step in planned.steps if step.search} >= set(order)
 
