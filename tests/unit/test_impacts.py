@@ -1,6 +1,7 @@
 """What one group alone in few bits changes in the answers, and which groups stay in floating point for it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
+from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
@@ -42,8 +43,13 @@ NET = """net (float[batch, 8] x) => (float[batch, 6] y) {
 }"""
 """The answer is what the first product makes; hardly anything of the second one's reaches it."""
 RNG = np.random.default_rng(0)
-WEIGHTS = {"w": RNG.standard_normal((8, 6), np.float32), "v": RNG.standard_normal((8, 6), np.float32)}
-X = RNG.standard_normal((8, 8), np.float32)
+SHAPES = {"w": (8, 6), "v": (8, 6), "q": (6, 6), "u": (6,), "t": (6,)}
+WEIGHTS = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+WEIGHTS["tiny"] = np.array(1e-3, np.float32)
+X = 1 + RNG.standard_normal((8, 8), np.float32)
+
+
+_UNUSED = ("amax", "mean_absolute", "mean_square")
 
 
 def facts(*groups: tuple[str, float, int]) -> list[GroupFact]:
@@ -56,10 +62,10 @@ MISLEADING = facts(("first", 30.0, 100), ("second", 10.0, 100))
 
 def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
     def make() -> ir.Model:
-        model = parse_graph(net, tiny=np.float32(1e-3), **WEIGHTS)
-        for node, name in zip(
-            (node for node in model.graph if node.op_type == "MatMul"), ("first", "second"), strict=True
-        ):
+        used = {name: value for name, value in WEIGHTS.items() if re.search(rf"\b{name}\b[,)]", net)}
+        model = parse_graph(net, **used)
+        products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
+        for node, name in zip(products, ("first", "second"), strict=True):
             node.name = name
         return model
 
@@ -70,7 +76,13 @@ def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
         name: TensorRange(minimum=low, maximum=high, count=1, amax=dict.fromkeys(METHODS, max(-low, high)))
         for name, low, high in ((name, float(value.min()), float(value.max())) for name, value in values.items())
     }
-    ranges = Ranges(model_sha256="m", provenance=NOWHERE, tensors=tensors)
+    means = {
+        name: ChannelStatistics(
+            axis=-1, mean=value.mean(axis=0).tolist(), **dict.fromkeys(_UNUSED, (1.0,) * value.shape[-1])
+        )
+        for name, value in values.items()
+    }
+    ranges = Ranges(model_sha256="m", provenance=NOWHERE, tensors=tensors, channels=means)
     (folder / "ranges.json").write_text(ranges.model_dump_json())
     (folder / "records.json").write_text(json.dumps([fact.model_dump() for fact in MISLEADING]))
     for index, rows in enumerate((1, 8)):
@@ -90,8 +102,8 @@ def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
     }
 
 
-def measure(inputs: dict[str, Artifact], **changed: Any) -> dict[str, float]:
-    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+def measure(inputs: dict[str, Artifact], *, corrected: bool = False, **changed: Any) -> dict[str, float]:
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax", bias_correction=corrected)
     options = {"left_seconds": float("inf"), "progress": lambda _: None, **changed}
     return measure_impacts(step, "given", inputs, {}, **options)
 
@@ -109,19 +121,39 @@ def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path:
     assert 0 < found["second"] < 1e-4 * found["first"]
 
 
-def test_with_all_switches_off_nothing_is_rounded(tmp_path: Path) -> None:
-    inputs = prepare(tmp_path)
-    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+BIASED = """net (float[batch, 8] x) => (float[batch, 6] y) {
+    p = MatMul(x, w)
+    m = Add(p, u)
+    y = Gemm(m, q, t)
+}"""
+"""Products with a bias beside and within them."""
+
+
+@pytest.mark.parametrize("net", [NET, BIASED, BIASED.replace(", t)", ")")])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_with_all_switches_off_nothing_is_rounded(net: str, corrected: bool, tmp_path: Path) -> None:
+    inputs = prepare(tmp_path, net)
+    step = Precision(
+        precision="int8", placement="inputs+read outputs", method="minmax", bias_correction=corrected
+    ).rounding_inputs()
     (out := tmp_path / "out").mkdir()
     step.apply(inputs[MODEL], out, lambda _: None, {RANGES: inputs[RANGES]})
     floating, quantised = edit.load(inputs[MODEL].path), edit.load(out / edit.FILE)
     assert add_switches(floating, quantised) == ("first", "second")
     edit.save(quantised, out)
-    wanted = X @ (WEIGHTS["w"] + 1e-3 * WEIGHTS["v"])
+    wanted = run_model(ir.load(inputs[MODEL].path), {"x": X}, optimized=False)["y"]
     with open_activation_capture(out / edit.FILE, ["y"]) as session:
         off, on = (session.run({"x": X, SWITCHES: np.full(2, value)})["y"] for value in (False, True))
     np.testing.assert_allclose(off, wanted, rtol=1e-5, atol=1e-5)
     assert not np.allclose(on, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_bias_that_makes_up_for_a_weight_counts_with_it(tmp_path: Path) -> None:
+    """The mean error of the rounded weight is gone from the answers, also where a MatMul's bias is added behind it."""
+    inputs = prepare(tmp_path, BIASED)
+    plain, corrected = measure(inputs), measure(inputs, corrected=True)
+    assert 0 < corrected["first"] < plain["first"]
+    assert 0 < corrected["second"] < plain["second"]
 
 
 def test_where_time_is_short_the_groups_that_promise_most_are_measured(tmp_path: Path) -> None:

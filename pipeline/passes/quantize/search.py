@@ -440,40 +440,65 @@ def add_switches(floating: "ir.Model", quantised: "ir.Model") -> tuple[str, ...]
     """Give a graph a further input that says which of its groups are quantised, in place; return their names.
 
     The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with each group quantised at
-    its inputs alone.
+    its inputs alone, and perhaps with biases that make up for the rounded weights.
     """
     import onnx_ir as ir
 
     graph, done = quantised.graph, list[str]()
-    exact = {str(node.name): node for node in floating.graph}
     switches = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL))
+    products = {str(node.name): node for node in floating.graph if node.op_type in PRODUCTS}
     for node in list(graph):
-        twin, made = exact.get(str(node.name)), list[tuple[int, ir.Value]]()
-        for index, value in enumerate(node.inputs[:2]):
-            rounded = value.producer() if value is not None else None
-            if twin is None or rounded is None or rounded.op_type != "DequantizeLinear":
-                continue
-            rounding = rounded.inputs[0].producer() if rounded.inputs[0] is not None else None
-            if rounding is not None and rounding.op_type == "QuantizeLinear":
-                made.append((index, layers.get_input(rounding, 0)))
-            elif (content := layers.read_constant(twin.inputs[index])) is not None:
-                weight = ir.Value(name=f"{node.name}/exact_{index}", const_value=content)
-                graph.register_initializer(weight)
-                made.append((index, weight))
-        if not made:
+        twin = products.get(str(node.name))
+        changed = [] if twin is None else _list_changed(node, twin, graph)
+        if twin is None or not changed:
             continue
+        adders = _find_adder(node), _find_adder(twin)
+        if adders[0] is not None and adders[1] is not None:
+            changed += _list_changed(adders[0], adders[1], graph)
         place = ir.Value(name=f"{node.name}/place", const_value=ir.tensor(len(done)))
         graph.register_initializer(place)
         switch = ir.node("Gather", [switches, place], {"axis": 0})
         graph.insert_before(node, switch)
-        for index, value in made:
-            chosen = ir.node("Where", [switch.outputs[0], node.inputs[index], value])
-            graph.insert_before(node, chosen)
-            node.replace_input_with(index, chosen.outputs[0])
+        for reader, index, exact in changed:
+            chosen = ir.node("Where", [switch.outputs[0], reader.inputs[index], exact])
+            graph.insert_before(reader, chosen)
+            reader.replace_input_with(index, chosen.outputs[0])
         done.append(str(node.name))
     switches.shape = ir.Shape([len(done)])
     graph.inputs.append(switches)
     return tuple(done)
+
+
+def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[tuple[ir.Node, int, ir.Value]]":
+    """List the inputs that quantisation has changed, each with the value that the float graph has there."""
+    import onnx_ir as ir
+
+    changed = list[tuple[ir.Node, int, ir.Value]]()
+    for index, value in enumerate(node.inputs):
+        rounded, numbers = value.producer() if value is not None else None, layers.read_constant(value)
+        given = layers.read_constant(twin.inputs[index]) if index < len(twin.inputs) else None
+        exact = None if given is None else given.numpy()
+        if rounded is not None and rounded.op_type == "DequantizeLinear":
+            rounding = layers.get_input(rounded, 0).producer()
+            if rounding is not None and rounding.op_type == "QuantizeLinear":
+                changed.append((node, index, layers.get_input(rounding, 0)))
+                continue
+        elif numbers is None or (exact is not None and np.array_equal(numbers.numpy(), exact)):
+            continue
+        if exact is None and numbers is not None:  # a bias where there was none
+            exact = np.zeros_like(numbers.numpy())
+        if exact is not None:
+            name = f"{node.name}/exact_{index}"
+            constant = ir.Value(name=name, const_value=ir.tensor(exact, name=name))
+            graph.register_initializer(constant)
+            changed.append((node, index, constant))
+    return changed
+
+
+def _find_adder(node: "ir.Node") -> "ir.Node | None":
+    """Return the node that adds the bias of a MatMul."""
+    reader, _ = layers.find_only_reader(node.outputs[0]) if node.op_type == "MatMul" else (None, 0)
+    return reader if reader is not None and reader.op_type == "Add" else None
 
 
 def compare_answers(exact: Sequence[Array], answers: Sequence[Array]) -> float:
