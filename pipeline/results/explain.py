@@ -236,7 +236,10 @@ def _is_weak(group: Assignment) -> bool:
 def _explain_group(group: Assignment, record: VariantRecord, low: str | None, total: int) -> GroupLoss:
     share = format_percent(group.macs / total) if group.macs is not None and total else "an unknown share"
     if narrowest_type(group.precision) != low:
-        return GroupLoss(group, f"stays in {group.precision}: {group.why}", f"{share} of the multiply-adds")
+        remedy = f"stays in {group.precision}: {group.why}"
+        if group.answer_change is not None:
+            remedy += f"; quantized alone, it changes the answers by {format_percent(group.answer_change)}"
+        return GroupLoss(group, remedy, f"{share} of the multiply-adds")
     remedy = FORM_WORDS.get(group.form, "")
     if any(recovery.subject == "int8" for recovery in record.recovery):
         remedy = f"{remedy}, then trained" if remedy else "trained"

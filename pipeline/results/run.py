@@ -114,6 +114,9 @@ class Assignment(BaseModel, frozen=True):
     """Form of the float graph that was quantised: as it is, or with channels rescaled, also by multiplications."""
     given_sqnr_db: float | None = None
     """The SQNR in the graph as it was given."""
+    answer_change: float | None = None
+    """Root of the energy of what changes in the answers where it alone is quantised, of theirs; None where that was not
+    measured, as where everything can be."""
     cause: str = ""
     """Says what about its numbers makes it lose much, where it does."""
 

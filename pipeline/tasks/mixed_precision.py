@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -287,8 +288,13 @@ class Assign(Task):
         groups = forms[chosen.form]
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
+        impacts = next((trial.impacts for trial in trials if trial.impacts), {})
         rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
-        write_records(out, [{**row, DROP_HIGH: chosen.drop_high} for row in rows])
+        for row in rows:
+            row[DROP_HIGH] = chosen.drop_high
+            if row["group"] in impacts:
+                row["answer_change"] = math.sqrt(impacts[row["group"]])
+        write_records(out, rows)
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
         summary = f"{len(groups) - left} of {len(groups)} groups quantized{rescaled}, ranges by {chosen.method}"

@@ -85,6 +85,10 @@ def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
     assert [loss.remedy for loss in losses[:2]] == ["channels rescaled", "stays in fp32: the goal needs it"]
     assert losses[0].cost == "nothing"
     assert list_losses(quantised(FINE, KEPT, WEAK))[1].cost == "20 % of the multiply-adds"
+    measured = KEPT.model_copy(update={"answer_change": 0.12})
+    assert list_losses(quantised(measured))[0].remedy == (
+        "stays in fp32: the goal needs it; quantized alone, it changes the answers by 12 %"
+    )
     (first, _) = run_tables.tabulate_group_losses(quantised(FINE, KEPT, WEAK)).rows
     assert first == ("net.one", "Conv", "4.0 → 36.8", "activations to 812", "channels rescaled", "nothing")
 

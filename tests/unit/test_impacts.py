@@ -31,7 +31,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, measure_impacts
-from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Goal, Search
+from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tensors import ShapeRange
 from graphs import NOWHERE, parse_graph, run_model
 
@@ -245,3 +245,13 @@ def test_where_groups_cannot_be_run_alone_their_own_errors_tell(
     trials = search(prepare(tmp_path), tmp_path)
     assert [trial.kept for trial in trials] == [(), ("second",), ("first", "second")]
     assert "ranked by their own errors: no such kernel" in caplog.text
+
+
+def test_the_assignment_says_how_much_a_group_changes_the_answers(tmp_path: Path) -> None:
+    inputs = prepare(tmp_path)
+    trials = search(inputs, tmp_path)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    (out := tmp_path / "assigned").mkdir()
+    effect = Assign(step=step, keep=()).run({**inputs, trial_role(1): inputs[BEFORE]}, out, lambda _: None)
+    changes = {row["group"]: row["answer_change"] for row in json.loads((out / effect.file).read_bytes())}
+    assert changes == {name: pytest.approx(impact**0.5) for name, impact in trials[1].impacts.items()}
