@@ -55,7 +55,10 @@ def engine_class(name: str) -> "type[Engine]":
         MissingCapability: it is a plug-in that cannot be loaded, or that is no engine of that name.
     """
     if name not in ENGINES and not plugins.offered(plugins.ENGINES, name):
-        raise UsageError(f"there is no engine {name!r}", f"use one of {', '.join(names())}")
+        several = (
+            f"; for several, repeat the option: --engine {' --engine '.join(name.split(','))}" if "," in name else ""
+        )
+        raise UsageError(f"there is no engine {name!r}", f"use one of {', '.join(names())}{several}")
     engine: type[Engine] = plugins.load_class(
         plugins.ENGINES, name, ENGINES, "enginesmith.pipeline.engines.base:Engine"
     )

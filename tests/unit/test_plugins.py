@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.system import plugins
 
 GROUP = "enginesmith.test"
@@ -64,6 +64,13 @@ def test_a_name_offered_twice_is_refused(site: Path) -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(MissingCapability, match="no installed distribution offers 'fast'"):
         plugins.load(GROUP, "fast")
+
+
+def test_several_engines_at_once_are_refused_with_the_way_to_name_them() -> None:
+    with pytest.raises(UsageError, match="no engine 'eager,compiled'") as refused:
+        engine_class("eager,compiled")
+    assert refused.value.remedy is not None
+    assert "repeat the option: --engine eager --engine compiled" in refused.value.remedy
 
 
 def test_code_and_version_identify_a_plugin(site: Path) -> None:
