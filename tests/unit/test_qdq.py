@@ -14,7 +14,7 @@ import pytest
 from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.passes.quantize.layers import Quantised
-from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
+from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart, keep_weights_floating
 from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.system.cpu import int8_weight_bits
@@ -316,6 +316,65 @@ def test_a_clamp_keeps_the_kernels(tmp_path: Path, keep: frozenset[str], written
     assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 2 - len(keep)
     assert sqnr_db(exact_values(parse_graph(text, **weights), feeds(model))["y"], simulated) > 25
     assert sqnr_db(simulated, run_model(model, feeds(model))["y"]) > 30
+
+
+BETWEEN = """net (float[n, 8, 8, 8] x) => (float[n, 8, 8, 8] y) {
+    a = Conv(x, w0, b0)
+    r = Relu(a)
+    c = KEPT
+    s = Relu(c)
+    y = Conv(s, w2, b0)
+}"""
+_FACTORS = np.geomspace(1e-2, 1, 8, dtype=np.float32)
+_UNEVEN = random(8, 8, 1, 1) * _FACTORS.reshape(-1, 1, 1, 1)
+"""One scale for all of its channels leaves some of them few levels."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "weight"),
+    [
+        ("Conv(r, w1)", _UNEVEN),
+        ("Conv(r, w1, b1)", _UNEVEN),
+        ("Conv <group = 8> (r, w1, b1)", _UNEVEN[:, :1]),
+        ("ConvTranspose(r, w1, b1)", _UNEVEN.swapaxes(0, 1)),
+    ],
+)
+def test_a_float_weight_between_pairs_stays_one(kept: str, weight: Array, tmp_path: Path) -> None:
+    """ONNX Runtime rounds it to int8 with one scale, if its product reads what one scale dequantises."""
+    last = random(8, 8, 1, 1) / _FACTORS.reshape(1, -1, 1, 1)
+    weights = {"w0": random(8, 8, 1, 1), "b0": random(8), "w1": weight, "w2": last}
+    weights |= {"b1": random(8) * _FACTORS} if "b1" in kept else {}
+    text = BETWEEN.replace("KEPT", kept)
+    model, _ = done(lambda: parse_graph(text, named=True, **weights), replace(RUNNABLE, keep=frozenset(["c"])))
+    simulated = exact_values(model, feeds(model))["y"]
+    wrong = sqnr_db(simulated, run_model(model, feeds(model))["y"])
+    assert wrong < 50, "this version of ONNX Runtime leaves the weight alone, so keep_weights_floating can go"
+    assert keep_weights_floating(model) == 1
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert sqnr_db(simulated, exact_values(model, feeds(model))["y"]) > 100
+    assert sqnr_db(simulated, run_model(model, feeds(model))["y"]) > wrong + 5
+    assert count_kernels(model, feeds(model), tmp_path)["QLinearConv"] == 2
+
+
+def test_a_float_gemm_between_pairs_stays_one(tmp_path: Path) -> None:
+    text = """net (float[n, 8, 4, 4] x) => (float[n, 8] y) {
+        a = Conv(x, w0, b0)
+        g = GlobalAveragePool(a)
+        f = Flatten(g)
+        c = Gemm <transB = 1> (f, w1)
+        y = Gemm (c, w2, b0)
+    }"""
+    weights = {"w0": random(8, 8, 1, 1), "b0": random(8), "w1": random(6, 8), "w2": random(6, 8)}
+    model, _ = done(lambda: parse_graph(text, named=True, **weights), replace(RUNNABLE, keep=frozenset(["c"])))
+    simulated = exact_values(model, feeds(model))["y"]
+    assert keep_weights_floating(model) == 1
+    assert sqnr_db(simulated, exact_values(model, feeds(model))["y"]) > 100
+    assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 1
+
+
+def test_products_in_int8_read_one_scale() -> None:
+    model, _ = done(residual, RUNNABLE)
+    assert keep_weights_floating(model) == 0
 
 
 def test_outputs_of_the_graph_keep_name_and_type(tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ class Precision(PrecisionPass):
             )
         if self.placement == "inputs+outputs" or self.precision == "int8-dynamic":
             keep_clamps_apart(model)
+            keep_weights_floating(model)
         return done
 
     def _lower(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Lowered | None:
@@ -304,6 +305,61 @@ def keep_clamps_apart(model: "ir.Model") -> int:
             _write_out_clamp(clamp, writer)
             count += 1
     return count
+
+
+def keep_weights_floating(model: "ir.Model") -> int:
+    """Have products with float weights between pairs read a scale for each channel; return how many there were.
+
+    ONNX Runtime (1.21 and later) rounds such a weight to int8 by itself, with one scale for the whole tensor, if its
+    product reads what one scale dequantises (WeightBiasQuantization). The scales of all channels are the same here.
+    """
+    writer = Writer(model.graph)
+    count = 0
+    for node in list(model.graph):
+        weight = layers.read_constant(node.inputs[1]) if node.op_type in _ROUNDED_BY_RUNTIME else None
+        restore = layers.get_input(node, 0).producer() if weight is not None else None
+        if weight is None or restore is None or restore.op_type != "DequantizeLinear" or not _is_read_rounded(node):
+            continue
+        channels, axis = _count_inputs(node, tuple(weight.shape.numpy())), 1
+        levels, scale, zero = (layers.get_input(restore, index) for index in range(3))
+        numbers = [layers.read_constant(value) for value in (scale, zero)]
+        if any(each is None or each.size > 1 for each in numbers):
+            continue
+        parts = [
+            writer.share_constant(f"{value.name}_by_channel", np.repeat(each.numpy().reshape(1), channels))
+            for value, each in zip((scale, zero), numbers, strict=True)
+            if each is not None
+        ]
+        name = f"{restore.outputs[0].name}_by_channel"
+        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes={"axis": axis}, like=node)
+        own.outputs[0].type, own.outputs[0].shape = restore.outputs[0].type, restore.outputs[0].shape
+        model.graph.insert_before(node, own)
+        node.replace_input_with(0, own.outputs[0])
+        count += 1
+    writer.finish(model)
+    return count
+
+
+_ROUNDED_BY_RUNTIME = ("Conv", "ConvTranspose", "Gemm")
+
+
+def _is_read_rounded(node: "ir.Node") -> bool:
+    """Tell whether all that reads a value is a QuantizeLinear, perhaps behind clamps."""
+    reader, _ = layers.find_only_reader(node.outputs[0])
+    while reader is not None and reader.op_type in ("Relu", "Clip"):
+        reader, _ = layers.find_only_reader(reader.outputs[0])
+    return reader is not None and reader.op_type == "QuantizeLinear"
+
+
+def _count_inputs(node: "ir.Node", weight: tuple[int, ...]) -> int:
+    """Count the channels that a product reads, along axis 1 of its input."""
+    match node.op_type:
+        case "Conv":
+            return weight[1] * node.attributes.get_int("group", 1)
+        case "ConvTranspose":
+            return weight[0]
+        case _:
+            return weight[1] if node.attributes.get_int("transB", 0) else weight[0]
 
 
 def _write_out_clamp(clamp: "ir.Node", writer: Writer) -> None:
