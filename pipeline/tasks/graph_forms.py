@@ -5,9 +5,9 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -20,7 +20,7 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
-from enginesmith.pipeline.passes.quantize import diagnose, layers, precision, search
+from enginesmith.pipeline.passes.quantize import diagnose, layers, layerwise_error, precision, search
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
@@ -32,13 +32,16 @@ from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Array
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 MODEL, REFERENCE, RANGES, SENSITIVITY = "model", "reference", "ranges", "sensitivity"
 RESCALED: Form = "rescaled"
 MULTIPLIED: Form = "multiplied"
 _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
-_IMPACT_SHARE = 0.2
-"""Share of the time that is left in which groups are quantised alone."""
+_IMPACT_ROWS = 8
+"""Samples on which groups are quantised alone: it is for their order."""
 _FIDELITY = "fp16"
 """Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
 
@@ -130,7 +133,7 @@ class Sensitivity(Task):
             left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
             floating, narrow = edit.load(model.path), edit.load(quantised / effect.file)
             require_opset(floating, narrow.opset_imports[""], self.step.precision)
-            measured = search.add_layerwise_error(floating, narrow, groups)
+            measured = layerwise_error.add_layerwise_error(floating, narrow, groups)
             if not measured:
                 return {}, {}, left, ()
             edit.save(floating, both)
@@ -145,51 +148,82 @@ class Sensitivity(Task):
                         totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
         ratios, shifts = {}, {}
         for group in measured:
-            signal, noise = (float(totals[search.output_name(group, what)]) for what in (search.SIGNAL, search.NOISE))
+            signal, noise = (
+                float(totals[layerwise_error.output_name(group, what)])
+                for what in (layerwise_error.SIGNAL, layerwise_error.NOISE)
+            )
             ratios[group.name] = round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
-            sums = totals.get(search.output_name(group, search.SUM))
+            sums = totals.get(layerwise_error.output_name(group, layerwise_error.SUM))
             if sums is not None and noise > 0:
-                count = float(totals[search.output_name(group, search.COUNT)])
-                shifts[group.name] = search.find_shift(sums, count, noise)
+                count = float(totals[layerwise_error.output_name(group, layerwise_error.COUNT)])
+                shifts[group.name] = layerwise_error.find_shift(sums, count, noise)
         return ratios, shifts, left, reads
 
 
 def measure_impacts(
-    step: PrecisionPass, form: Form, inputs: Inputs, records: Records, left_seconds: float, progress: Progress
-) -> dict[str, float]:
+    step: PrecisionPass,
+    form: Form,
+    inputs: Inputs,
+    records: Records,
+    fixed: Collection[str],
+    seconds: float,
+    progress: Progress,
+) -> tuple[dict[str, float], bool]:
     """Measure by group the error of the answers with that group alone quantised, of their energy, 0 to 1.
 
-    ``records`` has the assignment by which ``step`` quantises everything. Where time is short, groups that lose little
-    by themselves for their work are left out. Without Q/DQ pairs nothing is measured.
+    ``records`` has the assignment by which ``step`` quantises everything. Nothing is measured for ``fixed`` groups,
+    without Q/DQ pairs, and where no output is a float in a fixed order. After so many ``seconds``, groups that lose
+    little by themselves for their work are left out. Returns also whether all groups were measured.
     """
     (model, its_ranges), start = find_form(form, inputs), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
         out = Path(folder)
         effect = run_pass(step.rounding_inputs(), model, out, progress, {**its_ranges, **records})
         floating, quantised = edit.load(model.path), edit.load(out / effect.file)
+        require_opset(floating, quantised.opset_imports[""], step.precision)
+        edit.flatten(floating)
         layers.find_groups(floating)  # which names the nodes
-        places = {name: index for index, name in enumerate(search.add_switches(floating, quantised))}
+        places = {name: index for index, name in enumerate(layerwise_error.add_switches(floating, quantised))}
+        groups = [group for group in _read_form(form, inputs) if group.name in places and group.name not in fixed]
+        outputs = [str(value.name) for value in quantised.graph.outputs if _has_fixed_order(value, model)]
+        if not groups or not outputs:
+            return {}, True
         edit.save(quantised, out)
-        outputs = [str(value.name) for value in quantised.graph.outputs]
-        known = [group for group in _read_form(form, inputs) if group.name in places]
-        work = sum(group.macs for group in known) or 1
-        known.sort(key=lambda group: (group.sqnr_db or 0.0) + 10 * math.log10(group.macs / work + search.FLOAT_COST))
-        _, calls, _ = max(samples.read_calls(inputs[REFERENCE].folder), key=lambda case: case[0].batch)
-        feeds, impacts = calls[0], dict[str, float]()
+        work = sum(group.macs for group in groups) or 1
+        groups.sort(key=lambda group: (group.sqnr_db or 0.0) + 10 * math.log10(group.macs / work + search.FLOAT_COST))
+        feeds, impacts = _read_rows(inputs[REFERENCE].folder, _IMPACT_ROWS), dict[str, float]()
         with open_activation_capture(out / edit.FILE, outputs) as session:
 
-            def answer(*switched: str) -> list[Array]:
+            def answer(*switched: str) -> list[list[Array]]:
                 switches = np.zeros(len(places), bool)
                 switches[[places[name] for name in switched]] = True
-                return list(session.run({**feeds, search.SWITCHES: switches}).values())
+                return [list(session.run({**each, layerwise_error.SWITCHES: switches}).values()) for each in feeds]
 
             exact = answer()
-            for group in known:
-                progress(f"{len(impacts)} of {len(known)} groups quantized alone")
-                impacts[group.name] = search.compare_answers(exact, answer(group.name))
-                if time.monotonic() - start > _IMPACT_SHARE * left_seconds:
+            for group in groups:
+                if time.monotonic() - start > seconds:
                     break
-    return impacts
+                progress(f"{len(impacts)} of {len(groups)} groups quantized alone")
+                pairs = zip(exact, answer(group.name), strict=True)
+                impacts[group.name] = sum(layerwise_error.compare_answers(*pair) for pair in pairs) / len(feeds)
+    return impacts, len(impacts) == len(groups)
+
+
+def _has_fixed_order(output: "ir.Value", model: Artifact) -> bool:
+    """Tell whether an output is a float whose rows are not chosen by their values."""
+    import onnx_ir as ir
+
+    signature = model.signature or model_file.signature(model.path)
+    floats = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
+    return output.dtype in floats and output.name not in signature.unordered
+
+
+def _read_rows(reference: Path, count: int) -> list[dict[str, Array]]:
+    """Read feeds of the largest batch in the reference, call by call, until there are so many rows."""
+    cases = samples.read(reference).cases
+    index = max(range(len(cases)), key=lambda position: cases[position].batch)
+    calls = min(cases[index].calls, -(-count // cases[index].batch))
+    return [samples.read_arrays(reference, "feeds", index, call) for call in range(calls)]
 
 
 class Rescale(Task):

@@ -20,7 +20,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
@@ -126,6 +126,16 @@ _SEARCH_SECONDS = 600.0
 """Time of trials after which no other is begun; the time that one trial may take, where that is less."""
 
 
+_IMPACT_SECONDS = 120.0
+"""Longest time in which groups are quantised alone."""
+_IMPACT_SHARE = 0.2
+"""Share of the time that is left which that may take."""
+
+
+def _count_seconds(trial: Trial) -> float:
+    return trial.seconds + trial.impact_seconds
+
+
 class Search(Task):
     """Make one more trial, unless the search is over or its time is up; the record has all trials so far."""
 
@@ -157,26 +167,26 @@ class Search(Task):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.step.tools, *self.engine.tools)))
+        return tuple(dict.fromkeys((*evaluator.TOOLS, *self.step.tools, *self.engine.tools)))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms = read_forms(inputs, self.step)
         trials = read_models(inputs.get(BEFORE), Trial)
         kept = find_kept(self.keep, forms["given"])
         choose = partial(propose, trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
-        candidate, impacts = choose(), dict[str, float]()
+        candidate, impacts, measured = choose(), dict[str, float](), True
         late = self._is_late(trials)  # more time continues it
-        ended = late or sum(trial.seconds for trial in trials) >= _SEARCH_SECONDS
+        ended = late or sum(map(_count_seconds, trials)) >= _SEARCH_SECONDS
         reads: tuple[Path, ...] = ()
         if candidate and not ended:
             start = time.monotonic()
             if candidate.phase == "sensitive" and not any(trial.phase == "sensitive" for trial in trials):
-                impacts = self._measure_impacts(candidate, forms[candidate.form], inputs, progress)
+                impacts, measured = self._measure_impacts(candidate, forms[candidate.form], kept, inputs, progress)
                 candidate = choose(impacts) or candidate
+            seconds = {"impact_seconds": round(time.monotonic() - start, 3)}
             progress(candidate.why)
             trial, reads = self._try(candidate, forms[candidate.form], inputs, progress)
-            seconds = round(time.monotonic() - start, 3)
-            trials.append(trial.model_copy(update={"impacts": impacts, "seconds": seconds}))
+            trials.append(trial.model_copy(update={"impacts": impacts, **seconds}))
             parts = [f"drop {trial.drop:.4f}"] if trial.drop is not None else []
             parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
             parts += [f"{trial.speedup:.2f}× the float graph's speed"] if trial.speedup else []
@@ -187,7 +197,8 @@ class Search(Task):
             summary = "the time for the search is up" if candidate else "the search is over"
             summary += f": {winner.why}" if winner else ": nothing reaches the goal"
         write_records(out, trials)
-        return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=bool(candidate) and late)
+        incomplete = (bool(candidate) and late) or not measured
+        return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=incomplete)
 
     def _is_late(self, trials: Sequence[Trial]) -> bool:
         """Tell whether one more trial takes longer than their share of the time that was left before the first.
@@ -196,12 +207,13 @@ class Search(Task):
         """
         if not trials:
             return False
-        spent, longest = sum(trial.seconds for trial in trials), max(trial.seconds for trial in trials)
+        spent, longest = sum(map(_count_seconds, trials)), max(trial.seconds for trial in trials)
         return spent + 2 * longest > self.left_seconds + self.time_share * spent
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
     ) -> tuple[Trial, tuple[Path, ...]]:
+        start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             graph, out = self._quantize(candidate, groups, inputs, Path(scratch), progress), Path(scratch, "engine")
             out.mkdir()
@@ -228,27 +240,35 @@ class Search(Task):
             kept=tuple(sorted(candidate.kept)),
             why=candidate.why,
             speedup=speedup,
+            seconds=round(time.monotonic() - start, 3),
             **judged.model_dump(),
         )
         return trial, reads
 
     def _measure_impacts(
-        self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
-    ) -> dict[str, float]:
+        self,
+        candidate: Candidate,
+        groups: Sequence[GroupFact],
+        fixed: frozenset[str],
+        inputs: Inputs,
+        progress: Progress,
+    ) -> tuple[dict[str, float], bool]:
         """Measure the impact of each group that can be quantised, in the setting that came nearest to the goal.
 
-        Returns nothing where the graph cannot be run with single groups quantised: then their own errors tell.
+        Returns also whether time was enough for all. Nothing is returned where the graph cannot be run with single
+        groups quantised: then their own errors tell.
         """
-        everything = replace(candidate, kept=frozenset())
+        everything, limit = replace(candidate, kept=fixed), _IMPACT_SHARE * self.left_seconds
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             file = Path(scratch, RECORDS)
             file.write_text(json.dumps(assignment(groups, everything, self.step, {})))
-            records = {ASSIGNMENT: scratch_artifact("record", file, None)}
+            records, seconds = {ASSIGNMENT: scratch_artifact("record", file, None)}, min(limit, _IMPACT_SECONDS)
             try:
-                return measure_impacts(self.step, candidate.form, inputs, records, self.left_seconds, progress)
+                found, every = measure_impacts(self.step, candidate.form, inputs, records, fixed, seconds, progress)
             except ModelError as error:
                 _log.warning("groups are ranked by their own errors: %s", error)
-                return {}
+                return {}, True
+        return found, every or limit > _IMPACT_SECONDS
 
     def _quantize(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, scratch: Path, progress: Progress

@@ -3,9 +3,11 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -17,16 +19,11 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
+from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches, compare_answers
 from enginesmith.pipeline.passes.quantize.precision import Precision
-from enginesmith.pipeline.passes.quantize.search import (
-    SWITCHES,
-    Candidate,
-    GroupFact,
-    Trial,
-    add_switches,
-    compare_answers,
-    propose,
-)
+from enginesmith.pipeline.passes.quantize.qdq import Settings
+from enginesmith.pipeline.passes.quantize.search import Advice, Candidate, GroupFact, Trial, propose
+from enginesmith.pipeline.passes.quantize.weights import quantise_to_int4
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
 from enginesmith.pipeline.tasks.base import read_models
@@ -102,14 +99,21 @@ def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
     }
 
 
-def measure(inputs: dict[str, Artifact], *, corrected: bool = False, **changed: Any) -> dict[str, float]:
-    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax", bias_correction=corrected)
-    options = {"left_seconds": float("inf"), "progress": lambda _: None, **changed}
-    return measure_impacts(step, "given", inputs, {}, **options)
+def measure(
+    inputs: dict[str, Artifact],
+    *,
+    precision: Any = "int8",
+    corrected: bool = False,
+    fixed: tuple[str, ...] = (),
+    seconds: float = 60.0,
+) -> tuple[dict[str, float], bool]:
+    options = {"method": "minmax", "bias_correction": corrected} if precision == "int8" else {}
+    step = Precision(precision=precision, placement="inputs+read outputs", **options)
+    return measure_impacts(step, "given", inputs, {}, fixed, seconds, lambda _: None)
 
 
 def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path: Path) -> None:
-    found = measure(prepare(tmp_path))
+    found, every = measure(prepare(tmp_path))
     low, high = float(X.min()), float(X.max())
     scale = (high - low) / 255
     zero = np.rint(-low / scale)
@@ -119,6 +123,7 @@ def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path:
     energy = (X @ (WEIGHTS["w"] + 1e-3 * WEIGHTS["v"])) ** 2
     assert found["first"] == pytest.approx((error**2).sum() / energy.sum(), rel=1e-3)
     assert 0 < found["second"] < 1e-4 * found["first"]
+    assert every
 
 
 BIASED = """net (float[batch, 8] x) => (float[batch, 6] y) {
@@ -151,13 +156,62 @@ def test_with_all_switches_off_nothing_is_rounded(net: str, corrected: bool, tmp
 def test_a_bias_that_makes_up_for_a_weight_counts_with_it(tmp_path: Path) -> None:
     """The mean error of the rounded weight is gone from the answers, also where a MatMul's bias is added behind it."""
     inputs = prepare(tmp_path, BIASED)
-    plain, corrected = measure(inputs), measure(inputs, corrected=True)
+    plain, corrected = measure(inputs)[0], measure(inputs, corrected=True)[0]
     assert 0 < corrected["first"] < plain["first"]
     assert 0 < corrected["second"] < plain["second"]
 
 
-def test_where_time_is_short_the_groups_that_promise_most_are_measured(tmp_path: Path) -> None:
-    assert set(measure(prepare(tmp_path), left_seconds=0.0)) == {"second"}
+def test_where_time_is_short_some_are_left_out_and_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second promises more: it loses more by itself for as much work."""
+    inputs, clock = prepare(tmp_path), iter((0.0, 59.0, 61.0))
+    monkeypatch.setattr(graph_forms, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    found, every = measure(inputs)
+    assert (set(found), every) == ({"second"}, False)
+
+
+def test_groups_that_stay_in_float_anyway_are_not_measured(tmp_path: Path) -> None:
+    assert set(measure(prepare(tmp_path), fixed=("second",))[0]) == {"first"}
+
+
+@pytest.mark.parametrize("outputs", [32, 16])
+def test_weights_that_are_stored_the_other_way_round_are_turned(outputs: int, tmp_path: Path) -> None:
+    """int4 weights are in blocks along the inputs."""
+    text = f"net (float[n, 32] x) => (float[n, {outputs}] y) {{ y = Gemm <transB = 1> (x, w, b) }}"
+    weights = {"w": RNG.standard_normal((outputs, 32), np.float32), "b": RNG.standard_normal(outputs, np.float32)}
+    floating, quantised = (parse_graph(text, named=True, **weights) for _ in range(2))
+    quantise_to_int4(quantised, Settings())
+    assert add_switches(floating, quantised) == ("y",)
+    edit.save(quantised, tmp_path)
+    x = RNG.standard_normal((4, 32), np.float32)
+    with open_activation_capture(tmp_path / edit.FILE, ["y"]) as session:
+        found = session.run({"x": x, SWITCHES: np.zeros(1, bool)})["y"]
+    np.testing.assert_allclose(found, x @ weights["w"].T + weights["b"], rtol=1e-4, atol=1e-4)
+
+
+def test_without_pairs_nothing_is_measured(tmp_path: Path) -> None:
+    assert measure(prepare(tmp_path), precision="int8-dynamic") == ({}, True)
+
+
+def test_outputs_chosen_by_their_values_do_not_count(tmp_path: Path) -> None:
+    inputs = prepare(tmp_path)
+    signature = inputs[MODEL].signature
+    assert signature is not None
+    unordered = signature.model_copy(update={"unordered": {"y": "rows"}})
+    inputs[MODEL] = inputs[MODEL].model_copy(update={"signature": unordered})
+    assert measure(inputs) == ({}, True)
+
+
+def test_weights_that_could_be_fed_are_weights(tmp_path: Path) -> None:
+    """As in graphs whose initialisers are inputs, too."""
+    inputs = prepare(tmp_path)
+    proto = onnx.load(inputs[MODEL].path)
+    proto.graph.input.extend(
+        onnx.helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in proto.graph.initializer
+    )
+    wanted = measure(inputs)
+    onnx.save(proto, inputs[MODEL].path)
+    found = measure(inputs)
+    assert found[0] == pytest.approx(wanted[0])
 
 
 @pytest.mark.parametrize(
@@ -168,13 +222,13 @@ def test_where_time_is_short_the_groups_that_promise_most_are_measured(tmp_path:
         ([1.0, 0.0], [-9.0, 0.0], 1.0),
         ([1.0, 2.0], [1.0], 1.0),
         ([1.0, -np.inf], [1.0, -np.inf], 0.0),
+        ([1.0, 2.0], [1.0, np.nan], 1.0),
     ],
 )
 def test_errors_of_answers_are_of_their_energy(exact: list[float], answer: list[float], error: float) -> None:
     numbers, other = np.array(exact, np.float32), np.array(answer, np.float32)
     assert compare_answers([numbers], [other]) == pytest.approx(error)
-    assert compare_answers([numbers, numbers], [other, numbers]) == pytest.approx(error)
-    assert compare_answers([np.array([1, 2])], [np.array([2, 1])]) == 0  # chosen by their values
+    assert compare_answers([numbers, numbers], [other, numbers]) == pytest.approx(error / 2)
 
 
 FAILED = Trial(passed=False, error=1.0, phase="everything", method="mse", kept=(), why="everything quantized")
@@ -193,9 +247,19 @@ def test_groups_that_change_the_answers_most_stay_in_floating_point_first() -> N
 
 def test_their_work_counts_too() -> None:
     groups = facts(("small", 30.0, 1), ("large", 30.0, 99))
-    assert choose([FAILED], groups, {"small": 0.1, "large": 0.15}).kept == {"small", "large"}
-    assert choose([FAILED], groups, {"small": 0.1, "large": 0.03}).kept == {"small"}
-    assert choose([FAILED], groups, {"small": 0.03, "large": 0.1}).kept == {"small", "large"}
+    assert choose([FAILED], groups, {"small": 0.01, "large": 0.1}).kept == {"small"}
+    assert choose([FAILED], groups, {"small": 0.0001, "large": 0.1}).kept == {"large"}
+
+
+def test_what_others_needed_counts_only_where_nothing_is_measured() -> None:
+    groups = facts(*((f"g{index}", 30.0 + index, 100) for index in range(8)))
+    advice = Advice(float_share=0.5)
+    without = propose([FAILED], {"given": groups}, ("mse",), frozenset(), advice=advice)
+    assert without is not None
+    assert len(without.kept) == 4
+    measured = propose([FAILED], {"given": groups}, ("mse",), frozenset(), advice=advice, impacts={"g7": 0.1})
+    assert measured is not None
+    assert measured.kept == {"g7"}
 
 
 def test_the_first_are_as_many_as_make_most_of_the_error_and_then_twice_as_many() -> None:
@@ -233,6 +297,7 @@ def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_
     assert [trial.kept for trial in trials] == [(), ("first",), ("first", "second")]
     assert [set(trial.impacts) for trial in trials] == [set(), {"first", "second"}, set()]
     assert all(trial.seconds > 0 for trial in trials)
+    assert [trial.impact_seconds > 0.001 for trial in trials] == [False, True, False]
 
 
 def test_where_groups_cannot_be_run_alone_their_own_errors_tell(

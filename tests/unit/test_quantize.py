@@ -14,10 +14,7 @@ from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
-from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
-from enginesmith.pipeline.passes.quantize.qdq import Settings
-from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
-from enginesmith.pipeline.passes.quantize.search import (
+from enginesmith.pipeline.passes.quantize.layerwise_error import (
     COUNT,
     NOISE,
     SIGNAL,
@@ -26,6 +23,9 @@ from enginesmith.pipeline.passes.quantize.search import (
     find_shift,
     output_name,
 )
+from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
+from enginesmith.pipeline.passes.quantize.qdq import Settings
+from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.passes.quantize.weights import quantise_dynamically, quantise_to_int4
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array

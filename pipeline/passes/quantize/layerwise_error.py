@@ -1,0 +1,214 @@
+"""Make graphs that tell what each group alone in few bits does: to its own output, and to the answers.
+
+For its own output, every group is computed twice on the same exact inputs, as it is and in few bits, side by side in
+one graph, which gives the energy of the result and of the difference. So one pass over the data tells the error that
+each group brings in, and none that it passes on. For the answers, a graph has a switch for each group.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
+SWITCHES = "enginesmith/switches"
+
+
+def output_name(group: QuantizableOp, what: str) -> str:
+    """Return the joint graph's output that holds something of a group, in float32.
+
+    The energies of its result and of its error, shape []; the sum of the error by channel, [channels], and how many
+    numbers there are, [], for products whose rank is known.
+    """
+    return f"{group.name}/{what}"
+
+
+def add_layerwise_error(
+    floating: "ir.Model", quantised: "ir.Model", groups: Sequence[QuantizableOp]
+) -> tuple[QuantizableOp, ...]:
+    """Turn the float graph into the joint one, in place, and return the groups that are in it.
+
+    ``quantised`` is the same graph with each group quantised at its inputs alone, so that its values of the same name
+    are the same values. It is taken apart.
+    """
+    import onnx_ir as ir
+
+    ours = {value.name: value for node in floating.graph for value in node.outputs}
+    ours |= {value.name: value for value in floating.graph.inputs}
+    theirs = {value.name: value for node in quantised.graph for value in node.outputs}
+    done: list[QuantizableOp] = []
+    outputs: list[ir.Value] = []
+    for group in groups:
+        twin = theirs.get(group.output)
+        rounded = _Copy(floating.graph, ours, group.output).copy(twin) if twin is not None else None
+        if rounded is None:
+            continue
+        exact = ours[group.output]
+        difference = ir.node("Sub", [rounded, exact])
+        floating.graph.append(difference)
+        error = difference.outputs[0]
+        made: list[tuple[ir.Node, str, tuple[str, ...]]] = [
+            (ir.node("ReduceSumSquare", [exact], {"keepdims": 0}), SIGNAL, ()),
+            (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
+        ]
+        if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
+            rank = len(exact.shape)
+            channel = 1 if group.operator in CONVOLUTIONS else rank - 1
+            axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor([a for a in range(rank) if a != channel]))
+            floating.graph.register_initializer(axes)
+            made.append((ir.node("ReduceSum", [error, axes], {"keepdims": 0}), SUM, (f"{group.name}/channels",)))
+            size = ir.node("Size", [error])
+            floating.graph.append(size)
+            made.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
+        for node, what, shape in made:
+            floating.graph.append(node)
+            value = node.outputs[0]
+            value.name = output_name(group, what)
+            value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+            outputs.append(value)
+        done.append(group)
+    floating.graph.outputs.clear()
+    floating.graph.outputs.extend(outputs)
+    return tuple(done)
+
+
+def find_shift(sums: Array, count: float, noise: float) -> float:
+    """Find the share of an error's energy that is left if each channel has the mean of its error, 0 to 1.
+
+    ``sums`` are those of the error by channel, [channels]; ``count`` is how many numbers there are in all channels.
+    """
+    return float((sums**2).sum()) * len(sums) / count / noise
+
+
+def add_switches(floating: "ir.Model", quantised: "ir.Model") -> tuple[str, ...]:
+    """Give a graph a further input that says which of its groups are quantised, in place; return their names.
+
+    The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with each group quantised at
+    its inputs alone, and perhaps with biases that make up for the rounded weights.
+    """
+    import onnx_ir as ir
+
+    graph, done = quantised.graph, list[str]()
+    switches = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL))
+    products = {str(node.name): node for node in floating.graph if node.op_type in PRODUCTS}
+    for node in list(graph):
+        twin = products.get(str(node.name))
+        if twin is None or node.op_type != twin.op_type or not (changed := _list_changed(node, twin, graph)):
+            continue
+        adders = _find_adder(node), _find_adder(twin)
+        if adders[0] is not None and adders[1] is not None:
+            changed += _list_changed(adders[0], adders[1], graph)
+        place = ir.Value(name=f"{node.name}/place", const_value=ir.tensor(len(done)))
+        graph.register_initializer(place)
+        switch = ir.node("Gather", [switches, place], {"axis": 0})
+        graph.insert_before(node, switch)
+        for reader, index, exact in changed:
+            chosen = ir.node("Where", [switch.outputs[0], reader.inputs[index], exact])
+            graph.insert_before(reader, chosen)
+            reader.replace_input_with(index, chosen.outputs[0])
+        done.append(str(node.name))
+    switches.shape = ir.Shape([len(done)])
+    graph.inputs.append(switches)
+    return tuple(done)
+
+
+def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[tuple[ir.Node, int, ir.Value]]":
+    """List the inputs that quantisation has changed, each with the value that the float graph has there."""
+    import onnx_ir as ir
+
+    changed = list[tuple[ir.Node, int, ir.Value]]()
+    turned = node.attributes.get_int("transB", 0) != twin.attributes.get_int("transB", 0)
+    for index, value in enumerate(node.inputs):
+        rounded, numbers = value.producer() if value is not None else None, layers.read_constant(value)
+        before = twin.inputs[index] if index < len(twin.inputs) else None
+        given = layers.read_constant(before)
+        if rounded is not None and rounded.op_type == "DequantizeLinear":
+            rounding = layers.get_input(rounded, 0).producer()
+            if rounding is not None and rounding.op_type == "QuantizeLinear":
+                changed.append((node, index, layers.get_input(rounding, 0)))
+                continue
+        elif numbers is None or (given is not None and np.array_equal(numbers.numpy(), given.numpy())):
+            continue
+        if given is not None:
+            exact = given.numpy().T if turned and index == layers.WEIGHT else given.numpy()
+        elif before is None and numbers is not None:  # a bias where there was none
+            exact = np.zeros_like(numbers.numpy())
+        else:
+            continue
+        name = f"{node.name}/exact_{index}"
+        constant = ir.Value(name=name, const_value=ir.tensor(np.ascontiguousarray(exact), name=name))
+        graph.register_initializer(constant)
+        changed.append((node, index, constant))
+    return changed
+
+
+def _find_adder(node: "ir.Node") -> "ir.Node | None":
+    """Return the node that adds the bias of a MatMul."""
+    reader, _ = layers.find_only_reader(node.outputs[0]) if node.op_type == "MatMul" else (None, 0)
+    return reader if reader is not None and reader.op_type == "Add" else None
+
+
+def compare_answers(exact: Sequence[Array], answers: Sequence[Array]) -> float:
+    """Compute the energy of the error of answers, of that of the exact ones, from 0 to 1; the mean over the outputs."""
+    return sum(_compare(*pair) for pair in zip(exact, answers, strict=True)) / len(exact)
+
+
+def _compare(exact: Array, answer: Array) -> float:
+    known = np.isfinite(exact)
+    if exact.shape != answer.shape or not np.isfinite(answer[known]).all():
+        return 1.0
+    wanted, found = (exact, answer) if known.all() else (exact[known], answer[known])
+    error = np.subtract(found, wanted, dtype=np.float64).ravel()
+    return min(1.0, float(error @ error) / max(float(np.square(wanted, dtype=np.float64).sum()), 1e-30))
+
+
+class _Copy:
+    """Copies the nodes that make one value into another graph, down to the values that both graphs have."""
+
+    def __init__(self, graph: "ir.Graph", known: "dict[str | None, ir.Value]", output: str) -> None:
+        self._graph, self._known, self._output = graph, known, output
+        self._made: dict[str | None, ir.Value] = {}
+        self._quantised = False
+
+    def copy(self, value: "ir.Value") -> "ir.Value | None":
+        """Copy what makes the output; None where nothing in it is quantised."""
+        made = self._copy_value(value, outermost=True)
+        return made if self._quantised else None
+
+    def _copy_value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
+        import onnx_ir as ir
+
+        if value.name in self._made:
+            return self._made[value.name]
+        if value.name in self._known and not outermost:
+            return self._known[value.name]
+        name, node = f"{self._output}/{value.name}", value.producer()
+        if node is None:
+            given = self._graph.initializers.get(value.name or "")
+            if given is not None and given.dtype == value.dtype:  # a bias or a shape: the same in both
+                return given
+            constant = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+            self._graph.register_initializer(constant)
+            self._made[value.name] = constant
+            return constant
+        self._quantised = self._quantised or "uantize" in node.op_type
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [input_ and self._copy_value(input_) for input_ in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+            name=f"{self._output}/{node.name}",
+        )
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name, new.type, new.shape = f"{self._output}/{old.name}", old.type, old.shape
+            self._made[old.name] = new
+        self._graph.append(copy)
+        return self._made[value.name]
