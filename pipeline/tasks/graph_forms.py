@@ -40,7 +40,7 @@ RESCALED: Form = "rescaled"
 MULTIPLIED: Form = "multiplied"
 _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
-_IMPACT_ROWS = 8
+_IMPACT_ROWS = 4
 """Samples on which groups are quantised alone: it is for their order."""
 _FIDELITY = "fp16"
 """Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""

@@ -271,6 +271,18 @@ def test_the_first_are_as_many_as_make_most_of_the_error_and_then_twice_as_many(
     assert choose([FAILED, trial], groups, {}).kept == {f"g{index}" for index in range(6)}
 
 
+def test_where_impacts_are_known_nothing_is_given_back_for_its_work() -> None:
+    groups = facts(*((f"g{index}", 30.0, 1000 if index == 0 else 10) for index in range(8)))
+    kept = {"phase": "sensitive", "kept": ("g0", "g1"), "passed": True}
+    trials = [
+        FAILED,
+        FAILED.model_copy(update=kept | {"passed": False, "kept": ("g0",)}),
+        FAILED.model_copy(update=kept),
+    ]
+    assert choose(trials, groups, {}).phase == "give back"
+    assert propose(trials, {"given": groups}, ("mse",), frozenset(), impacts={"g0": 0.1, "g1": 0.1}) is None
+
+
 def test_groups_without_an_impact_follow_by_their_own_errors() -> None:
     groups = facts(("a", 30.0, 100), ("b", 10.0, 100), ("c", 20.0, 100), ("d", 40.0, 100))
     trial = FAILED.model_copy(update={"phase": "sensitive", "kept": ("d",), "impacts": {"d": 0.1}})

@@ -7,7 +7,8 @@
 2. Where none does: with the best of these, the most sensitive groups stay in floating point: those that alone change
    the answers most for the work in them. First as many as make most of the error; their number is doubled until it
    passes, then bisected.
-3. Of those, the groups with the most work are quantised after all, if that passes too.
+3. Of those, the groups with the most work are quantised after all, if that passes too; where impacts are known, work
+   has been weighed before.
 4. Where speed was measured: whole kinds of operators that may lose by being quantised stay in floating point.
 
 Advice from earlier searches changes the order alone: a setting that worked comes first, and those that failed again and
@@ -188,7 +189,11 @@ def propose(
         return candidate
     tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}
     share = advice.float_share
-    later = (_grow(trials, forms, fixed, share, impacts), _give_back(trials, forms, fixed), _speed_up(trials, forms))
+    later = (
+        _grow(trials, forms, fixed, share, impacts),
+        _give_back(trials, forms, fixed, impacts),
+        _speed_up(trials, forms),
+    )
     for new in later:
         if new and (new.form, new.signed, new.method, new.kept) not in tried:
             return new
@@ -317,11 +322,13 @@ def _count_most(impacts: Sequence[float]) -> int:
     return int(np.searchsorted(np.cumsum(impacts), _MOST_OF_ERROR * sum(impacts))) + 1
 
 
-def _give_back(trials: Sequence[Trial], forms: Groups, fixed: frozenset[str]) -> Candidate | None:
+def _give_back(
+    trials: Sequence[Trial], forms: Groups, fixed: frozenset[str], impacts: Mapping[str, float]
+) -> Candidate | None:
     """Propose to quantise more: first the half of the kept groups with the most work, then the one with the most."""
     before = [trial for trial in trials if trial.phase == "give back"]
     sensitive = [trial for trial in trials if trial.phase == "sensitive" and trial.passed]
-    if not sensitive or len(before) > 1 or any(trial.passed for trial in before):
+    if impacts or not sensitive or len(before) > 1 or any(trial.passed for trial in before):
         return None
     smallest = min(sensitive, key=lambda trial: len(trial.kept))
     groups = forms[smallest.form]
