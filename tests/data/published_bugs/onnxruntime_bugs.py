@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from published_bugs import probes
@@ -183,6 +184,30 @@ def half_scales() -> Graphs:
         graph(f"{head} {{ {product} y = Add(p, b) }}", 18, weight),
         graph(f"{head} {{ {product} {lost} n = Div(b, f) c = Mul(n, s) y = Add(p, c) }}", 18, weight),
     )
+
+
+def _between_pairs(weight: NDArray[np.float32]) -> onnx.ModelProto:
+    """Make a convolution whose activations are rounded, and whose weight is not."""
+    head = "(float[N,4,3,3] x) => (float[N,4,3,3] y) <float s = {0.02}, uint8 z = {128}>"
+    rounded = "q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) c = Conv(d, w)"
+    end = "o = QuantizeLinear(c, s, z) y = DequantizeLinear(o, s, z)"
+    return graph(f"{head} {{ {rounded} {end} }}", 19, numpy_helper.from_array(weight, "w"))
+
+
+@known_bug(
+    "microsoft/onnxruntime#22969",
+    "WeightBiasQuantization rounds a float weight between Q/DQ pairs to int8, with one scale for all of its channels",
+    "onnxruntime",
+    "1.21",
+    affected=">=1.21",
+    probe=probes.differs(probes.run_optimized, probes.run_unoptimized),
+    guard="pipeline/passes/quantize/precision.py",
+)
+def float_weight_between_pairs() -> Graphs:
+    weight = (0.05 * np.random.default_rng(0).standard_normal((4, 4, 1, 1))).astype(np.float32)
+    weight[0, 0] = 8
+    step = np.float32(8 / 127)
+    return Graphs(_between_pairs(weight), _between_pairs(np.rint(weight / step) * step))
 
 
 _CEIL = "AveragePool<kernel_shape=[3,3], strides=[2,2]"
