@@ -1,5 +1,6 @@
 """Race variants: measure all briefly, and keep the fastest ones to be measured in full."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -148,10 +149,11 @@ class Race(Measurement):
     ) -> Iterator[RaceRow]:
         """Run laps until few enough are left, and yield what each variant did in each.
 
-        What an earlier lap found counts where no time was left for this one. Once it is over, variants of which nothing
-        is known stay as far as there is room.
+        What an earlier lap found counts where no time was left for this one. Once it is over, variants whose speed-up
+        is not known stay as far as there is room: a lossless one, then those whose few calls were fastest.
         """
         known: dict[str, LatencyRow] = {}
+        brief: dict[str, float] = {}
         for lap in range(1, _LAPS + 1):
             if lap > 1 and (len(running) <= self.most or benchmark.late):
                 return
@@ -159,6 +161,7 @@ class Race(Measurement):
             benchmark.measure(batch, feeds, running)
             measured = {name: next(row for row in benchmark.rows(name) if row.batch == batch) for name in running}
             known |= {name: row for name, row in measured.items() if row.speedup}
+            brief |= {name: row.p50_ms for name, row in measured.items() if row.p50_ms is not None}
             failed = {name: row.failure for name, row in measured.items() if row.failure not in (None, NO_TIME)}
             running = [name for name in running if name not in self.originals and name not in failed]
             rows = {name: known[name] for name in running if name in known}
@@ -166,6 +169,9 @@ class Race(Measurement):
             reasons = drop_slow(rows, (self.lossless, safe), self.most, self.dense, last=last)
             reasons = {name: reason for name, reason in reasons.items() if name not in self.kept}
             unknown = [name for name in running if name not in rows and name not in self.kept]
+            unknown.sort(key=lambda name: brief.get(name, math.inf))
+            if rows.keys().isdisjoint(self.lossless) and (safest := [n for n in unknown if n in self.lossless][:1]):
+                unknown = [*safest, *(name for name in unknown if name not in safest)]
             room = max(0, self.most - len(rows.keys() - reasons.keys())) if benchmark.late else len(unknown)
             failed |= dict.fromkeys(unknown[room:], NO_TIME)
             for name, row in measured.items():

@@ -419,10 +419,14 @@ def test_rounds_that_are_too_few_drop_nobody() -> None:
     assert drop_slow({"a": LatencyRow(batch=1), "b": row(1, 1, 1)}, (), 1, {}, last=True) == {}
 
 
-class Laps:
-    """A benchmark whose rows are known: by lap, the speed of each variant, or why it has none."""
+def few(milliseconds: float) -> LatencyRow:
+    return LatencyRow(batch=1, p50_ms=milliseconds)
 
-    def __init__(self, laps: list[dict[str, float | str]], late_after: int) -> None:
+
+class Laps:
+    """A benchmark whose rows are known: by lap, the speed of each variant, the time of a call, or why it has none."""
+
+    def __init__(self, laps: list[dict[str, Any]], late_after: int) -> None:
         self.laps, self.late_after, self.lap = laps, late_after, 0
 
     @property
@@ -434,6 +438,8 @@ class Laps:
 
     def rows(self, name: str) -> list[LatencyRow]:
         found = self.laps[self.lap - 1].get(name, NO_TIME)
+        if isinstance(found, LatencyRow):
+            return [found]
         return [LatencyRow(batch=1, failure=found) if isinstance(found, str) else row(found, found, found)]
 
 
@@ -449,10 +455,13 @@ class Laps:
         ([{"a": 1, "b": 5}], {"c": NO_TIME, "d": NO_TIME}),
         ([{}], {"c": NO_TIME, "d": NO_TIME}),
         ([{"b": "it crashed"}], {"b": "it crashed", "d": NO_TIME}),
+        ([{"a": few(9), "b": few(5), "c": few(2), "d": few(1)}], {"b": NO_TIME, "c": NO_TIME}),
+        ([{"a": few(9), "b": few(5), "c": few(2), "d": few(4)}, {}], {"b": NO_TIME, "d": NO_TIME}),
+        ([{"a": 1, "b": few(5), "c": few(2), "d": few(4)}], {"b": NO_TIME, "d": NO_TIME}),
     ],
 )
 def test_what_an_earlier_lap_found_counts_where_the_time_was_over(
-    laps: list[dict[str, float | str]], ends: dict[str, str]
+    laps: list[dict[str, Any]], ends: dict[str, str]
 ) -> None:
     """Else all would be tuned, in the time that is kept for their latencies; or nothing would be left to measure."""
     task = Race(engines={}, lossless=("a",), seconds=1, most=2, max_drop=None, largest=False, device=Device())
