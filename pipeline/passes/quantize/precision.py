@@ -307,6 +307,9 @@ def keep_clamps_apart(model: "ir.Model") -> int:
     return count
 
 
+_ROUNDED_BY_RUNTIME = ("Conv", "ConvTranspose", "Gemm")
+
+
 def keep_weights_floating(model: "ir.Model") -> int:
     """Have products with float weights between pairs read a scale for each channel; return how many there were.
 
@@ -320,7 +323,7 @@ def keep_weights_floating(model: "ir.Model") -> int:
         restore = layers.get_input(node, 0).producer() if weight is not None else None
         if weight is None or restore is None or restore.op_type != "DequantizeLinear" or not _is_read_rounded(node):
             continue
-        channels, axis = _count_inputs(node, tuple(weight.shape.numpy())), 1
+        channels = _count_inputs(node, tuple(weight.shape.numpy()))
         levels, scale, zero = (layers.get_input(restore, index) for index in range(3))
         numbers = [layers.read_constant(value) for value in (scale, zero)]
         if any(each is None or each.size > 1 for each in numbers):
@@ -331,16 +334,13 @@ def keep_weights_floating(model: "ir.Model") -> int:
             if each is not None
         ]
         name = f"{restore.outputs[0].name}_by_channel"
-        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes={"axis": axis}, like=node)
+        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes={"axis": 1}, like=node)
         own.outputs[0].type, own.outputs[0].shape = restore.outputs[0].type, restore.outputs[0].shape
         model.graph.insert_before(node, own)
         node.replace_input_with(0, own.outputs[0])
         count += 1
     writer.finish(model)
     return count
-
-
-_ROUNDED_BY_RUNTIME = ("Conv", "ConvTranspose", "Gemm")
 
 
 def _is_read_rounded(node: "ir.Node") -> bool:
