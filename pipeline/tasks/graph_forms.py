@@ -20,7 +20,7 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
-from enginesmith.pipeline.passes.quantize import diagnose, layers, layerwise_error, precision, search
+from enginesmith.pipeline.passes.quantize import diagnose, layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
@@ -30,7 +30,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.verify import Verify
-from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.tensors import Array, Feeds
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -172,8 +172,8 @@ def measure_impacts(
     """Measure by group the error of the answers with that group alone quantised, of their energy, 0 to 1.
 
     ``records`` has the assignment by which ``step`` quantises everything. Nothing is measured for ``fixed`` groups,
-    without Q/DQ pairs, and where no output is a float in a fixed order. After so many ``seconds``, groups that lose
-    little by themselves for their work are left out. Returns also whether all groups were measured.
+    without Q/DQ pairs, and where no output is a float in a fixed order. After so many ``seconds``, fewer samples have
+    to do; returns also whether they were enough for one. If not, nothing is measured.
     """
     (model, its_ranges), start = find_form(form, inputs), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
@@ -189,24 +189,27 @@ def measure_impacts(
         if not groups or not outputs:
             return {}, True
         edit.save(quantised, out)
-        work = sum(group.macs for group in groups) or 1
-        groups.sort(key=lambda group: (group.sqnr_db or 0.0) + 10 * math.log10(group.macs / work + search.FLOAT_COST))
-        feeds, impacts = _read_rows(inputs[REFERENCE].folder, _IMPACT_ROWS), dict[str, float]()
+        passes = 0
+        totals = dict.fromkeys((group.name for group in groups), 0.0)
         with open_activation_capture(out / edit.FILE, outputs) as session:
 
-            def answer(*switched: str) -> list[list[Array]]:
+            def answer(feeds: Feeds, *switched: str) -> list[Array]:
                 switches = np.zeros(len(places), bool)
                 switches[[places[name] for name in switched]] = True
-                return [list(session.run({**each, layerwise_error.SWITCHES: switches}).values()) for each in feeds]
+                return list(session.run({**feeds, layerwise_error.SWITCHES: switches}).values())
 
-            exact = answer()
-            for group in groups:
-                if time.monotonic() - start > seconds:
+            for feeds in _read_rows(inputs[REFERENCE].folder, _IMPACT_ROWS):
+                exact, found = answer(feeds), dict[str, float]()
+                for name in totals:
+                    if time.monotonic() - start > seconds:
+                        break
+                    progress(f"{len(found)} of {len(totals)} groups quantized alone, pass {passes + 1}")
+                    found[name] = layerwise_error.compare_answers(exact, answer(feeds, name))
+                if len(found) < len(totals):  # those of some groups alone would mislead
                     break
-                progress(f"{len(impacts)} of {len(groups)} groups quantized alone")
-                pairs = zip(exact, answer(group.name), strict=True)
-                impacts[group.name] = sum(layerwise_error.compare_answers(*pair) for pair in pairs) / len(feeds)
-    return impacts, len(impacts) == len(groups)
+                totals = {name: total + found[name] for name, total in totals.items()}
+                passes += 1
+    return ({name: total / passes for name, total in totals.items()}, True) if passes else ({}, False)
 
 
 def _has_fixed_order(output: "ir.Value", model: Artifact) -> bool:

@@ -128,7 +128,7 @@ _SEARCH_SECONDS = 600.0
 
 _IMPACT_SECONDS = 120.0
 """Longest time in which groups are quantised alone."""
-_IMPACT_SHARE = 0.2
+_IMPACT_SHARE = 0.3
 """Share of the time that is left which that may take."""
 
 

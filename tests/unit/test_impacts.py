@@ -161,12 +161,23 @@ def test_a_bias_that_makes_up_for_a_weight_counts_with_it(tmp_path: Path) -> Non
     assert 0 < corrected["second"] < plain["second"]
 
 
-def test_where_time_is_short_some_are_left_out_and_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second promises more: it loses more by itself for as much work."""
-    inputs, clock = prepare(tmp_path), iter((0.0, 59.0, 61.0))
+@pytest.mark.parametrize(
+    ("checks", "known"), [(1, ()), (2, ("first", "second")), (3, ("first", "second")), (4, ("first", "second"))]
+)
+def test_where_time_is_short_fewer_samples_have_to_do(
+    checks: int, known: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some groups alone would be ranked before the others, whatever they change."""
+    inputs = prepare(tmp_path)
+    cases = (Case(sizes={"batch": 1}, batch=1, calls=2),)
+    samples.write_arrays(inputs[REFERENCE].folder, "feeds", 0, {"x": X[1:2]}, 1)
+    samples.write(inputs[REFERENCE].folder, Samples(data="x", ranges={"batch": ShapeRange.parse("1:1:8")}, cases=cases))
+    clock = iter((0.0, *[59.0] * checks, *[61.0] * 9))
     monkeypatch.setattr(graph_forms, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    found, every = measure(inputs)
-    assert (set(found), every) == ({"second"}, False)
+    found, measured = measure(inputs)
+    assert (tuple(found), measured) == (known, bool(known))
+    monkeypatch.undo()
+    assert (measure(inputs)[0] == pytest.approx(found)) == (checks == 4)
 
 
 def test_groups_that_stay_in_float_anyway_are_not_measured(tmp_path: Path) -> None:

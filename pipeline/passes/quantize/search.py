@@ -38,7 +38,7 @@ _WORTHWHILE_SHARE = 0.01
 _MOST_KINDS = 3
 _MOST_OF_ERROR = 0.75
 """Share of all impacts that is taken away first: 6 dB."""
-FLOAT_COST = 0.01
+_FLOAT_COST = 0.01
 """Share of the work that a group in floating point costs beside its own: changes of types around it."""
 _MOST_IN_FLOAT = 0.5
 """Share of the work in floating point above which settings are tried that failed in earlier searches."""
@@ -309,7 +309,7 @@ def _rank(groups: Sequence[GroupFact], impacts: Mapping[str, float]) -> list[Gro
     total = sum(group.macs for group in groups) or 1
 
     def gain(group: GroupFact) -> float:
-        return impacts.get(group.name, 0.0) / (group.macs / total + FLOAT_COST)
+        return impacts.get(group.name, 0.0) / (group.macs / total + _FLOAT_COST)
 
     def own_error(group: GroupFact) -> float:
         return group.sqnr_db if group.sqnr_db is not None else -1e9
