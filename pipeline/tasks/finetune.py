@@ -34,7 +34,7 @@ from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
-    from enginesmith.pipeline.passes.finetune.evaluate import Metric, Work
+    from enginesmith.pipeline.passes.finetune.evaluate import BatchLimits, Metric, Work
     from enginesmith.pipeline.passes.finetune.trainer import Models
 
 
@@ -85,6 +85,13 @@ class Recover(ResumableTask):
     def rates(self) -> tuple[float, ...]:
         """Learning rates to choose from, where none is given."""
         return (2e-3,)
+
+    @property
+    def batch_limits(self) -> "BatchLimits":
+        """How far batches are made smaller where time is short."""
+        from enginesmith.pipeline.passes.finetune.evaluate import BatchLimits
+
+        return BatchLimits()
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:
@@ -173,7 +180,9 @@ class Recover(ResumableTask):
         material = split_data(data, self.options.held_back, self.seed, place)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
-        work = Work(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates)
+        work = Work(
+            *(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates, self.batch_limits)
+        )
         fingerprint = json_digest([data.digest, relative_digests({path: file_digest(path) for path in files}), size])
         return Opened(work, fingerprint, (*files, *data.folders))
 
@@ -217,8 +226,8 @@ class Recover(ResumableTask):
 class TrainGraph(Recover):
     """Train the weights of a graph that is sparse, or in int8, to do what the float graph does.
 
-    Scales, zero points and zeros stay as they are. The float graph is the one that was put into int8, as the
-    assignment says: perhaps with rescaled channels.
+    Scales of activations are trained, too; zero points and zeros stay as they are. The float graph is the one that was
+    put into int8, as the assignment says: perhaps with rescaled channels.
     """
 
     title: ClassVar[str] = "train"
@@ -240,6 +249,13 @@ class TrainGraph(Recover):
     @property
     def rates(self) -> tuple[float, ...]:
         return _SPARSE_RATES if self.stays_float else _INT8_RATES
+
+    @property
+    def batch_limits(self) -> "BatchLimits":
+        """Many small steps bring back more of what rounding lost; no batch norm needs a large batch."""
+        from enginesmith.pipeline.passes.finetune.evaluate import BatchLimits
+
+        return BatchLimits() if self.stays_float else BatchLimits(steps=2000, least=2)
 
     def load(self, inputs: Inputs) -> "Models":
         """Load the graphs, and check that torch computes the float one as the reference has it.

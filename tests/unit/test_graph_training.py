@@ -29,6 +29,9 @@ QDQ = [
 ]
 
 
+SCALES = "model.scales"
+
+
 def quantised(**changes: Any) -> dict[str, Any]:
     """Weights of the graph above: activations in uint8 with a zero point, weights in int8 by channel."""
     levels = np.clip(np.rint(normal(4, 3, 3, 3) * 50), -127, 127).astype(np.int8)
@@ -55,13 +58,13 @@ def graph(tmp_path: Path) -> Path:
 
 
 def step(path: Path, rate: float) -> Any:
-    """Load the graph, and go one step of all weights against the square of the output."""
+    """Load the graph, and go one step of all weights against the square of the output; scales stay."""
     loaded = load_graph(path)
     (output,) = loaded.module(torch.from_numpy(normal(2, 3, 8, 8)))
     output.square().sum().backward()
     with torch.no_grad():
-        for value in loaded.module.parameters():
-            value -= rate * value.grad
+        for name, value in loaded.module.named_parameters():
+            value -= 0.0 if name == SCALES else rate * value.grad
     return loaded
 
 
@@ -81,13 +84,13 @@ def test_a_pair_without_a_zero_point_rounds_to_uint8(tmp_path: Path) -> None:
     nodes = [node("QuantizeLinear", "x s", "q"), node("DequantizeLinear", "q s", "y")]
     path, x = write_graph(tmp_path, nodes, {"s": np.float32(0.05)}, x=("batch", 4)), normal(3, 4)
     (output,) = load_graph(path).module(torch.from_numpy(x))
-    np.testing.assert_allclose(output.numpy(), evaluate(path, x)["y"], atol=1e-6)
+    np.testing.assert_allclose(output.detach().numpy(), evaluate(path, x)["y"], atol=1e-6)
 
 
-def test_all_weights_are_trained_and_no_scale_is(graph: Path) -> None:
+def test_all_weights_and_the_scales_of_activations_are_trained(graph: Path) -> None:
     loaded = step(graph, 0.0)
     shapes = sorted(tuple(value.shape) for value in loaded.module.parameters())
-    assert shapes == [(4,), (4, 3, 3, 3), (4, 5), (5,)]
+    assert shapes == [(1,), (4,), (4, 3, 3, 3), (4, 5), (5,)]
     assert all(float(value.grad.abs().sum()) > 0 for value in loaded.module.parameters())
 
 
@@ -102,6 +105,62 @@ def test_trained_weights_are_levels_of_the_same_scales(graph: Path, tmp_path: Pa
     (output,) = loaded.module(torch.from_numpy(x))
     # a bias is rounded only when it is written, to a step of 6e-4 at most
     np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-3)
+
+
+def test_a_trained_scale_is_written_for_its_pair_and_for_the_bias(graph: Path, tmp_path: Path) -> None:
+    """A bias in int32 counts in steps of the product of both scales, which ONNX Runtime does not check."""
+    loaded, out, x = load_graph(graph), tmp_path / "out", normal(2, 3, 8, 8, seed=5)
+    with torch.no_grad():
+        dict(loaded.module.named_parameters())[SCALES].fill_(np.log(1.5) / 25)
+    out.mkdir()
+    save_graph(graph, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    after, given = weights(out / edit.FILE), quantised()
+    nodes = {made.output[0]: made for made in onnx.load(out / edit.FILE).graph.node}
+    assert [after[nodes[name].input[1]] for name in ("xq", "xd")] == pytest.approx([0.03] * 2)
+    np.testing.assert_allclose(after[nodes["bd"].input[1]], given["ws"] * after[nodes["xd"].input[1]], rtol=1e-6)
+    np.testing.assert_allclose(after["b"], given["b"] / 1.5, atol=0.51)
+    (output,) = loaded.module(torch.from_numpy(x))
+    np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-3)
+
+
+def test_scales_that_are_equal_stay_equal(tmp_path: Path) -> None:
+    """Kernels for pooling and concatenation need them so."""
+    nodes = [
+        *(node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "d")),
+        node("MaxPool", "d", "p", kernel_shape=[2, 2]),
+        *(node("QuantizeLinear", "p s2 z", "q2"), node("DequantizeLinear", "q2 s2 z", "d2")),
+        *(node("QuantizeLinear", "d2 t z", "q3"), node("DequantizeLinear", "q3 t z", "y")),
+    ]
+    scales = {"s": np.float32(0.02), "s2": np.float32(0.02), "t": np.float32(0.03), "z": np.uint8(9)}
+    path, out = write_graph(tmp_path, nodes, scales, x=("batch", 1, 4, 4)), tmp_path / "out"
+    out.mkdir()
+    loaded = load_graph(path)
+    with torch.no_grad():
+        dict(loaded.module.named_parameters())[SCALES].copy_(torch.tensor([0.01, -0.01]))
+    save_graph(path, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    after, made = weights(out / edit.FILE), onnx.load(out / edit.FILE).graph.node
+    found = [float(after[each.input[1]]) for each in made if each.op_type.endswith("Linear")]
+    expected = np.repeat([0.02 * np.exp(0.25), 0.02 * np.exp(0.25), 0.03 * np.exp(-0.25)], 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    x = normal(2, 1, 4, 4)
+    (output,) = loaded.module(torch.from_numpy(x))
+    np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-6)
+
+
+def test_a_scale_learns_the_range_that_is_there(tmp_path: Path) -> None:
+    """A scale that is four times too coarse is trained to one with less error than half of it would leave."""
+    nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y")]
+    path = write_graph(tmp_path, nodes, {"s": np.float32(4 / 128), "z": np.uint8(128)}, x=("batch", 64))
+    loaded, x = load_graph(path), torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    optimiser = torch.optim.Adam(loaded.module.parameters(), lr=2e-3)
+    errors = []
+    for _ in range(100):
+        error = (loaded.module(x)[0] - x).square().mean()
+        error.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        errors.append(float(error.detach()))
+    assert errors[-1] < errors[0] / 8
 
 
 def test_without_a_step_the_weights_are_those_of_before(graph: Path, tmp_path: Path) -> None:

@@ -136,3 +136,4 @@ def test_kinds_of_training_have_rates_and_names_of_their_own() -> None:
     int8, sparse = task(), task(stays_float=True)
     assert (int8.subject, sparse.subject) == ("int8", "sparse")
     assert max(int8.rates) < max(sparse.rates)
+    assert int8.batch_limits.least < sparse.batch_limits.least

@@ -2,12 +2,14 @@
 
 Each node is a module, named after the value that it makes. What QuantizeLinear and DequantizeLinear do to a value is
 one rounding to the very grid of the graph, whose gradient is passed straight through (Jacob et al., "Quantization and
-Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, section 3). Scales and zero
-points stay as they are, so the trained graph differs from the given one in the numbers of its weights alone.
+Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, section 3). Scales of
+activations are trained with the weights (Esser et al., "Learned Step Size Quantization", ICLR 2020); those that are
+equal stay equal, as kernels may need them to be. Scales of weights, zero points and the nodes stay as they are.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,9 @@ _GROUP, _ZEROS = 4, 2
 _GRIDS: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255), "int32": (-(1 << 30), 1 << 30)}
 _NARROWER = 63
 """Weights in 7 bits stay within it: on CPUs without VNNI, sums of larger products saturate."""
+_SCALES_FASTER = 25.0
+"""A scale is its first value times the exponential of so many times what is trained, which begins at zero: at a
+learning rate of 4e-5, about that of weights, a step changes it by a thousandth."""
 
 Compute = Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
 
@@ -82,6 +87,11 @@ class _Grid:
     def _align(self, rank: int) -> tuple[Array, Array]:
         shape = (-1, *(1,) * (rank - 1 - self.axis)) if self.scale.size > 1 else (1,) * rank
         return self.scale.astype(np.float64).reshape(shape), self.zero.astype(np.int64).reshape(shape)
+
+    @property
+    def tie(self) -> tuple[float, int, str]:
+        """What tells grids of one scale apart."""
+        return float(self.scale.reshape(())), int(self.zero.reshape(())), self.dtype
 
     def compute(self) -> Compute:
         """Return what rounds floats to the grid, and passes gradients of those within it straight through."""
@@ -133,6 +143,10 @@ class GraphModule(nn.Module):
         """By the name of a weight in few bits."""
         self._constants: dict[str, str] = {}
         """Name of a constant → that of the parameter or buffer."""
+        self._pairs: dict[str, _Grid] = {}
+        """By the name of what QuantizeLinear makes of an activation."""
+        self._ties: dict[tuple[float, int, str], int] = {}
+        """Scale, zero point and type → place of their number in what is trained."""
         self._masks: dict[str, str] = {}
         """Name of a weight → that of the buffer with 0 where it stays 0, and else 1."""
         self._paths: list[str] = []
@@ -144,6 +158,8 @@ class GraphModule(nn.Module):
             self._paths.append(path)
             compute = self._find_rounding(node) or operators.find(node, opset)
             self.add_module(path, _Node(compute, [_name(value) for value in node.inputs], outputs))
+        if self._ties:
+            self.scales = nn.Parameter(torch.zeros(len(self._ties)))
         for name, value in model.graph.initializers.items():
             if (numbers := edit.read(value)) is not None:
                 self._add_constant(name, numbers, trained=name in trained or name in self._grids)
@@ -154,7 +170,12 @@ class GraphModule(nn.Module):
         if node.op_type == _QUANTIZE:
             if any(use.node.op_type != _DEQUANTIZE for use in node.outputs[0].uses()):
                 raise _explain_pair(node, "something else than DequantizeLinear reads it")
-            return _read_grid(node, edit.read(node.inputs[2]) if len(node.inputs) > 2 else None).compute()
+            grid = _read_grid(node, edit.read(node.inputs[2]) if len(node.inputs) > 2 else None)
+            if grid.scale.size > 1:
+                return grid.compute()
+            self._pairs[_name(node.outputs[0])] = grid
+            self._ties.setdefault(grid.tie, len(self._ties))
+            return lambda values: (self._round(_first(values), grid),)
         if node.op_type != _DEQUANTIZE:
             return None
         given, producer = node.inputs[0], node.inputs[0].producer() if node.inputs[0] else None
@@ -170,6 +191,19 @@ class GraphModule(nn.Module):
             grid = _Grid(grid.scale, grid.zero, grid.axis, -grid.high, grid.high, grid.dtype)
         self._grids[_name(given)] = grid
         return grid.compute()
+
+    def _round(self, values: Tensor, grid: _Grid) -> Tensor:
+        """Round to the grid; gradients go to the scale, too."""
+        scale, steps = self._scale(grid), values.numel() * (grid.high - grid.low) / 2
+        zero = scale.new_full((1,), float(grid.zero.reshape(())))
+        return torch._fake_quantize_learnable_per_tensor_affine(
+            values.float(), scale, zero, grid.low, grid.high, 1 / math.sqrt(max(steps, 1))
+        )
+
+    def _scale(self, grid: _Grid) -> Tensor:
+        """Return the scale as it is trained by now, of shape (1,)."""
+        index = self._ties[grid.tie]
+        return (_SCALES_FASTER * self.scales[index : index + 1]).exp() * float(grid.scale.reshape(()))
 
     def _add_constant(self, name: str, numbers: Array, *, trained: bool) -> None:
         key = self._constants[name] = f"constant {len(self._constants)}"
@@ -219,17 +253,46 @@ class GraphModule(nn.Module):
         value: Tensor = getattr(self, self._constants[name])
         return value * getattr(self, self._masks[name]) if name in self._masks else value
 
-    def write_weights(self, model: "ir.Model") -> None:
-        """Put the weights into the graph that they were taken from."""
+    @torch.no_grad()
+    def write_trained(self, model: "ir.Model") -> None:
+        """Put weights and scales into the graph that they were taken from."""
         import onnx_ir as ir
 
-        with torch.no_grad():
-            for name, key in self._constants.items():
-                if key not in self._parameters:
-                    continue
-                numbers = self._constant(name).detach().cpu().numpy()
-                stored = self._grids[name].narrow(numbers) if name in self._grids else numbers
-                model.graph.initializers[name].const_value = ir.tensor(stored, name=name)
+        biases = self._write_scales(model)
+        for name, key in self._constants.items():
+            if key not in self._parameters:
+                continue
+            numbers = self._constant(name).cpu().numpy()
+            grid = biases.get(name) or self._grids.get(name)
+            stored = grid.narrow(numbers) if grid else numbers
+            model.graph.initializers[name].const_value = ir.tensor(stored, name=name)
+
+    def _write_scales(self, model: "ir.Model") -> dict[str, _Grid]:
+        """Write scales that were trained, and those of biases in int32, which are products with them.
+
+        Returns:
+            The new grids of the biases, by name.
+        """
+        biases: dict[str, _Grid] = {}
+        for node in model.graph:
+            grid = self._pairs.get(_name(node.outputs[0]))
+            if node.op_type != _QUANTIZE or grid is None:
+                continue
+            scale = self._scale(grid).cpu().numpy().reshape(grid.scale.shape)
+            if np.array_equal(scale, grid.scale):
+                continue
+            edit.write(node, 1, scale)
+            for pair in [use.node for use in node.outputs[0].uses()]:
+                edit.write(pair, 1, scale)
+                for use in pair.outputs[0].uses():
+                    bias = use.node.inputs[2] if use.idx == 0 and len(use.node.inputs) > 2 else None
+                    widening = bias.producer() if bias is not None else None
+                    name = _name(widening.inputs[0]) if widening is not None else ""
+                    if widening is not None and name in self._grids and self._grids[name].dtype == "int32":
+                        old = self._grids[name]
+                        biases[name] = replace(old, scale=(old.scale * (scale / grid.scale)).astype(np.float32))
+                        edit.write(widening, 1, biases[name].scale)
+        return biases
 
 
 def _name(value: "ir.Value | None") -> str:
@@ -300,7 +363,7 @@ def save_graph(path: Path, loaded: LoadedModel, out: Path, external_data_bytes: 
     """Write the graph at ``path`` with the weights of the module that was loaded from it."""
     model = _load_with_constants(path)
     assert isinstance(loaded.module.model, GraphModule)
-    loaded.module.model.write_weights(model)
+    loaded.module.model.write_trained(model)
     edit.save(model, out, external_data_bytes)
 
 

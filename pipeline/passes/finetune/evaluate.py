@@ -44,6 +44,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class BatchLimits:
+    """How far batches are made smaller where time is short."""
+
+    steps: int = 100
+    """Those that are enough: batches are halved while there is no time for so many."""
+    least: int = 8
+    """The smallest batch that is made for that."""
+
+
+@dataclass(frozen=True)
 class Work:
     """A model to be recovered, the data and the means."""
 
@@ -59,6 +69,7 @@ class Work:
     """The batch that the model takes, where it takes only one."""
     rates: tuple[float, ...] = (2e-3,)
     """Learning rates to choose from by short trials, where none is given."""
+    batch_limits: BatchLimits = BatchLimits()
 
     def loss(self, plan: TrainingPlan) -> Loss:
         """Make the loss that the student is trained by.

@@ -33,8 +33,6 @@ _PASSES = 3
 """Passes in an evaluation: for statistics, for the student's outputs and for the teacher's."""
 _LEAST_JUDGED, _STATISTICS = 32, 256
 _TOLD_SECONDS = 1.0
-_ENOUGH_STEPS, _LEAST_BATCH = 100, 8
-"""Steps for which batches are made smaller where there is no time for so many, and the smallest batch for that."""
 _SHARE_OF_TRIALS, _LEAST_TRIED = 0.15, 8
 """Share of the time for trials of learning rates, and the fewest steps of one."""
 _MIRRORED, _ALIKE = 64, 0.8
@@ -146,9 +144,9 @@ def _affordable_batch(work: Work, plan: TrainingPlan, step_seconds: float) -> Tr
     """Halve the batch until there is time for enough steps; a step is taken to need time in proportion to it."""
     unit = (work.fixed or 1) * work.processes
     batch, steps = plan.batch, _SHARE_OF_TIME * work.options.seconds / step_seconds
-    while steps < _ENOUGH_STEPS and work.options.epochs is None:
+    while steps < work.batch_limits.steps and work.options.epochs is None:
         half = batch // 2 - batch // 2 % unit
-        if half < max(unit, _LEAST_BATCH):
+        if half < max(unit, work.batch_limits.least):
             break
         steps, batch = steps * batch / half, half
     part = min(plan.micro_batch, batch // plan.processes)
