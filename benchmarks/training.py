@@ -36,6 +36,7 @@ _TRAINED = {
 }
 """Case → options of what is trained."""
 _ENOUGH = 0.5
+_OVER_BUDGET = 3
 _NOTHING = 1e-3
 """Share of the float model's metric below which a loss is none that anyone sees."""
 
@@ -50,10 +51,12 @@ def run_case(name: str, minutes: float, work: Path) -> dict[str, Any]:
         *("optimize", model.source(work / "models"), "--data", data, *_TRAINED[name]),
         *("--recover", "distil", "--recover-time", f"{minutes:g}m", "--max-drop", str(model.max_drop)),
         *("--metric", model.metric_argument(work / "models"), "--measure-time", "5s"),
-        *("--out", str(folder / "run"), "--store", str(folder / "store"), "--quiet"),
+        *("--out", str(folder / "run"), "--store", str(folder / "store"), "--replace", "--quiet"),
     ]
     variables = {"PYTHONPATH": paths, "PATH": str(Path(sys.executable).parent)}
-    subprocess.run([sys.executable, "-m", "enginesmith.cli", *words], env=variables)  # 3 where the drop is too large
+    ended = subprocess.run([sys.executable, "-m", "enginesmith.cli", *words], env=variables).returncode
+    if ended not in (0, _OVER_BUDGET):
+        raise RuntimeError(f"{name} ended with {ended}")
     run = load_run(folder / "run")
     record = next(variant for variant in run.variants if variant.recovery)
     return {"case": name, "max_drop": model.max_drop, "machine": describe_machine(), **describe(record)}
