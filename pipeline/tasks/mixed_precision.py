@@ -59,6 +59,8 @@ ASSIGNMENT = "assignment"
 DROP_HIGH = "drop_high"
 """Key in an assignment: the most that the metric loses with it on the samples for choosing; null if that is unknown."""
 _TRIAL = "trial"
+_LITTLE = 0.2
+"""Share of the work that stays in floating point while the rest is trained, at most."""
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
@@ -297,12 +299,12 @@ class Assign(Task):
     keep: tuple[str, ...]
     to_train: Literal["", "asked", "needed"] = ""
     """Where the graph is trained next: all that can be is quantised, as in the trial that came nearest to the goal.
-    ``needed``: it is not, where such a trial reached the goal."""
+    ``needed``: it is not, where such a trial reached the goal; the trial may have had a little in floating point."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms, trials = read_forms(inputs, self.step), _read_trials(inputs)
         if self.to_train:
-            return self._assign_everything(forms, trials, out)
+            return self._assign_to_train(forms, trials, out)
         winner = best(trials, forms["given"])
         chosen = winner or min(trials, key=lambda trial: trial.error)
         groups = forms[chosen.form]
@@ -323,21 +325,34 @@ class Assign(Task):
             rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
         return Effect(file=RECORDS, summary=summary, rejected=rejected)
 
-    def _assign_everything(self, forms: Groups, trials: Sequence[Trial], out: Path) -> Effect:
+    def _assign_to_train(self, forms: Groups, trials: Sequence[Trial], out: Path) -> Effect:
         everything = [trial for trial in trials if trial.phase == "everything"]
         if not everything:
             raise ModelError("no trial had everything quantized", "allow more time with --time")
         chosen = min(everything, key=lambda trial: (not trial.passed, trial.error))
+        rejected = ""
+        if self.to_train == "needed" and chosen.passed:
+            rejected = f"not needed: {chosen.why} reaches the goal"
+        elif self.to_train == "needed":
+            little = [trial for trial in trials if not trial.passed and self._float_share(trial, forms) <= _LITTLE]
+            chosen = min([chosen, *little], key=lambda trial: trial.error)
         groups = forms[chosen.form]
-        reasons = dict.fromkeys(find_kept(self.keep, groups), "asked for")
+        reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
+        reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         write_records(out, _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"]))
-        rejected = f"not needed: {chosen.why} reaches the goal" if chosen.passed and self.to_train == "needed" else ""
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         return Effect(
             file=RECORDS,
             summary=f"{len(groups) - left} of {len(groups)} groups quantized, to be trained; as tried: {chosen.why}",
             rejected=rejected,
         )
+
+    def _float_share(self, trial: Trial, forms: Groups) -> float:
+        """Compute the share of the work that a trial left in floating point, of what may be quantised."""
+        asked = find_kept(self.keep, forms[trial.form])
+        chosen = (group for group in forms[trial.form] if not group.reason and group.name not in asked)
+        work = {group.name: group.macs for group in chosen}
+        return sum(work.get(name, 0) for name in trial.kept) / max(1, sum(work.values()))
 
 
 def trial_role(index: int) -> str:

@@ -22,7 +22,10 @@ from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Assign, trial
 from graphs import node, normal, quiet, save_graph
 
 NODES = [node("MatMul", "x w", "h"), node("Relu", "h", "r"), node("MatMul", "r v", "y")]
-GROUPS = [GroupFact(name=name, module="", kind="MatMul", macs=8, sqnr_db=20.0) for name in ("MatMul_h", "MatMul_y")]
+GROUPS = [
+    GroupFact(name=name, module="", kind="MatMul", macs=macs, sqnr_db=20.0)
+    for name, macs in (("MatMul_h", 8), ("MatMul_y", 2))
+]
 
 
 def trial(**changes: Any) -> Trial:
@@ -61,6 +64,24 @@ def test_a_search_trains_only_where_it_is_needed(tmp_path: Path, to_train: str, 
     rejected, _ = assigned(tmp_path, to_train, trial(error=0.0), trial(error=0.1, passed=True))
     assert rejected.startswith(told)
     assert bool(rejected) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("to_train", "kept", "passed", "left"),
+    [
+        ("needed", ("MatMul_y",), False, ["MatMul_y"]),
+        ("asked", ("MatMul_y",), False, []),  # what was asked for is everything
+        ("needed", ("MatMul_h",), False, []),  # too much of the work
+        ("needed", ("MatMul_y",), True, []),  # it needs no training
+    ],
+)
+def test_a_search_trains_with_a_little_in_floating_point(
+    tmp_path: Path, to_train: Any, kept: tuple[str, ...], passed: bool, left: list[str]
+) -> None:
+    mixed = trial(phase="sensitive", kept=kept, error=0.1, passed=passed)
+    rejected, found = assigned(tmp_path, to_train, trial(error=0.3), trial(error=0.2), mixed)
+    assert not rejected
+    assert [row["group"] for row in found if row["precision"] == "fp32"] == left
 
 
 def test_without_a_trial_of_everything_nothing_is_trained(tmp_path: Path) -> None:
