@@ -102,7 +102,9 @@ def _lines(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"| {case['case']} | {case['metric']} | {case['float']:.4f} | {case['before']:.4f} | "
             f"{case['after']:.4f} | {back} | {case['steps']} × {case['batch']}, {case['learning_rate']:g} | {drop} |"
         )
-    yield f"\nMachine: {cases[-1]['machine']}. Command: `{cases[-1]['command']}`"
+    yield f"\nMachine: {cases[-1]['machine']}. Commands:\n"
+    for command in dict.fromkeys(case["command"] for case in cases):
+        yield f"- {', '.join(case['case'] for case in cases if case['command'] == command)}: `{command}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -59,8 +59,9 @@ ASSIGNMENT = "assignment"
 DROP_HIGH = "drop_high"
 """Key in an assignment: the most that the metric loses with it on the samples for choosing; null if that is unknown."""
 _TRIAL = "trial"
-_LITTLE = 0.2
-"""Share of the work that stays in floating point while the rest is trained, at most."""
+_LITTLE, _NEARER = 0.2, 0.75
+"""Share of the work that stays in floating point while the rest is trained, at most; and the share of the loss that is
+left with it: what hardly helps is trained as well."""
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 _FAR = 1e9
@@ -334,8 +335,10 @@ class Assign(Task):
         if self.to_train == "needed" and chosen.passed:
             rejected = f"not needed: {chosen.why} reaches the goal"
         elif self.to_train == "needed":
-            little = [trial for trial in trials if not trial.passed and self._float_share(trial, forms) <= _LITTLE]
-            chosen = min([chosen, *little], key=lambda trial: trial.error)
+            enough = min((self._float_share(trial, forms) for trial in trials if trial.passed), default=1.0)
+            little = [trial for trial in trials if self._float_share(trial, forms) <= min(_LITTLE, enough)]
+            nearer = [trial for trial in little if not trial.passed and trial.error < _NEARER * chosen.error]
+            chosen = min(nearer, key=lambda trial: trial.error, default=chosen)
         groups = forms[chosen.form]
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
@@ -348,11 +351,15 @@ class Assign(Task):
         )
 
     def _float_share(self, trial: Trial, forms: Groups) -> float:
-        """Compute the share of the work that a trial left in floating point, of what may be quantised."""
+        """Compute the share of the work that a trial left in floating point, of what may be quantised.
+
+        1 where the work of a group that it left there is not known.
+        """
         asked = find_kept(self.keep, forms[trial.form])
         chosen = (group for group in forms[trial.form] if not group.reason and group.name not in asked)
         work = {group.name: group.macs for group in chosen}
-        return sum(work.get(name, 0) for name in trial.kept) / max(1, sum(work.values()))
+        kept = [work[name] for name in trial.kept if name in work]
+        return sum(kept) / sum(work.values()) if all(kept) else 1.0
 
 
 def trial_role(index: int) -> str:

@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.frameworks.torch.graph import GraphModule, load_graph, save_graph
-from graphs import evaluate, node, normal
+from graphs import evaluate, node, normal, run_model
 from graphs import save_graph as write_graph
 
 QDQ = [
@@ -121,6 +121,50 @@ def test_a_trained_scale_is_written_for_its_pair_and_for_the_bias(graph: Path, t
     np.testing.assert_allclose(after["b"], given["b"] / 1.5, atol=0.51)
     (output,) = loaded.module(torch.from_numpy(x))
     np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("operator", ["Conv", "Gemm"])
+def test_biases_of_channels_that_died_still_fit_where_a_scale_shrinks(operator: str, tmp_path: Path) -> None:
+    """Their weights have scales so fine that the bias just fits an int32, in steps of the product of both scales."""
+    dead = np.asarray([5.0, -3.0, 0.5, 1.0], np.float32)
+    fine = np.maximum([0.0, 0.0, 0.01, 0.01], np.abs(dead) / 0.02 / 2**30).astype(np.float32)
+    levels = quantised()["w"] if operator == "Conv" else quantised()["w"][:, :, 0, 0].T.copy()
+    axis = 0 if operator == "Conv" else 1
+    np.moveaxis(levels, axis, 0)[:2] = 0
+    nodes = [*QDQ[:2], node("DequantizeLinear", "w ws wz", "wd", axis=axis)]
+    given = quantised(w=levels, ws=fine, b=dead)
+    if operator == "Gemm":
+        nodes.append(node("DequantizeLinear", "b bs bz", "bd", axis=0))
+        given |= {"b": np.rint(dead / (0.02 * fine)).astype(np.int32), "bs": (0.02 * fine).astype(np.float32)}
+    nodes.append(node(operator, "xd wd bd" if operator == "Gemm" else "xd wd b", "c"))
+    nodes += [node("QuantizeLinear", "c cs cz", "cq"), node("DequantizeLinear", "cq cs cz", "y")]
+    given |= {"cs": np.float32(0.05), "cz": np.uint8(128)}
+    used = {name for made in nodes for name in made.input}
+    shape = ("batch", 3, 8, 8) if operator == "Conv" else ("batch", 3)
+    path = write_graph(tmp_path, nodes, {name: value for name, value in given.items() if name in used}, x=shape)
+    loaded, out, x = load_graph(path), tmp_path / "out", normal(2, *shape[1:])
+    with torch.no_grad():
+        dict(loaded.module.named_parameters())[SCALES][0] = np.log(0.4) / 25
+    out.mkdir()
+    save_graph(path, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    (output,), given = loaded.module(torch.from_numpy(x)), {"x": x}
+    found = run_model(edit.load(out / edit.FILE), given)["y"]  # in integers: without optimization, it is in floats
+    np.testing.assert_allclose(found, output.detach().numpy(), atol=0.0501)  # a step
+
+
+@pytest.mark.parametrize("between", ["Identity", "Relu"])
+def test_scales_stay_where_a_bias_counts_in_steps_of_one_that_is_not_known(between: str, tmp_path: Path) -> None:
+    nodes = [*QDQ[:2], node(between, "xd", "between"), *QDQ[2:4], node("Conv", "between wd bd", "y")]
+    given = {name: value for name, value in quantised().items() if name not in "mn"}
+    loaded = load_graph(write_graph(tmp_path, nodes, given, x=("batch", 3, 8, 8)))
+    assert SCALES not in dict(loaded.module.named_parameters())
+
+
+def test_constants_that_are_rounded_keep_their_scale(tmp_path: Path) -> None:
+    nodes = [node("QuantizeLinear", "k s z", "q"), node("DequantizeLinear", "q s z", "d"), node("Add", "x d", "y")]
+    weights = {"k": normal(4), "s": np.float32(0.02), "z": np.uint8(128)}
+    loaded = load_graph(write_graph(tmp_path, nodes, weights, x=("batch", 4)))
+    assert SCALES not in dict(loaded.module.named_parameters())
 
 
 def test_scales_that_are_equal_stay_equal(tmp_path: Path) -> None:

@@ -22,10 +22,8 @@ from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Assign, trial
 from graphs import node, normal, quiet, save_graph
 
 NODES = [node("MatMul", "x w", "h"), node("Relu", "h", "r"), node("MatMul", "r v", "y")]
-GROUPS = [
-    GroupFact(name=name, module="", kind="MatMul", macs=macs, sqnr_db=20.0)
-    for name, macs in (("MatMul_h", 8), ("MatMul_y", 2))
-]
+WORK = {"MatMul_h": 7, "MatMul_y": 2, "MatMul_z": 1, "MatMul_of_unknown_size": 0}
+GROUPS = [GroupFact(name=name, module="", kind="MatMul", macs=macs, sqnr_db=20.0) for name, macs in WORK.items()]
 
 
 def trial(**changes: Any) -> Trial:
@@ -67,21 +65,29 @@ def test_a_search_trains_only_where_it_is_needed(tmp_path: Path, to_train: str, 
 
 
 @pytest.mark.parametrize(
-    ("to_train", "kept", "passed", "left"),
+    ("to_train", "kept", "error", "left"),
     [
-        ("needed", ("MatMul_y",), False, ["MatMul_y"]),
-        ("asked", ("MatMul_y",), False, []),  # what was asked for is everything
-        ("needed", ("MatMul_h",), False, []),  # too much of the work
-        ("needed", ("MatMul_y",), True, []),  # it needs no training
+        ("needed", ("MatMul_y",), 0.1, ("MatMul_y",)),
+        ("asked", ("MatMul_y",), 0.1, ()),  # what was asked for is everything
+        ("needed", ("MatMul_h",), 0.1, ()),  # too much of the work
+        ("needed", ("MatMul_of_unknown_size",), 0.1, ()),
+        ("needed", ("MatMul_y",), 0.19, ()),  # hardly nearer
     ],
 )
 def test_a_search_trains_with_a_little_in_floating_point(
-    tmp_path: Path, to_train: Any, kept: tuple[str, ...], passed: bool, left: list[str]
+    tmp_path: Path, to_train: Any, kept: tuple[str, ...], error: float, left: tuple[str, ...]
 ) -> None:
-    mixed = trial(phase="sensitive", kept=kept, error=0.1, passed=passed)
+    mixed = trial(phase="sensitive", kept=kept, error=error)
     rejected, found = assigned(tmp_path, to_train, trial(error=0.3), trial(error=0.2), mixed)
     assert not rejected
-    assert [row["group"] for row in found if row["precision"] == "fp32"] == left
+    assert tuple(row["group"] for row in found if row["precision"] == "fp32") == left
+
+
+def test_no_more_is_left_in_floating_point_than_was_enough_without_training(tmp_path: Path) -> None:
+    enough = trial(phase="sensitive", kept=("MatMul_z",), error=0.01, passed=True)
+    more = trial(phase="speed", kept=("MatMul_y",), error=0.02)
+    _, found = assigned(tmp_path, "needed", trial(error=0.3), trial(error=0.2), enough, more)
+    assert {row["precision"] for row in found} == {"int8"}
 
 
 def test_without_a_trial_of_everything_nothing_is_trained(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ _GROUP, _ZEROS = 4, 2
 _GRIDS: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255), "int32": (-(1 << 30), 1 << 30)}
 _NARROWER = 63
 """Weights in 7 bits stay within it: on CPUs without VNNI, sums of larger products saturate."""
+_WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
+"""Operators whose third input is a bias, which engines add up in int32: in steps of the product of both scales."""
+_BIAS_LIMIT = 1 << 30
+"""Largest multiple of these steps that a bias is: half of what an int32 holds."""
 _SCALES_FASTER = 25.0
 """A scale is its first value times the exponential of so many times what is trained, which begins at zero: at a
 learning rate of 4e-5, about that of weights, a step changes it by a thousandth."""
@@ -151,6 +155,8 @@ class GraphModule(nn.Module):
         """Name of a weight → that of the buffer with 0 where it stays 0, and else 1."""
         self._paths: list[str] = []
         trained, opset = set(_list_trained(model)), model.opset_imports[""]
+        self._fixed = not all(map(_has_own_product, model.graph))
+        """True where scales stay: a bias in int32 counts in steps of a scale that is not known."""
         for node in model.graph:
             outputs = [_name(value) for value in node.outputs]
             path = f"value {next(filter(None, outputs), '')}".replace(".", "/")
@@ -171,7 +177,7 @@ class GraphModule(nn.Module):
             if any(use.node.op_type != _DEQUANTIZE for use in node.outputs[0].uses()):
                 raise _explain_pair(node, "something else than DequantizeLinear reads it")
             grid = _read_grid(node, edit.read(node.inputs[2]) if len(node.inputs) > 2 else None)
-            if grid.scale.size > 1:
+            if self._fixed or grid.scale.size > 1 or edit.read(node.inputs[0]) is not None:
                 return grid.compute()
             self._pairs[_name(node.outputs[0])] = grid
             self._ties.setdefault(grid.tie, len(self._ties))
@@ -180,6 +186,8 @@ class GraphModule(nn.Module):
             return None
         given, producer = node.inputs[0], node.inputs[0].producer() if node.inputs[0] else None
         if producer is not None and producer.op_type == _QUANTIZE:
+            if not np.array_equal(_read_scale(node), _read_scale(producer)):
+                raise _explain_pair(node, "its scale is another than that of QuantizeLinear")
             return lambda values: (_first(values),)  # QuantizeLinear has rounded it
         levels = edit.read(given)
         if levels is None:
@@ -258,41 +266,92 @@ class GraphModule(nn.Module):
         """Put weights and scales into the graph that they were taken from."""
         import onnx_ir as ir
 
-        biases = self._write_scales(model)
+        grids = self._grids | self._write_scales(model)
         for name, key in self._constants.items():
             if key not in self._parameters:
                 continue
             numbers = self._constant(name).cpu().numpy()
-            grid = biases.get(name) or self._grids.get(name)
-            stored = grid.narrow(numbers) if grid else numbers
+            stored = grids[name].narrow(numbers) if name in grids else numbers
             model.graph.initializers[name].const_value = ir.tensor(stored, name=name)
 
     def _write_scales(self, model: "ir.Model") -> dict[str, _Grid]:
-        """Write scales that were trained, and those of biases in int32, which are products with them.
+        """Write the scales that were trained, and return the grids of weights and biases that change with them.
 
-        Returns:
-            The new grids of the biases, by name.
+        A weight near zero has so fine a scale that its bias just fits an int32: it is as coarse as that needs again.
         """
-        biases: dict[str, _Grid] = {}
         for node in model.graph:
-            grid = self._pairs.get(_name(node.outputs[0]))
-            if node.op_type != _QUANTIZE or grid is None:
+            grid = self._pairs.get(_name(node.outputs[0])) if node.op_type == _QUANTIZE else None
+            if grid is not None and self._is_trained(grid):
+                for each in [node, *(use.node for use in node.outputs[0].uses())]:
+                    edit.write(each, 1, self._trained_scale(grid))
+        products, changed = list(self._list_products(model)), dict[str, _Grid]()
+        for grid, weight, bias in products:
+            numbers = self._read_bias(bias)
+            if self._is_trained(grid) and numbers is not None:
+                name = _name(weight.inputs[0])
+                old = changed.get(name, self._grids[name])
+                least = np.abs(numbers) / float(self._trained_scale(grid)) / _BIAS_LIMIT
+                least = least if least.size == old.scale.size else least.max(initial=0.0)
+                coarse = np.maximum(old.scale, least.reshape(old.scale.shape)).astype(np.float32)
+                changed[name] = replace(old, scale=coarse)
+        for grid, weight, bias in products:
+            scale = changed[name].scale if (name := _name(weight.inputs[0])) in changed else None
+            if scale is None:
                 continue
-            scale = self._scale(grid).cpu().numpy().reshape(grid.scale.shape)
-            if np.array_equal(scale, grid.scale):
+            edit.write(weight, 1, scale)
+            widening = bias.producer()
+            if widening is not None and (name := _name(widening.inputs[0])) in self._grids:
+                product = (float(self._trained_scale(grid)) * scale.astype(np.float64)).astype(np.float32)
+                product = np.broadcast_to(product, np.broadcast_shapes(product.shape, self._grids[name].scale.shape))
+                changed[name] = replace(self._grids[name], scale=product)
+                edit.write(widening, 1, np.array(product))
+        return changed
+
+    def _list_products(self, model: "ir.Model") -> "Iterator[tuple[_Grid, ir.Node, ir.Value]]":
+        """List products with a bias: the grid of the input, which may be trained, the weight's node, and the bias."""
+        for node in model.graph:
+            if node.op_type not in _WITH_BIAS or len(node.inputs) < 3 or node.inputs[2] is None:
                 continue
-            edit.write(node, 1, scale)
-            for pair in [use.node for use in node.outputs[0].uses()]:
-                edit.write(pair, 1, scale)
-                for use in pair.outputs[0].uses():
-                    bias = use.node.inputs[2] if use.idx == 0 and len(use.node.inputs) > 2 else None
-                    widening = bias.producer() if bias is not None else None
-                    name = _name(widening.inputs[0]) if widening is not None else ""
-                    if widening is not None and name in self._grids and self._grids[name].dtype == "int32":
-                        old = self._grids[name]
-                        biases[name] = replace(old, scale=(old.scale * (scale / grid.scale)).astype(np.float32))
-                        edit.write(widening, 1, biases[name].scale)
-        return biases
+            source, weight = _find_quantize(node.inputs[0]), node.inputs[1].producer() if node.inputs[1] else None
+            grid = self._pairs.get(_name(source.outputs[0])) if source is not None else None
+            if grid is not None and weight is not None and _name(weight.inputs[0]) in self._grids:
+                yield grid, weight, node.inputs[2]
+
+    def _read_bias(self, bias: "ir.Value") -> Array | None:
+        """Return a bias as it was trained, a vector; None where it is computed."""
+        widening = bias.producer()
+        name = _name(bias if widening is None else widening.inputs[0])
+        return self._constant(name).cpu().numpy().reshape(-1).astype(np.float64) if name in self._constants else None
+
+    @torch.no_grad()
+    def _trained_scale(self, grid: _Grid) -> Array:
+        scale: Array = self._scale(grid).cpu().numpy().reshape(grid.scale.shape)
+        return scale
+
+    def _is_trained(self, grid: _Grid) -> bool:
+        return not np.array_equal(self._trained_scale(grid), grid.scale)
+
+
+def _find_quantize(value: "ir.Value | None") -> "ir.Node | None":
+    """Return the QuantizeLinear of the pair that makes a value; None where none does."""
+    pair = value.producer() if value is not None else None
+    given = pair.inputs[0] if pair is not None and pair.op_type == _DEQUANTIZE else None
+    source = given.producer() if given is not None else None
+    return source if source is not None and source.op_type == _QUANTIZE else None
+
+
+def _has_own_product(node: "ir.Node") -> bool:
+    """Tell whether a bias in int32 is that of one product, whose input and weight are in few bits; True for others."""
+    levels = edit.read(node.inputs[0]) if node.op_type == _DEQUANTIZE else None
+    if levels is None or levels.dtype != np.int32:
+        return True
+    given, readers = node.inputs[0], list(node.outputs[0].uses())
+    if given is None or len(given.uses()) > 1 or [use.idx for use in readers] != [2]:
+        return False
+    product = readers[0].node
+    weight = product.inputs[1].producer() if product.inputs[1] is not None else None
+    in_bits = weight is not None and weight.op_type == _DEQUANTIZE and edit.read(weight.inputs[0]) is not None
+    return product.op_type in _WITH_BIAS and in_bits and _find_quantize(product.inputs[0]) is not None
 
 
 def _name(value: "ir.Value | None") -> str:
@@ -312,6 +371,12 @@ def _list_trained(model: "ir.Model") -> Iterator[str]:
             along_one = numbers.size > 1 and numbers.size == max(numbers.shape)
             if (along_one or not by_channel) and np.abs(numbers).max(initial=0.0) < _LARGEST:
                 yield _name(value)
+
+
+def _read_scale(node: "ir.Node") -> Array:
+    """Read a scale; it is empty where it is computed."""
+    scale = edit.read(node.inputs[1])
+    return np.empty(0) if scale is None else scale
 
 
 def _read_grid(node: "ir.Node", levels: Array | None) -> _Grid:
