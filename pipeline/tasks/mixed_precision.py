@@ -359,7 +359,7 @@ class Assign(Task):
         chosen = (group for group in forms[trial.form] if not group.reason and group.name not in asked)
         work = {group.name: group.macs for group in chosen}
         kept = [work[name] for name in trial.kept if name in work]
-        return sum(kept) / sum(work.values()) if all(kept) else 1.0
+        return sum(kept) / max(1, sum(work.values())) if all(kept) else 1.0
 
 
 def trial_role(index: int) -> str:

@@ -152,6 +152,21 @@ def test_biases_of_channels_that_died_still_fit_where_a_scale_shrinks(operator: 
     np.testing.assert_allclose(found, output.detach().numpy(), atol=0.0501)  # a step
 
 
+def test_a_bias_of_one_number_for_all_channels_stays(tmp_path: Path) -> None:
+    nodes = [*QDQ[:2], node("DequantizeLinear", "w ws wz", "wd", axis=1), node("Gemm", "xd wd b", "y")]
+    given = quantised(w=quantised()["w"][:, :, 0, 0].T.copy(), b=np.asarray([2.0], np.float32))
+    used = {name for made in nodes for name in made.input}
+    weights_of = {name: value for name, value in given.items() if name in used}
+    path, out, x = write_graph(tmp_path, nodes, weights_of, x=("batch", 3)), tmp_path / "out", normal(2, 3)
+    loaded = load_graph(path)
+    with torch.no_grad():
+        dict(loaded.module.named_parameters())[SCALES].fill_(np.log(0.4) / 25)
+    out.mkdir()
+    save_graph(path, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    (output,) = loaded.module(torch.from_numpy(x))
+    np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-5)
+
+
 @pytest.mark.parametrize("between", ["Identity", "Relu"])
 def test_scales_stay_where_a_bias_counts_in_steps_of_one_that_is_not_known(between: str, tmp_path: Path) -> None:
     nodes = [*QDQ[:2], node(between, "xd", "between"), *QDQ[2:4], node("Conv", "between wd bd", "y")]

@@ -1,5 +1,6 @@
 """The task that trains graphs, and the assignment of what is trained."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ def records(folder: Path, *rows: Any) -> Artifact:
     return scratch_artifact("record", folder / "records.json", None)
 
 
-def assigned(tmp_path: Path, to_train: Any, *trials: Trial) -> tuple[str, list[dict[str, Any]]]:
+def assigned(
+    tmp_path: Path, to_train: Any, *trials: Trial, groups: Sequence[GroupFact] = GROUPS
+) -> tuple[str, list[dict[str, Any]]]:
     inputs = {
         trial_role(1): records(tmp_path / "first", *trials[:1]),
         trial_role(3): records(tmp_path / "last", *trials),  # the second one failed
-        SENSITIVITY: records(tmp_path / "sensitivity", *GROUPS),
-        RESCALED: records(tmp_path / "rescaled", *GROUPS),
+        SENSITIVITY: records(tmp_path / "sensitivity", *groups),
+        RESCALED: records(tmp_path / "rescaled", *groups),
     }
     (out := tmp_path / "out").mkdir()
     effect = Assign(step=Precision(precision="int8"), keep=(), to_train=to_train).run(inputs, out, quiet)
@@ -87,6 +90,13 @@ def test_no_more_is_left_in_floating_point_than_was_enough_without_training(tmp_
     enough = trial(phase="sensitive", kept=("MatMul_z",), error=0.01, passed=True)
     more = trial(phase="speed", kept=("MatMul_y",), error=0.02)
     _, found = assigned(tmp_path, "needed", trial(error=0.3), trial(error=0.2), enough, more)
+    assert {row["precision"] for row in found} == {"int8"}
+
+
+def test_where_the_work_of_no_group_is_known_everything_is_trained(tmp_path: Path) -> None:
+    unknown = [group.model_copy(update={"macs": 0}) for group in GROUPS]
+    mixed = trial(phase="sensitive", kept=tuple(sorted(WORK)), error=0.01)
+    _, found = assigned(tmp_path, "needed", trial(error=0.3), mixed, groups=unknown)
     assert {row["precision"] for row in found} == {"int8"}
 
 

@@ -291,9 +291,8 @@ class GraphModule(nn.Module):
                 name = _name(weight.inputs[0])
                 old = changed.get(name, self._grids[name])
                 least = np.abs(numbers) / float(self._trained_scale(grid)) / _BIAS_LIMIT
-                least = least if least.size == old.scale.size else least.max(initial=0.0)
-                coarse = np.maximum(old.scale, least.reshape(old.scale.shape)).astype(np.float32)
-                changed[name] = replace(old, scale=coarse)
+                least = least.reshape(old.scale.shape) if least.size == old.scale.size else least.max(initial=0.0)
+                changed[name] = replace(old, scale=np.maximum(old.scale, least).astype(np.float32))
         for grid, weight, bias in products:
             scale = changed[name].scale if (name := _name(weight.inputs[0])) in changed else None
             if scale is None:
