@@ -23,7 +23,7 @@ from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.memory.limits import StepMeter
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, RecoverOptions, Recovery, Subject
+from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, BatchLimits, RecoverOptions, Recovery, Subject
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
@@ -34,7 +34,7 @@ from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
-    from enginesmith.pipeline.passes.finetune.evaluate import BatchLimits, Metric, Work
+    from enginesmith.pipeline.passes.finetune.evaluate import Metric, Work
     from enginesmith.pipeline.passes.finetune.trainer import Models
 
 
@@ -87,10 +87,8 @@ class Recover(ResumableTask):
         return (2e-3,)
 
     @property
-    def batch_limits(self) -> "BatchLimits":
+    def batch_limits(self) -> BatchLimits:
         """How far batches are made smaller where time is short."""
-        from enginesmith.pipeline.passes.finetune.evaluate import BatchLimits
-
         return BatchLimits()
 
     @property
@@ -251,10 +249,8 @@ class TrainGraph(Recover):
         return _SPARSE_RATES if self.stays_float else _INT8_RATES
 
     @property
-    def batch_limits(self) -> "BatchLimits":
+    def batch_limits(self) -> BatchLimits:
         """Many small steps bring back more of what rounding lost; no batch norm needs a large batch."""
-        from enginesmith.pipeline.passes.finetune.evaluate import BatchLimits
-
         return BatchLimits() if self.stays_float else BatchLimits(steps=2000, least=2)
 
     def load(self, inputs: Inputs) -> "Models":

@@ -4,7 +4,8 @@ Each node is a module, named after the value that it makes. What QuantizeLinear 
 one rounding to the very grid of the graph, whose gradient is passed straight through (Jacob et al., "Quantization and
 Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018, section 3). Scales of
 activations are trained with the weights (Esser et al., "Learned Step Size Quantization", ICLR 2020); those that are
-equal stay equal, as kernels may need them to be. Scales of weights, zero points and the nodes stay as they are.
+equal stay equal, as kernels may need them to be. Zero points and the nodes stay as they are; so do scales of weights,
+but where a bias would not fit an int32.
 """
 
 import math
@@ -56,8 +57,6 @@ _NARROWER = 63
 """Weights in 7 bits stay within it: on CPUs without VNNI, sums of larger products saturate."""
 _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 """Operators whose third input is a bias, which engines add up in int32: in steps of the product of both scales."""
-_BIAS_LIMIT = 1 << 30
-"""Largest multiple of these steps that a bias is: half of what an int32 holds."""
 _SCALES_FASTER = 25.0
 """A scale is its first value times the exponential of so many times what is trained, which begins at zero: at a
 learning rate of 4e-5, about that of weights, a step changes it by a thousandth."""
@@ -290,7 +289,7 @@ class GraphModule(nn.Module):
             if self._is_trained(grid) and numbers is not None:
                 name = _name(weight.inputs[0])
                 old = changed.get(name, self._grids[name])
-                least = np.abs(numbers) / float(self._trained_scale(grid)) / _BIAS_LIMIT
+                least = np.abs(numbers) / float(self._trained_scale(grid)) / _GRIDS["int32"][1]
                 least = least.reshape(old.scale.shape) if least.size == old.scale.size else least.max(initial=0.0)
                 changed[name] = replace(old, scale=np.maximum(old.scale, least).astype(np.float32))
         for grid, weight, bias in products:

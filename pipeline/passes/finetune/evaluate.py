@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune import trainer
 from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
 from enginesmith.pipeline.passes.finetune.losses import Distil, Loss, supervised, user_loss
-from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
+from enginesmith.pipeline.passes.finetune.options import BatchLimits, RecoverOptions, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Models, Trainer
 from enginesmith.pipeline.tensors import Array, Feeds
 
@@ -44,16 +44,6 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class BatchLimits:
-    """How far batches are made smaller where time is short."""
-
-    steps: int = 100
-    """Those that are enough: batches are halved while there is no time for so many."""
-    least: int = 8
-    """The smallest batch that is made for that."""
-
-
-@dataclass(frozen=True)
 class Work:
     """A model to be recovered, the data and the means."""
 
@@ -69,7 +59,7 @@ class Work:
     """The batch that the model takes, where it takes only one."""
     rates: tuple[float, ...] = (2e-3,)
     """Learning rates to choose from by short trials, where none is given."""
-    batch_limits: BatchLimits = BatchLimits()
+    batch_limits: BatchLimits = field(default_factory=BatchLimits)
 
     def loss(self, plan: TrainingPlan) -> Loss:
         """Make the loss that the student is trained by.

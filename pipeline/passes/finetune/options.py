@@ -66,6 +66,15 @@ class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
         )
 
 
+class BatchLimits(BaseModel, frozen=True):
+    """How far batches are made smaller where time is short."""
+
+    steps: int = 100
+    """Those that are enough: batches are halved while there is no time for so many."""
+    least: int = 8
+    """The smallest batch that is made for that."""
+
+
 FILE = "recovery.json"
 """Record beside the recovered model: plan, curve and ending. The same steps give the same record."""
 
