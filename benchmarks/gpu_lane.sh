@@ -6,7 +6,8 @@
 #
 # All of it is one file, OUT/gpu_lane.json; what another part left there stays. PARTS are the parts that one call has the
 # time for, all by default:
-#   tests       tests/gpu
+#   tests       tests/gpu, and the cases of tests/cuda that need no simulated runtime
+#   commands    benchmarks/gpu/commands.py: the doctor, a search, two models in all engines, bundles, the vendors' timers
 #   tensorrt    benchmarks/gpu/lane.py: what TensorRT does here
 #   resnet50 bert_base vit_b16 (or another model): benchmarks/gpu/bench.py: latency and memory of eager in float32, TF32,
 #               float16 and bfloat16, compiled, CUDA graphs, ONNX Runtime and the flavours of TensorRT that load
@@ -14,12 +15,13 @@
 # Files of several calls are put together by `python benchmarks/gpu/record.py merge FILE... --out gpu_lane.json`.
 # DEVICE=cpu BATCH="1 2" SECONDS_EACH=1 is a dry run of models on the CPU.
 # Wheels too large to carry whole may lie there in parts: NAME.whl.part00, NAME.whl.part01, …
+# benchmarks/gpu/smaller_wheel.py makes a wheel small enough to carry.
 # Without a device each part says that it is skipped, and writes so. The exit code is that of the tests.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 wheels=${1:-$root/wheels}
 out=${2:-$root/benchmarks/results}
-parts=${3:-tests tensorrt resnet50 bert_base vit_b16}
+parts=${3:-tests commands tensorrt resnet50 bert_base vit_b16}
 minutes=${MINUTES:-9}
 mkdir -p "$out"
 record=$(cd "$out" && pwd)/gpu_lane.json
@@ -48,14 +50,19 @@ within() { timeout --kill-after=10 "$(awk "BEGIN { print int($minutes * 60) + 20
 device=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")')
 echo "device: ${device:-none}"
 
+without_simulation=$(printf 'tests/cuda/test_%s.py ' device memory onnxruntime products variants)
 tests=0
 for part in $parts; do
     case $part in
     tests)
-        within "$python" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider --import-mode=importlib -o addopts= -o timeout= \
+        # shellcheck disable=SC2086
+        ENGINESMITH_STAND_IN=real within "$python" -m pytest tests/gpu $without_simulation -q -rs -p no:cacheprovider --import-mode=importlib -o addopts= -o timeout= \
             -W ignore::pytest.PytestConfigWarning --junitxml="$work/junit.xml"
         tests=$?
         "$python" benchmarks/gpu/record.py tests "$work/junit.xml" "$tests" --out "$record"
+        ;;
+    commands)
+        within "$python" benchmarks/gpu/commands.py --models resnet18 bert_base --out "$record" --jobs "${JOBS:-4}"
         ;;
     tensorrt)
         within "$python" benchmarks/gpu/lane.py --models digits resnet50 --out "$record"

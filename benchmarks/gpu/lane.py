@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,15 @@ _RANGE = "batch=1:8:64"
 class Lane:
     """Runs commands and keeps the record."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, part: str) -> None:
         self._whole = Record(out)
-        self.record = self._whole.start("tensorrt")
+        self.record = self._whole.start(part)
+        self._lock = threading.Lock()
 
     def write(self) -> None:
         """The record as it is now."""
-        self._whole.write()
+        with self._lock:
+            self._whole.write()
 
     def note(self, place: dict[str, Any], name: str, *command: str) -> bool:
         """Run ``command`` and put what came of it into ``place``; whether its exit code was 0."""
@@ -51,9 +54,11 @@ class Lane:
         except subprocess.TimeoutExpired:
             code, output, said = 124, "", f"it took longer than {_LIMIT_SECONDS} s"
         document = _parsed(output)
-        place[name] = {"exit": code, "seconds": round(time.monotonic() - started, 2), "document": document}
+        found = {"exit": code, "seconds": round(time.monotonic() - started, 2), "document": document}
         if code or document is None:
-            place[name]["said"] = said[-_TAIL:]
+            found["said"] = (output + said)[-_TAIL:]
+        with self._lock:
+            place[name] = found
         print(f"  {name}: {'done' if not code else _reason(document, said)}", flush=True)
         self.write()
         return code == 0
@@ -68,12 +73,13 @@ def _parsed(text: str) -> Any:
 
 def _reason(document: Any, said: str) -> str:
     if isinstance(document, dict) and "error" in document:
-        return str(document["error"])
+        return str(document["error"]).partition("\n")[0]
     return next(iter(reversed(said.strip().splitlines())), "no message")
 
 
-def _enginesmith(*arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "enginesmith.cli", *arguments, "--json", "--quiet")
+def enginesmith(*arguments: str) -> tuple[str, ...]:
+    """A command of ours that prints a document."""
+    return (sys.executable, "-m", "enginesmith.cli", *arguments, "--json")
 
 
 def flavour(lane: Lane, name: str, models: list[str], seconds: int, scratch: Path) -> None:
@@ -92,7 +98,7 @@ def flavour(lane: Lane, name: str, models: list[str], seconds: int, scratch: Pat
         of_model: dict[str, Any] = place.setdefault(model, {})
         graph = scratch / f"{model}.onnx"
         if not graph.exists() and not lane.note(
-            of_model, "export", *_enginesmith("export", model, "-o", str(graph), "--shape", _RANGE)
+            of_model, "export", *enginesmith("export", model, "-o", str(graph), "--shape", _RANGE)
         ):
             continue
         _engine(lane, of_model, kind, graph, scratch / f"{model}-{name}.engine")
@@ -102,16 +108,16 @@ def flavour(lane: Lane, name: str, models: list[str], seconds: int, scratch: Pat
             more += ("--cuda-graphs", graphs)
             run = scratch / f"{model}-{name}{'' if graphs == 'off' else '-graphs'}"
             title = "optimize" if graphs == "off" else "optimize with CUDA graphs"
-            lane.note(of_model, title, *_enginesmith(*words, *more, "--out", str(run)))
+            lane.note(of_model, title, *enginesmith(*words, *more, "--out", str(run)))
 
 
 def _engine(lane: Lane, place: dict[str, Any], kind: type[TensorRT], graph: Path, engine: Path) -> None:
     """An engine for this device, and where its memory goes; where there can be none, one for another, to be refused."""
     words: tuple[str, ...] = ("build", str(graph), "--engine", kind.name, "--shape", _RANGE, "-o")
-    if not lane.note(place, "build", *_enginesmith(*words, str(engine))):
+    if not lane.note(place, "build", *enginesmith(*words, str(engine))):
         targets = kind.known().targets
         if not targets or not lane.note(
-            place, f"build for {targets[1]}", *_enginesmith(*words, str(engine), "--target", targets[1])
+            place, f"build for {targets[1]}", *enginesmith(*words, str(engine), "--target", targets[1])
         ):
             return
     for title, more in {
@@ -123,7 +129,7 @@ def _engine(lane: Lane, place: dict[str, Any], kind: type[TensorRT], graph: Path
         if not lane.note(place, title, sys.executable, str(LEDGER), str(engine), *more):
             return
     streaming = engine.with_name(f"streaming-{engine.name}")
-    if lane.note(place, "build with weight streaming", *_enginesmith(*words, str(streaming), "--weight-streaming")):
+    if lane.note(place, "build with weight streaming", *enginesmith(*words, str(streaming), "--weight-streaming")):
         command = (sys.executable, str(LEDGER), str(streaming), "--weight-streaming-budget", "0")
         lane.note(place, "ledger with weights streamed", *command)
 
@@ -135,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=int, default=10)
     given = parser.parse_args()
-    lane = Lane(given.out)
+    lane = Lane(given.out, "tensorrt")
     if nvidia.cuda_device(0) is None:
         lane.record |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}
         print(f"TensorRT skipped: {lane.record['skipped']}")

@@ -113,6 +113,11 @@ def test_what_is_missing_is_explained(changes: dict[str, object]) -> None:
     assert ("This run is not complete" in text) is not found.complete
 
 
+def test_a_run_of_a_checkout_that_is_not_installed_has_its_page() -> None:
+    text = page.render(runs.run(environment={"packages": {"torch": "2.13.0"}, "python": "3.12.3"}))
+    assert "In a checkout of enginesmith, with Python 3.12.3:" in text
+
+
 def test_nothing_measured_says_so_everywhere() -> None:
     bare = {"id": "eager", "engine": "eager", "precision": "fp32", "status": "skipped", "reasons": {"latency": "load"}}
     missing = {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()}

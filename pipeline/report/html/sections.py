@@ -1,7 +1,6 @@
 """Render the sections of a run's page: accuracy and compression, provenance, and measurements."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
 
 from enginesmith.pipeline.recipe import commented
 from enginesmith.pipeline.report import gate as gates
@@ -224,8 +223,8 @@ def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what to install and what to run."""
     known = provenance.list_versions(run.environment)
     install, python = provenance.write_install_command(run.environment), run.environment.get("python")
-    own = known.get("enginesmith") or version("enginesmith")
-    said = f"In a checkout of enginesmith {own}{f', with Python {python}' if python else ''}:"
+    own = " ".join(filter(None, ("enginesmith", known.get("enginesmith"))))
+    said = f"In a checkout of {own}{f', with Python {python}' if python else ''}:"
     builds = provenance.list_local_builds(run.environment)
     build = f"The run was made with {', '.join(builds)}: a build of its own, from the index that offers it."
     unknown = Words("The run does not say which packages it was made with.", "caution")
