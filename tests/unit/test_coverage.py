@@ -84,6 +84,27 @@ def test_plain_floats(tmp_path: Path) -> None:
     assert (found.islands, found.casts, found.qdq_pairs, found.conversions) == (0, 0, 0, 0)
 
 
+def test_products_behind_a_computed_shape_are_counted(tmp_path: Path) -> None:
+    """The shape is computed as PaddlePaddle's exporter writes it: of the value's own, by a Slice."""
+    numbers = {"zero": [0], "two": [2], "rest": [-1]}
+    held = [helper.make_tensor(name, TensorProto.INT64, (1,), value) for name, value in numbers.items()]
+    held.append(helper.make_tensor("w", FLOAT, (12, 5), [1.0] * 60))
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "two", "zero"], ["first"]),
+        helper.make_node("Concat", ["first", "rest"], ["flat"], axis=0),
+        helper.make_node("Reshape", ["x", "flat"], ["rows"]),
+        helper.make_node("MatMul", ["rows", "w"], ["y"], name="product"),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, FLOAT, ["batch", *shape])
+        for name, shape in (("x", (3, 4, 3)), ("y", (3, 5)))
+    ]
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], held)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)], ir_version=7), tmp_path / "m.onnx")
+    assert coverage.count_macs(tmp_path / "m.onnx", {"batch": 2}) == {"product": 2 * 3 * 12 * 5}
+
+
 @pytest.mark.parametrize(("kind", "name"), [(INT8, "int8"), (FP8, "fp8")])
 def test_a_product_is_quantised_if_both_its_operands_are(tmp_path: Path, kind: int, name: str) -> None:
     found = Graph().pair(kind).product(kind).pair(kind).product().product(kind).covered(tmp_path)

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import computed_shapes, model_file
 
 if TYPE_CHECKING:
     import onnx.inliner
@@ -53,6 +53,8 @@ _WINDOW = (
     *("auto_pad", "ceil_mode", "dilations", "group", "kernel_shape", "output_padding", "output_shape", "pads"),
     "strides",
 )
+_ROUNDS = 50
+"""Shapes that depend on other computed shapes, one after the other, that are followed."""
 _MATRIX = 2
 _FLAT = 4  # rank of what is pooled whole, where no kernel tells it
 _TO_CHANNELS_FIRST, _TO_CHANNELS_LAST = [0, _FLAT - 1, *range(1, _FLAT - 1)], [0, *range(2, _FLAT), 1]
@@ -252,11 +254,24 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
     imported = {entry.domain for entry in model.opset_import}  # inference gives up if a domain in use is not named
     for domain in sorted({node.domain for node in model_file.nodes(model)} - imported):
         model.opset_import.add(domain=domain, version=1 if domain else _OPSET)
+    inferred = _infer(model)
+    for _ in range(_ROUNDS):
+        if not computed_shapes.fold(model, {name: value.shape for name, value in inferred.items()}):
+            break
+        inferred = _infer(model)
+    return View(nodes, inferred | values, frozenset(constants))
+
+
+def _infer(model: "onnx.ModelProto") -> dict[str, Value]:
+    """Infer types and shapes by name."""
+    import onnx.shape_inference
+
     known = onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
+    values: dict[str, Value] = {}
     for graph in _graphs(known.graph):
         for info in (*graph.input, *graph.output, *graph.value_info):
             _note(values, info)
-    return View(nodes, values, frozenset(constants))
+    return values
 
 
 def _fix_sizes(path: Path, graph: "onnx.GraphProto", sizes: Mapping[str, int]) -> None:
