@@ -1,0 +1,179 @@
+"""Bundles where they arrive: verified by digests and their test vector, loaded into a program, run by their script."""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packaged_runs
+from enginesmith import load
+from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.results import remeasure
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.package import manifest, verify
+from enginesmith.pipeline.results.package.package import package
+from packaged_runs import ExampleRun
+
+found, made, no_script = packaged_runs.found, packaged_runs.made, packaged_runs.no_script  # fixtures
+
+
+def test_digests_are_checked_without_an_engine(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.variants.append(made.engine("tensorrt_rtx"))
+    package(made.write(), "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(MissingCapability, match="4 files are what was packaged; the test vector was not run"):
+        verify.verify(tmp_path / "b")
+    (tmp_path / "b/model.engine").write_bytes(b"angine")
+    with pytest.raises(ModelError, match="nothing was loaded"):
+        verify.verify(tmp_path / "b")
+
+
+def _spoil(name: str, data: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def _rewrite(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(values | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (_spoil("model.onnx", b"other"), "its sha256 differs"),
+        (_spoil("infer.py", b"print()"), "its sha256 differs"),
+        (_spoil("extra.so", b"code"), "was not packaged"),
+        (lambda folder: (folder / "test_vector.npz").unlink(), "is missing"),
+        (_spoil("manifest.json", b'{"schema": "enginesmith.bundle/1", '), "damaged"),
+        (_spoil("manifest.json", b"\xff\xfe"), "damaged"),
+        (_rewrite(signature=3), "signature"),
+        (_rewrite(schema="enginesmith.bundle/2"), "newer schema"),
+        (_rewrite(schema="enginesmith.run/1"), "not of the schema"),
+        (_rewrite(files={"../run/run.json": {"sha256": "0", "bytes": 1}}), "outside of the bundle"),
+        (shutil.rmtree, "no bundle"),
+    ],
+)
+def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
+    harm: Callable[[Path], object], said: str, found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify.worker, "run", None)  # nothing gets as far as a process
+    harm(tmp_path / "b")
+    with pytest.raises(EnginesmithError, match=said):
+        verify.verify(tmp_path / "b")
+
+
+def test_machine_code_is_loaded_only_where_its_maker_is_trusted(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    text = (tmp_path / "b/manifest.json").read_text()
+    native = re.sub(r'"engine": \{\s+"name": "\w+"', '"engine": {"name": "aotinductor"', text)
+    (tmp_path / "b/manifest.json").write_text(native.replace('"options": {', '"options": {"dtype": "float32",', 1))
+    for refused in (lambda: verify.verify(tmp_path / "b"), lambda: load(tmp_path / "b")):
+        with pytest.raises(MissingCapability, match="machine code") as caught:
+            refused()
+        assert "--trust" in caught.value.remedy
+    with pytest.raises(ModelError, match=r"engine\.json"):
+        load(tmp_path / "b", trust=True)
+
+
+def test_only_bundles_can_be_verified(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "triton", tmp_path / "t")
+    with pytest.raises(UsageError, match="no test vector"):
+        verify.verify(tmp_path / "t/net_py_build")
+
+
+def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: ExampleRun, tmp_path: Path) -> None:
+    made.variants.append(made.engine("tensorrt_rtx"))
+    package(made.write(), "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
+    script = tmp_path / "b/infer.py"
+    assert f'"{manifest.SCHEMA}"' in script.read_text()
+    imported = re.findall(r"^\s*(?:import|from) (\w+)", script.read_text(), re.M)
+    assert {*imported} - sys.stdlib_module_names == {"numpy", "onnxruntime", "openvino", "torch"}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=hidden)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("--help")[0] == 0
+    code, said = run("--input", "x.npy")
+    assert (code, said.splitlines()[-1].partition("error: ")[2]) == (
+        2,
+        "--input x.npy: write NAME=x.npy, with the name of an input (see manifest.json)",
+    )
+    code, said = run()
+    assert code == 1
+    assert said.startswith("error: this machine cannot run the engine: "), said
+    assert "made with tensorrt_rtx 10.14.1 for cuda" in said
+
+
+def test_programs_and_bundles_run_with_the_tuned_options(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    chosen = {"intra_op_num_threads": "1", "session.intra_op.allow_spinning": "0"}
+    fields = {"session_options": [f"{name}={value}" for name, value in chosen.items()]}
+    tuning = {"fields": fields, "kept": (), "trials": (), "untried": ()}
+    made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph, tuning=tuning)]
+    folder, seen = made.write(), list[Any]()
+    package(folder, "bundle", tmp_path / "b")
+    candidates = [
+        remeasure.candidate("run", remeasure.Stored(folder, runs.read(folder), made.variants[0])),
+        verify.candidate(tmp_path / "b", manifest.read(tmp_path / "b")),
+    ]
+    for found in candidates:  # for gate, benchmark and load
+        with found.engine.load(found.artifact, found.device) as session:
+            seen.append(session._session.get_session_options())  # type: ignore[attr-defined]
+    real = onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda file, given, **more: seen.append(given) or real(file, given, **more)
+    )
+    assert runpy.run_path(str(tmp_path / "b/infer.py"))["Model"]().check()[1] == []
+    assert len(seen) == 3
+    for options in seen:
+        assert options.intra_op_num_threads == 1
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: Path) -> None:
+    good, ones = made.variants[0], np.ones((2, 4), np.float32)
+    changes = ({"id": "bad", "status": "failed", "reason": "wrong result"}, {"id": "slow", "rejected": "no faster"})
+    made.variants += [good.model_copy(update=fields) for fields in (*changes, {"id": "none", "artifact": None})]
+    folder = made.write()
+    package(folder, "bundle", tmp_path / "bundle", None)
+    for place in (folder, str(tmp_path / "bundle")):
+        with load(place, good.id, device="cpu") as model:
+            assert np.array_equal(model(x=ones), ones * np.arange(4, dtype=np.float32))
+            assert model.check().passed
+    for name, doubt in (("bad", "bad: it failed in the run: wrong result"), ("slow", "it was rejected: no faster")):
+        with pytest.warns(UserWarning, match=doubt), load(folder, name) as model:
+            assert model.variant == name
+    refusals: list[tuple[Path, dict[str, str], str]] = [
+        (tmp_path / "bundle", {"variant": "other"}, "is a bundle package of onnxruntime-fp32"),
+        (folder, {"variant": "none"}, "none has no engine"),
+        (folder, {"variant": "eager"}, r"net\.py"),
+        (folder, {"variant": good.id, "device": "tpu"}, "no device 'tpu'"),
+        (tmp_path, {}, "no run in"),
+        (made.write(winner=None, winner_reason="all are slow"), {}, r"all are slow(?s:.*)variant=…\); built are: onnx"),
+    ]
+    for place, asked, words in refusals:
+        with pytest.raises(UsageError, match=words):
+            load(place, **asked)
+    for file, place in ((folder / good.artifact.path, folder), (tmp_path / "bundle/model.onnx", tmp_path / "bundle")):
+        file.write_bytes(file.read_bytes() + b" ")
+        with pytest.raises(ModelError, match="is not"):
+            load(place, good.id)
