@@ -1,0 +1,227 @@
+"""Graphs with Q/DQ pairs in ONNX Runtime: it computes in integers what is meant to be, and floats stay floats."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart, keep_weights_floating
+from enginesmith.pipeline.passes.quantize.qdq import Settings
+from enginesmith.pipeline.tensors import Array
+from graphs import count_kernels, parse_graph, run_model, sqnr_db
+from qdq_graphs import CPU, GPU, RUNNABLE, exact_values, feeds, grid, make_quantized, make_random, residual
+
+random = make_random()
+
+
+def test_onnx_runtime_computes_everything_in_integers(tmp_path: Path) -> None:
+    model, found = make_quantized(residual, CPU)
+    assert not found.left
+    kinds = count_kernels(model, feeds(model), tmp_path)
+    assert [kinds[f"Q{end}"] for end in ("LinearConv", "LinearAdd", "Gemm", "LinearGlobalAveragePool")] == [4, 1, 1, 1]
+    assert not {"Conv", "Add", "Relu", "Clip", "MaxPool", "Gemm"} & set(kinds)
+    assert kinds["QuantizeLinear"] == 1
+
+
+@pytest.mark.parametrize("settings", [CPU, GPU], ids=["onnxruntime", "tensorrt"])
+def test_the_result_is_close_to_the_float_graph_fused_or_not(settings: Settings) -> None:
+    exact = exact_values(residual(), feeds(residual()))["y"]
+    model, _ = make_quantized(residual, settings)
+    simulated, real = exact_values(model, feeds(model))["y"], run_model(model, feeds(model))["y"]
+    assert sqnr_db(exact, simulated) > 25
+    assert sqnr_db(exact, real) > 25
+    assert sqnr_db(simulated, real) > 30
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "b = MaxPool <kernel_shape = [2, 2]> (a)",
+        "b = AveragePool <kernel_shape = [2, 2]> (a)",
+        "b = GlobalAveragePool(a)",
+        "b = LeakyRelu <alpha = 0.1> (a)",
+        "g = Sigmoid(a) b = Mul(a, g)",
+        "g = GlobalAveragePool(a) h = Conv(g, w) i = Sigmoid(h) b = Mul(i, a)",
+        "h = Conv(a, w) i = Add(h, a) b = Relu(i)",
+        'b = Resize <mode = "nearest"> (a, none, twice)',
+        "t = Transpose <perm = [0, 1, 3, 2]> (a) b = Clip(t, low, high)",
+        "b = Slice(a, start, end, axis)",
+        "c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)",
+        "c = Reshape(a, shape) b = Transpose <perm = [0, 1, 3, 2]> (c)",
+    ],
+)
+def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
+    text = f"net (float[1, 4, 8, 8] x) => (float[1, 4, p, q] y) {{ a = Conv(x, w, v) {between} y = Conv(b, w) }}"
+    given = {
+        "w": random(4, 4, 1, 1),
+        "v": random(4),
+        "none": np.zeros(0, np.float32),
+        "twice": np.float32([1, 1, 2, 2]),
+        "start": np.array([1]),
+        "end": np.array([4]),
+        "axis": np.array([2]),
+        "shape": np.array([1, 4, 4, 16]),
+        "low": np.float32(-0.5),
+        "high": np.float32(6),
+    }
+    read = onnx.parser.parse_graph(text)
+    used = {name for one in read.node for name in one.input}
+    weights = {name: array for name, array in given.items() if name in used}
+    model, found = make_quantized(lambda: parse_graph(text, **weights), RUNNABLE)
+    assert not found.left
+    kinds = count_kernels(model, feeds(model), tmp_path)
+    assert kinds["QLinearConv"] == 2 + ("Conv(a" in between or "Conv(g" in between)
+    clamps = "Clip" in between  # with nothing before it that it could be part of
+    assert (kinds["QuantizeLinear"], kinds["DequantizeLinear"]) == (1 + clamps, 1 + clamps)
+    assert (
+        sqnr_db(exact_values(parse_graph(text, **weights), feeds(model))["y"], run_model(model, feeds(model))["y"]) > 25
+    )
+
+
+def test_a_network_with_upsampling(tmp_path: Path) -> None:
+    def make() -> ir.Model:
+        return parse_graph(
+            """net (float[1, 4, 16, 16] x) => (float[1, 4, 16, 16] y) {
+                c = Conv(x, w)
+                r = Relu(c)
+                d = Conv <strides = [2, 2]> (r, w)
+                u = ConvTranspose <strides = [2, 2]> (d, t)
+                m = Concat <axis = 1> (u, r)
+                y = Conv(m, v)
+            }""",
+            w=random(4, 4, 1, 1),
+            t=random(4, 4, 2, 2),
+            v=random(4, 8, 1, 1),
+        )
+
+    model, found = make_quantized(make, CPU)
+    (why,) = found.left.values()
+    assert "no int8 kernel for ConvTranspose" in why
+    kinds = count_kernels(model, feeds(model), tmp_path)
+    assert (kinds["QLinearConv"], kinds["QLinearConcat"], kinds["ConvTranspose"]) == (3, 1, 1)
+    assert grid(model, "u") == grid(model, "m"), "what is rounded for the Concat alone has its grid"
+    assert grid(model, "r") != grid(model, "m"), "what others read too keeps its own"
+    assert not make_quantized(make, GPU)[1].left
+
+
+def test_transformers_get_products_that_write_floats(tmp_path: Path) -> None:
+    def make() -> ir.Model:
+        return parse_graph(
+            """net (float[n, 6, 32] x) => (float[n, 6, 32] y) {
+                h = LayerNormalization(x, s)
+                m = MatMul(h, w)
+                a = Add(m, b)
+                g = Gelu(a)
+                n2 = MatMul(g, v)
+                y = Add(n2, x)
+            }""",
+            s=np.ones(32, np.float32),
+            w=random(32, 64),
+            b=random(64),
+            v=random(64, 32),
+        )
+
+    model, found = make_quantized(make, CPU)
+    assert found.pairs == 2
+    kinds = count_kernels(model, feeds(model), tmp_path)
+    assert (kinds["MatMulIntegerToFloat"], kinds["QuantizeLinear"], kinds["MatMul"]) == (2, 2, 0)
+    assert kinds["DequantizeLinear"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keep", "written_out", "behind"),
+    [(frozenset(), 0, "QuantizeLinear"), (frozenset(["Gemm_2"]), 1, "Min")],
+    ids=["an int8 reader", "a floating reader"],
+)
+def test_a_clamp_keeps_the_kernels(tmp_path: Path, keep: frozenset[str], written_out: int, behind: str) -> None:
+    text = """net (float[n, 16] x) => (float[n, 4] y) {
+        g = Gemm (x, w, b)
+        r = Clip(g, low, high)
+        y = Gemm (r, v)
+    }"""
+    weights = {"w": random(16, 8), "b": random(8), "v": random(8, 4), "low": np.float32(0), "high": np.float32(1)}
+    model, _ = make_quantized(lambda: parse_graph(text, **weights), replace(RUNNABLE, keep=keep))
+    simulated = exact_values(model, feeds(model))["y"]
+    assert keep_clamps_apart(model) == written_out
+    assert behind in {n.op_type for n in model.graph}
+    assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 2 - len(keep)
+    assert sqnr_db(exact_values(parse_graph(text, **weights), feeds(model))["y"], simulated) > 25
+    assert sqnr_db(simulated, run_model(model, feeds(model))["y"]) > 30
+
+
+BETWEEN = """net (float[n, 8, 8, 8] x) => (float[n, 8, 8, 8] y) {
+    a = Conv(x, w0, b0)
+    r = Relu(a)
+    c = KEPT
+    s = Relu(c)
+    y = Conv(s, w2, b0)
+}"""
+_FACTORS = np.geomspace(1e-2, 1, 8, dtype=np.float32)
+_UNEVEN = random(8, 8, 1, 1) * _FACTORS.reshape(-1, 1, 1, 1)
+"""One scale for all of its channels leaves some of them few levels."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "weight"),
+    [
+        ("Conv(r, w1)", _UNEVEN),
+        ("Conv(r, w1, b1)", _UNEVEN),
+        ("Conv <group = 8> (r, w1, b1)", _UNEVEN[:, :1]),
+        ("ConvTranspose(r, w1, b1)", _UNEVEN.swapaxes(0, 1)),
+    ],
+)
+def test_a_float_weight_between_pairs_stays_one(kept: str, weight: Array, tmp_path: Path) -> None:
+    """ONNX Runtime rounds it to int8 with one scale, if its product reads what one scale dequantises."""
+    last = random(8, 8, 1, 1) / _FACTORS.reshape(1, -1, 1, 1)
+    weights = {"w0": random(8, 8, 1, 1), "b0": random(8), "w1": weight, "w2": last}
+    weights |= {"b1": random(8) * _FACTORS} if "b1" in kept else {}
+    text = BETWEEN.replace("KEPT", kept)
+    model, _ = make_quantized(
+        lambda: parse_graph(text, named=True, **weights), replace(RUNNABLE, keep=frozenset(["c"]))
+    )
+    simulated = exact_values(model, feeds(model))["y"]
+    wrong = sqnr_db(simulated, run_model(model, feeds(model))["y"])
+    assert wrong < 50, "this version of ONNX Runtime leaves the weight alone, so keep_weights_floating can go"
+    assert keep_weights_floating(model) == 1
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert sqnr_db(simulated, exact_values(model, feeds(model))["y"]) > 100
+    assert sqnr_db(simulated, run_model(model, feeds(model))["y"]) > wrong + 5
+    assert count_kernels(model, feeds(model), tmp_path)["QLinearConv"] == 2
+
+
+def test_a_float_gemm_between_pairs_stays_one(tmp_path: Path) -> None:
+    text = """net (float[n, 8, 4, 4] x) => (float[n, 8] y) {
+        a = Conv(x, w0, b0)
+        g = GlobalAveragePool(a)
+        f = Flatten(g)
+        c = Gemm <transB = 1> (f, w1)
+        y = Gemm (c, w2, b0)
+    }"""
+    weights = {"w0": random(8, 8, 1, 1), "b0": random(8), "w1": random(6, 8), "w2": random(6, 8)}
+    model, _ = make_quantized(
+        lambda: parse_graph(text, named=True, **weights), replace(RUNNABLE, keep=frozenset(["c"]))
+    )
+    simulated = exact_values(model, feeds(model))["y"]
+    assert keep_weights_floating(model) == 1
+    assert sqnr_db(simulated, exact_values(model, feeds(model))["y"]) > 100
+    assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 1
+
+
+def test_products_in_int8_read_one_scale() -> None:
+    model, _ = make_quantized(residual, RUNNABLE)
+    assert keep_weights_floating(model) == 0
+
+
+def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
+    weight = random(4, 4, 1, 1)
+    weight[1] *= 1e-9
+    bias = np.array([0, 2, 0, 0], np.float32)
+
+    def make() -> ir.Model:
+        return parse_graph("net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w, b) }", w=weight, b=bias)
+
+    model, _ = make_quantized(make, CPU)
+    np.testing.assert_allclose(run_model(model, feeds(model))["y"][:, 1], 2, atol=0.05)
