@@ -206,8 +206,15 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
     raise DataError(
         f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
         f"{describe_labels(labels)}",
-        " or ".join(f"--metric {name}:{key}" for key in fitting) or _OWN_FUNCTION,
+        " or ".join(f"--metric {name}:{key}" for key in fitting)
+        or _other_metrics(outputs[first], _labels_for(first, labels)),
     )
+
+
+def _other_metrics(output: Array, labels: Array | None) -> str:
+    """Name the metrics that an output and its labels fit, and what else there is."""
+    fitting = [name for name, own in METRICS.items() if labels is not None and own.accepts(output, labels)]
+    return f"use --metric {' or '.join(fitting)}, which these fit; or {_OWN_FUNCTION}" if fitting else _OWN_FUNCTION
 
 
 def parse_metric(text: str) -> tuple[str, str | None]:
