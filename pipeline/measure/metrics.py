@@ -273,9 +273,21 @@ def _count_errors(output: Array, labels: Array) -> Array:
     return np.asarray(counts)
 
 
+def _count_word_errors(output: Array, labels: Array, space: int) -> Array:
+    """Count words that have to be changed, and those that there should be, [samples, 2]; ``space`` is between words."""
+    jiwer = _import("jiwer")
+    counts = []
+    for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
+        if not (text := " ".join(_spell(wanted, space).split())):
+            raise DataError(f"the text of sample {number} has no word", "leave such samples out")
+        judged = jiwer.process_words(text, _spell(given, space))
+        counts.append((judged.substitutions + judged.deletions + judged.insertions, text.count(" ") + 1))
+    return np.asarray(counts)
+
+
 def _divide_errors(counts: Array) -> float:
-    errors, letters = counts.sum(axis=0)
-    return float(errors / letters)
+    errors, wanted = counts.sum(axis=0)
+    return float(errors / wanted)
 
 
 def _compare_texts(output: Array, labels: Array) -> Samples:
@@ -292,10 +304,10 @@ def _decode(output: Array) -> Array:
     return np.where(repeated | (best == _BLANK), -1, best)
 
 
-def _spell(numbers: Array) -> str:
+def _spell(numbers: Array, space: int | None = None) -> str:
     """Write numbers as characters; negative ones, and the blank, are none."""
     first = 0x4E00  # characters without spaces or combining marks among them
-    return "".join(chr(first + int(number)) for number in numbers if number > _BLANK)
+    return "".join(" " if number == space else chr(first + int(number)) for number in numbers if number > _BLANK)
 
 
 def _are_letters(output: Array, labels: Array) -> bool:
@@ -526,3 +538,13 @@ METRICS: Mapping[str, OwnMetric] = {
     ),
 }
 """Name → metric."""
+WORD_ERRORS = "wer"
+"""Metric whose name also has the number of the letter between words: ``wer=27``."""
+
+
+def find_own(name: str) -> OwnMetric | None:
+    """Look up a metric of enginesmith's; None if there is none of that name."""
+    word, equals, space = name.partition("=")
+    if word == WORD_ERRORS and equals and space.isdecimal() and int(space) > _BLANK:
+        return OwnMetric(partial(_count_word_errors, space=int(space)), _are_letters, _TEXTS, _divide_errors, sign=-1.0)
+    return METRICS.get(name)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
 from enginesmith.pipeline.errors import DataError, EnginesmithError
-from enginesmith.pipeline.measure.metrics import METRICS, OwnMetric
+from enginesmith.pipeline.measure.metrics import METRICS, WORD_ERRORS, OwnMetric, find_own
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
 from enginesmith.pipeline.system import plugins
@@ -94,7 +94,7 @@ def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: 
     Metrics that are no share of right answers have no such limit.
     """
     counts = {name: count for name, count in parts.items() if name != "calibration"}
-    own = METRICS.get((metric or "").partition(":")[0])
+    own = find_own((metric or "").partition(":")[0])
     least = math.ceil(round(1 / max_drop, 6)) if max_drop and own and own.counts else 0
     if all(count >= least for count in counts.values()):
         return ""
@@ -140,7 +140,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         samples=rows,
         counted=bool(np.isin([ours, theirs], (0, 1)).all()),
     )
-    own = METRICS.get(parse_metric(metric)[0])
+    own = find_own(parse_metric(metric)[0])
     whole = ours.ndim == 0 or theirs.ndim == 0
     interval: tuple[float, float] | None
     if not whole:
@@ -162,7 +162,7 @@ def pair_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Lab
     there are no such ones. The joined one comes first, as ``FIRST,SECOND``.
     """
     name, chosen = parse_metric(metric)
-    own = METRICS.get(name)
+    own = find_own(name)
     if own is None or not own.paired:
         return outputs, labels
     if isinstance(labels, Mapping) and len({array.shape for array in labels.values()}) == 1:
@@ -192,7 +192,7 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
             f"the metric {metric} names the output {output!r}, and the model has {describe_arrays(outputs)}",
             f"name one of these, such as --metric {name}:{near}",
         )
-    own = METRICS.get(name)
+    own = find_own(name)
     if own is None:
         return output
     labeled = ((key, array, _labels_for(key, labels)) for key, array in outputs.items())
@@ -207,11 +207,11 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
         f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
         f"{describe_labels(labels)}",
         " or ".join(f"--metric {name}:{key}" for key in fitting)
-        or _other_metrics(outputs[first], _labels_for(first, labels)),
+        or _suggest_metrics(outputs[first], _labels_for(first, labels)),
     )
 
 
-def _other_metrics(output: Array, labels: Array | None) -> str:
+def _suggest_metrics(output: Array, labels: Array | None) -> str:
     """Name the metrics that an output and its labels fit, and what else there is."""
     fitting = [name for name, own in METRICS.items() if labels is not None and own.accepts(output, labels)]
     return f"use --metric {' or '.join(fitting)}, which these fit; or {_OWN_FUNCTION}" if fitting else _OWN_FUNCTION
@@ -220,14 +220,14 @@ def _other_metrics(output: Array, labels: Array | None) -> str:
 def parse_metric(text: str) -> tuple[str, str | None]:
     """Split a metric's text into its function and its output: ``top1``, ``top1:category``, ``metrics.py:f:value``."""
     name, _, output = text.partition(":")
-    if name in METRICS or plugins.offered(plugins.METRICS, name):
+    if find_own(name) or plugins.offered(plugins.METRICS, name):
         return name, output or None
     return user_code.split_reference(text)
 
 
 def sign_of(text: str) -> float:
     """Return -1 for a metric of which less is better, else 1."""
-    own = METRICS.get(parse_metric(text)[0])
+    own = find_own(parse_metric(text)[0])
     return own.sign if own else 1.0
 
 
@@ -239,8 +239,7 @@ def find_metric(text: str) -> Metric:
         MissingCapability: it is a plug-in that cannot be loaded.
     """
     name = parse_metric(text)[0]
-    if name in METRICS:
-        own = METRICS[name]
+    if own := find_own(name):
         return lambda outputs, labels: next(_compute(own, key, array, labels) for key, array in outputs.items())
     if ":" not in name:
         check_metric(name)
@@ -262,20 +261,25 @@ def check_metric(text: str) -> None:
         raise DataError(
             f"no output is named after the colon of the metric {text!r}", f"write {text[:-1]}, or {text}OUTPUT"
         )
-    if name in METRICS or plugins.offered(plugins.METRICS, name):
+    if find_own(name) or plugins.offered(plugins.METRICS, name):
         return
+    if name.partition("=")[0] == WORD_ERRORS:
+        raise DataError(
+            f"the metric {text!r} does not name the letter between words",
+            f"give its number, such as --metric {WORD_ERRORS}=27; numbers begin with 1",
+        )
     if ":" in name:
         user_code.check_reference(name, "metric")
         return
     others = [f"{plugin.name} (of {plugin.distribution})" for plugin in plugins.installed(plugins.METRICS)]
-    known = ", ".join((*METRICS, *others))
+    known = ", ".join((*METRICS, f"{WORD_ERRORS}=SPACE", *others))
     raise DataError(f"there is no metric {text!r}", f"use {known}, module:function or file.py:function")
 
 
 def identify_metric(text: str | None) -> dict[str, dict[str, str]]:
     """Identify what a plug-in's metric depends on, its distribution's version and code; empty for other metrics."""
     name = parse_metric(text or "")[0]
-    code = plugins.identify_code(find_metric(name)) if name and name not in METRICS and ":" not in name else {}
+    code = plugins.identify_code(find_metric(name)) if name and not find_own(name) and ":" not in name else {}
     return {"metric": code} if code else {}
 
 

@@ -28,7 +28,7 @@ from enginesmith.pipeline.measure.device_rates import measure_limits
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import FeedsAt, LatencyBenchmark, measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
-from enginesmith.pipeline.measure.metrics import METRICS
+from enginesmith.pipeline.measure.metrics import find_own
 from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
 from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, LatencyRow, Work
@@ -334,7 +334,7 @@ class Quality(Task):
 
 def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
     """List the files that a metric of the user's read."""
-    return sorted(files) if metric and quality.parse_metric(metric)[0] not in METRICS else []
+    return sorted(files) if metric and not find_own(quality.parse_metric(metric)[0]) else []
 
 
 def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[Path]]:
@@ -363,7 +363,9 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
             others = " and ".join(map(repr, judged.other_outputs))
             said = f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)" if others else ""
         except quality.MetricError as error:
-            known = quality.parse_metric(metric)[0] in METRICS  # such as an area, which two samples often have none of
+            known = (
+                find_own(quality.parse_metric(metric)[0]) is not None
+            )  # such as an area, which two samples often have none of
             said = "" if known else f"on {rows.stop} samples, {error.message}; all samples decide"
     return said, _code_read(metric, tracker.files)
 

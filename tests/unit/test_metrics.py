@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline.errors import DataError, MissingCapability
 from enginesmith.pipeline.measure import metrics
-from enginesmith.pipeline.measure.metrics import METRICS
+from enginesmith.pipeline.measure.metrics import METRICS, find_own
 from enginesmith.pipeline.measure.quality import Quality, evaluate
 
 Arrays = NDArray[Any]
@@ -17,8 +17,10 @@ CASES = range(20)
 
 
 def compute(name: str, output: Arrays, labels: Arrays) -> float:
-    assert METRICS[name].accepts(output, labels)
-    return float(np.mean(METRICS[name].compute(output, labels)))
+    own = find_own(name)
+    assert own
+    assert own.accepts(output, labels)
+    return float(np.mean(own.compute(output, labels)))
 
 
 def make_maps(seed: int) -> tuple[Arrays, Arrays]:
@@ -100,6 +102,36 @@ def test_letters_are_counted_over_all_texts() -> None:
     assert compute("cer", np.eye(6)[steps], labels) == 0.0
     with pytest.raises(DataError, match="the text of sample 1 is empty"):
         METRICS["cer"].compute(np.array([[1], [1]]), np.array([[1], [-1]]))
+
+
+def test_words_are_counted_over_all_texts() -> None:
+    """With 9 between words, of five words one is wrong, one is missing, and one is too much."""
+    labels = np.array([[1, 2, 9, 3, 9, 4], [9, 5, 9, 9, 1, 2]])
+    texts = np.array([[1, 2, 9, 3, 3, -1, -1], [5, 9, 1, 2, 9, 6, 9]])
+    assert compute("wer=9", texts, labels) == pytest.approx(3 / 5)
+    assert compute("wer=9", labels, labels) == 0.0
+    with pytest.raises(DataError, match="the text of sample 1 has no word"):
+        compute("wer=9", labels, np.array([[1], [9]]))
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_errors_in_texts_are_those_of_torchmetrics(seed: int) -> None:
+    from torchmetrics.functional.text import char_error_rate, word_error_rate
+
+    generator = np.random.default_rng(seed)
+    output, labels = generator.integers(1, 5, (2, 6, 12))
+    labels[:, 0] = 1
+    given, wanted = (["".join(" abc"[number - 1] for number in row) for row in array] for array in (output, labels))
+    assert compute("cer", output, labels) == pytest.approx(float(char_error_rate(given, wanted)), abs=1e-6)
+    split = [[" ".join(text.split()) for text in texts] for texts in (given, wanted)]
+    assert compute("wer=1", output, labels) == pytest.approx(float(word_error_rate(*split)), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["wer", "wer=", "wer=0", "wer=a"])
+def test_word_errors_need_the_letter_between_words(name: str) -> None:
+    with pytest.raises(DataError, match="does not name the letter between words") as error:
+        evaluate(name, {"y": np.array([[1, 2]])}, {"y": np.array([[1, 2]])}, np.array([[1, 2]]))
+    assert "wer=27" in error.value.remedy
 
 
 def test_texts_match_only_as_a_whole() -> None:
@@ -242,7 +274,7 @@ def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
     assert compute("map", grid, labels) == pytest.approx(compute("map", output, labels))
 
 
-@pytest.mark.parametrize("name", ["miou", "f1", "auroc", "spearman", "cer"])
+@pytest.mark.parametrize("name", ["miou", "f1", "auroc", "spearman", "cer", "wer=2"])
 def test_a_number_for_all_samples_has_an_interval(name: str) -> None:
     """The drop of noise that spoils little is within an interval, that of the same answers is 0."""
     generator = np.random.default_rng(0)
@@ -251,6 +283,7 @@ def test_a_number_for_all_samples_has_an_interval(name: str) -> None:
         "auroc": (np.arange(60) % 2, np.arange(60) % 2 + 0.0),
         "spearman": (np.arange(60) / 60, np.arange(60) / 60),
         "cer": (letters, letters),
+        "wer=2": (letters, letters),
     }.get(name, (letters, np.eye(5)[letters].transpose(0, 2, 1)))
     worse = exact.copy()
     worse[:20] = worse[:20][:, ::-1] if worse.ndim > 1 else 1 - worse[:20]
