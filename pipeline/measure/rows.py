@@ -92,6 +92,8 @@ class RaceRow(BaseModel, frozen=True):
     """True for one that was measured in full in an earlier state of the run, and is not dropped."""
     speedup: Interval | None = None
     """Against the first variant of the race; None where it was not measured, or in too few rounds."""
+    disturbed: bool = False
+    """True where other programs took the cores from too many calls for the speed-up to be trusted."""
     dropped: str = ""
     """The reason why it was not measured further."""
     failure: str = ""

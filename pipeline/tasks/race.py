@@ -176,7 +176,7 @@ class Race(Measurement):
             failed |= dict.fromkeys(unknown[room:], NO_TIME)
             for name, row in measured.items():
                 ended = {"dropped": reasons.get(name, ""), "failure": failed.get(name, "")}
-                yield RaceRow(variant=name, lap=lap, speedup=row.speedup, **ended)
+                yield RaceRow(variant=name, lap=lap, speedup=row.speedup, disturbed=row.speedup_disturbed, **ended)
             running = [name for name in running if name not in reasons and name not in failed]
 
     def _hardly_loses(self, name: str, inputs: Inputs) -> bool:
@@ -237,13 +237,16 @@ def _write_times(ratio: Interval) -> str:
 def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], originals: Sequence[str]) -> str:
     """Explain why a compiled variant would be too slow; empty where it may be fast enough, or nobody knows.
 
-    It is judged by the ``others`` of its precision: by the fastest of them, and by the original among them.
+    It is judged by the ``others`` of its precision: by the fastest of them, and by the original among them. Where other
+    programs took the cores, the original, which uses several threads, waits most, and nothing follows from its times.
     """
-    speeds = {row.variant: row.speedup for row in rows if row.speedup and not row.failure}  # in the last lap of each
+    last = {row.variant: row for row in rows if row.speedup and not row.failure}
+    speeds = {name: row.speedup for name, row in last.items() if row.speedup}
     best = max(speeds, key=lambda name: speeds[name].median, default="")
     beside = [name for name in speeds if name in others and name not in originals]
     fastest = max(beside, key=lambda name: speeds[name].median, default="")
-    for name, gain in (*((name, _COMPILED_OVER_EAGER) for name in originals), (fastest, _COMPILED_GAIN)):
+    calm = [name for name in originals if name in last and not (last[name].disturbed or last[best].disturbed)]
+    for name, gain in (*((name, _COMPILED_OVER_EAGER) for name in calm), (fastest, _COMPILED_GAIN)):
         if name in speeds and name in others and (ratio := divide(speeds[best], speeds[name])).low > gain:
             seldom = f"compiling in PyTorch is seldom more than {gain:g}× faster than {name}"
             return f"it was not made: {best} is {_write_times(ratio)} faster than {name}, and {seldom}"
