@@ -1,0 +1,316 @@
+"""How variants are found for a race, and how a plan goes around it."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.openvino import engine as openvino
+from enginesmith.pipeline.engines.torch import eager
+from enginesmith.pipeline.errors import NO_TIME, UsageError
+from enginesmith.pipeline.execution.events import Outcome
+from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.planning.plan import Plan, StepRef
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.results.assemble import explain_end
+from enginesmith.pipeline.system import cpu, software
+from enginesmith.pipeline.system.device import Availability
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
+from enginesmith.pipeline.tasks.race import (
+    CHOICE,
+    EARLIER,
+    PRUNED_CHOICE,
+    RACE,
+    STAY,
+    Race,
+)
+
+
+@pytest.fixture(autouse=True)
+def everything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all engines for the CPU installed, and no GPU."""
+    for name in ENGINES:
+        kind = engine_class(name)
+        answer = Availability(ok="cpu" in kind.kinds, reason="no GPU")
+        monkeypatch.setattr(
+            kind, "installed", lambda device, answer=answer: answer if device.kind == "cpu" else Availability(ok=False)
+        )
+
+
+def planned(kept: tuple[str, ...] = (), **values: Any) -> Plan:
+    return plan(resolve_recipe(make({"model": "digits", **values})), kept=kept)
+
+
+# Variants that are found.
+
+
+@pytest.mark.parametrize(
+    ("values", "lossy"),
+    [
+        ({"time_seconds": 60}, False),
+        ({"data": "digits"}, False),
+        ({"data": "digits", "budgets": {"max_drop": 0}}, True),
+    ],
+)
+def test_engines_and_precisions_are_found_where_none_is_listed(values: dict[str, Any], lossy: bool) -> None:
+    recipe = make({"model": "digits", **values})
+    assert {"onnxruntime", "openvino", "compiled"} <= set(recipe.engines)
+    assert "eager" not in recipe.engines
+    assert "tensorrt" not in recipe.engines
+    assert ("int8" in recipe.precisions) == lossy
+    names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
+    assert names[:2] == ["onnxruntime-fp32", "openvino-fp32"]
+    assert names[-1].startswith(("compiled", "aotinductor"))
+    assert ("openvino-int8" in names) == lossy
+    assert "openvino-int8-dynamic" not in names
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "quantizers"),
+    [
+        ("3.4.0", {}, ("own", "nncf")),
+        (None, {}, ("own",)),
+        ("3.4.0", {"quantisation": {"quantizers": ["nncf"]}}, ("nncf",)),
+        ("3.4.0", {"budgets": {}}, ("own",)),
+    ],
+)
+def test_nncf_is_tried_where_it_is_installed(
+    version: str | None, values: dict[str, Any], quantizers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(software, "version", lambda name: version)
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, **values})
+    assert recipe.quantisation.quantizers == quantizers
+    if version and "quantisation" not in values and recipe.budgets.max_drop:
+        for unit, runtime in (("avx2", True), ("avx512_vnni", False)):
+            monkeypatch.setattr(cpu, "vector_units", lambda unit=unit: (unit,))
+            names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
+            assert names.index("openvino-int8") < names.index("openvino-int8-nncf") < names.index("compiled-fp32")
+            assert ("onnxruntime-int8-nncf" in names) == runtime
+
+
+def test_what_a_search_found_is_judged_by_its_own_trial() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01})
+    race = next(step for step in made.steps if step.id == RACE)
+    searched = {variant.id: variant.assignment for variant in made.variants if variant.search}
+    assert "onnxruntime-int8" in searched
+    for variant in made.variants:
+        beside = (race.optional_inputs.get(f"{variant.id} {role}") for role in (ASSIGNMENT, CHOICE))
+        assert next(beside) == searched.get(variant.id)
+        assert next(beside) is None or variant.id not in searched
+
+
+def test_engines_for_targets_are_built_beside_those_that_race_here() -> None:
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "targets": ["sm86"]})
+    made = plan(resolve_recipe(recipe))
+    ahead = [variant for variant in made.variants if variant.target]
+    assert [variant.id for variant in ahead] == [f"tensorrt_rtx-{it}-sm86" for it in ("fp32", "fp16", "int8+fp16")]
+    (race,) = (step.task for step in made.steps if step.id == RACE)
+    assert isinstance(race, Race)
+    assert {"onnxruntime-int8", "openvino-fp32"} <= set(race.engines)
+    assert not {variant.id for variant in ahead} & set(race.engines)
+    assert {StepRef("build", variant.name) for variant in ahead} <= {step.id for step in made.steps}
+
+
+@pytest.mark.parametrize("listed", [{"engines": ["openvino"]}, {"precisions": ["fp32"]}, {"prune": ["30%"]}])
+def test_a_list_by_hand_means_exactly_that_list(listed: dict[str, Any]) -> None:
+    recipe = make({"model": "digits", "time_seconds": 60, **listed})
+    assert recipe.variants == "listed"
+    assert recipe.engines == tuple(listed.get("engines", ["onnxruntime"]))
+    assert recipe.races
+
+
+def test_a_graph_has_no_engines_for_modules(tmp_path: Path) -> None:
+    file = tmp_path / "net.onnx"
+    file.touch()
+    assert set(make({"model": str(file), "time_seconds": 60}).engines) == {"onnxruntime", "openvino"}
+
+
+def test_a_time_that_is_too_short_is_refused() -> None:
+    with pytest.raises(UsageError, match="--time: must be at least 30 s"):
+        make({"model": "digits", "time_seconds": 5}, {"time_seconds": 5})
+
+
+@pytest.mark.parametrize("decides", [{"objective": "size"}, {"objective": "memory"}, {"measure": {"sweep": True}}])
+def test_what_does_not_go_by_speed_is_measured_in_full(decides: dict[str, Any]) -> None:
+    assert RACE not in {step.id for step in planned(time_seconds=60, **decides).steps}
+
+
+# The plan.
+
+
+def test_what_is_dropped_is_not_measured_in_full() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=100, engines=["onnxruntime", "compiled"])
+    by_id = {step.id: step for step in made.steps}
+    race = by_id[RACE]
+    assert isinstance(race.task, Race)
+    assert race.optional_inputs["onnxruntime-fp32 verified"] == "verify-onnxruntime-fp32"
+    variant = next(variant for variant in made.variants if variant.id == "onnxruntime-fp32")
+    for kind in ("memory", "quality"):
+        for name in ("onnxruntime-fp32", "compiled-fp32"):  # the second one has no options to tune
+            assert f"stay-{name}" in made.leading_to([by_id[f"{kind}-{name}"].id])
+    assert by_id["latency"].optional_inputs["onnxruntime-fp32"] == variant.artifact
+    assert "stay-onnxruntime-fp32" in made.leading_to([by_id["latency"].optional_inputs["onnxruntime-fp32 verified"]])
+    assert by_id["latency"].task.settings.time_limit_seconds == 5.0  # type: ignore[attr-defined]
+    assert by_id["build-onnxruntime-fp32"].search
+    assert not by_id["reference"].search
+    assert not race.search
+    assert not any(step.search for step in made.steps if "tuned" in step.id or step.id.kind in ("tune", "memory"))
+
+
+def test_a_loss_is_judged_before_the_race_on_samples_for_choosing() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, engines=["onnxruntime"], time_seconds=60,
+                   precisions=["fp32", "int8"], quantisation={"quantizers": ["own", "nncf"]})  # fmt: skip
+    by_id = {step.id: step for step in made.steps}
+    assert by_id[RACE].optional_inputs["onnxruntime-int8-nncf choice"] == "choice-onnxruntime-int8-nncf"
+    assert by_id["choice-onnxruntime-int8-nncf"].task.data_options.part == "choice"  # type: ignore[attr-defined]
+    assert by_id["quality-onnxruntime-int8-nncf"].task.data_options.part == "judgement"  # type: ignore[attr-defined]
+    assert by_id["search-int8-onnxruntime-1"].task.goal.quality.data_options.part == "choice"  # type: ignore[attr-defined]
+    for known in ("onnxruntime-fp32", "onnxruntime-int8"):  # a search has judged the second one on the same samples
+        assert f"{known} choice" not in by_id[RACE].optional_inputs
+
+
+@pytest.fixture(params=["avx2", "amx_bf16"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Plan for a processor, with or without instructions for bf16."""
+    for module in (eager, openvino):
+        monkeypatch.setattr(module, "vector_units", lambda: (request.param,))
+    return str(request.param)
+
+
+def test_what_takes_long_to_make_waits_for_a_first_race(processor: str) -> None:
+    made = planned(("compiled-fp32",), data="digits", budgets={"max_drop": 0.01})
+    order = [step.id for step in made.steps]
+    assert all(order.index(source) < order.index(step.id) for step in made.steps for source in step.sources)
+    by_id = {step.id: step for step in made.steps}
+    first, race = by_id["race-first"].task, by_id[RACE]
+    assert isinstance(first, Race)
+    lossy = {"compiled-bf16"} if "bf16" in processor else set()
+    in_fp32 = ("eager", "onnxruntime-fp32", "openvino-fp32")
+    assert first.unmade == {
+        "compiled-fp32": in_fp32,
+        "aotinductor-fp32": in_fp32,
+        **dict.fromkeys(lossy, ("eager-bf16", "openvino-bf16")),
+    }
+    assert lossy == {name for name in first.unmade if f"{name} choice" in race.optional_inputs}
+    assert first.kept == ("compiled-fp32",)
+    assert first.originals == ("eager", *(["eager-bf16"] if lossy else []))
+    assert {by_id["race-first"].inputs[name] for name in first.originals} == {"load"}
+    assert [first.engines[name].arithmetic for name in first.originals] == ["fp32", *(["bf16"] if lossy else [])]
+    assert not any("compiled" in name or "aotinductor" in name for name in by_id["race-first"].optional_inputs)
+    assert race.inputs[EARLIER] == "race-first"
+    assert {"compiled-fp32", "onnxruntime-int8"} < set(race.optional_inputs)
+    for name in ("verify-compiled-fp32", "build-aotinductor-fp32"):
+        assert by_id[name].inputs[STAY] == f"stay-{name.partition('-')[2]}-first"
+    assert STAY not in by_id["build-onnxruntime-fp32"].inputs
+    listed = planned(time_seconds=60, engines=["onnxruntime", "openvino", "compiled"])
+    assert "race-first" not in {step.id for step in listed.steps}
+
+
+@pytest.mark.parametrize(
+    ("values", "recovery"),
+    [
+        ({"time_seconds": 600}, 120),
+        ({"time_seconds": 600, "recovery": {"seconds": 30}}, 30),
+        ({"time_seconds": 300}, None),
+        ({}, None),
+        ({"time_seconds": 600, "budgets": {"max_drop": 0}}, None),
+        ({"time_seconds": 600, "engines": ["onnxruntime"]}, None),
+    ],
+)
+def test_half_of_the_work_is_pruned_where_there_is_time_to_train_back(
+    values: dict[str, Any], recovery: float | None
+) -> None:
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, **values})
+    assert recipe.prune == (("macs=-50%",) if recovery else ())
+    assert recipe.recover == bool(recovery)
+    if recovery:
+        assert recipe.recovery.seconds == recovery
+
+
+def test_a_graph_is_not_pruned(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").touch()
+    model = str(tmp_path / "net.onnx")
+    assert not make({"model": model, "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600}).prune
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_last_search_takes_what_is_left_unless_something_slow_follows(tmp_path: Path, trains: bool) -> None:
+    """Training follows, and compiled variants of a module; of a graph there are none."""
+    asked: dict[str, Any] = {"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600}
+    text = '<ir_version: 9, opset_import: ["": 20]> g (float[batch, 8] x) => (float[batch, 8] y) { y = Neg(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
+    asked |= {"recovery": {"seconds": 60}} if trains else {}
+    shares = defaultdict(set)
+    for step in planned(model=str(tmp_path / "net.onnx"), **asked).steps:
+        if isinstance(step.task, Search) and step.id.subject[0] == "int8":
+            shares[step.id.subject[1]].add(step.task.time_share)
+    assert shares == {"onnxruntime": {0.5}, "openvino": {0.5 if trains else 0.9}}
+
+
+def test_what_is_pruned_waits_for_its_dense_variant_and_for_its_own_loss() -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=600)
+    order = [step.id for step in made.steps]
+    assert all(order.index(source) < order.index(step.id) for step in made.steps for source in step.sources)
+    by_id = {step.id: step for step in made.steps}
+    first, race = by_id["race-first"].task, by_id[RACE]
+    assert isinstance(first, Race)
+    assert isinstance(race.task, Race)
+    assert first.dense["onnxruntime-int8-prune-macs50"] == "onnxruntime-int8"
+    assert not any(name.startswith(("compiled", "aotinductor")) for name in first.dense)
+    assert not any("prune" in name for name in (*first.engines, *first.unmade))
+    stay, gated = by_id[by_id["recover-prune-macs50"].inputs[STAY]], by_id[by_id["export-prune-macs50"].inputs[STAY]]
+    assert by_id["prune-macs50"].inputs[STAY] == stay.id
+    assert stay.task.variants == gated.task.variants == tuple(first.dense)  # type: ignore[attr-defined]
+    assert (stay.task.max_drop, gated.task.max_drop) == (None, 0.01)  # type: ignore[attr-defined]
+    assert (CHOICE in stay.inputs, gated.inputs[CHOICE]) == (False, "choice-eager-prune-macs50")
+    assert race.optional_inputs[PRUNED_CHOICE] == by_id["choice-eager-prune-macs50"].id
+    assert by_id["choice-eager-prune-macs50"].inputs["model"] == "recover-prune-macs50"
+    own = by_id[by_id["verify-openvino-int8-prune-macs50"].inputs[STAY]].task
+    assert own.variants == ("openvino-int8-prune-macs50",)  # type: ignore[attr-defined]
+    assert not any("stay-prune" in made.leading_to([step.id]) for step in made.steps if step.id.endswith("int8"))
+
+
+def test_on_cuda_where_compiling_gains_more_it_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("onnxruntime", "compiled"):
+        monkeypatch.setattr(engine_class(name), "installed", lambda device: Availability(ok=True))
+    made = planned(device="cuda", data="digits", budgets={"max_drop": 0.01})
+    assert "compiled-fp32" in {variant.id for variant in made.variants}
+    assert "race-first" not in {step.id for step in made.steps}
+
+
+@pytest.mark.parametrize(("listed", "least"), [({}, 0.05), ({"engines": ["onnxruntime"], "precisions": ["int8"]}, 0)])
+def test_a_precision_with_little_work_is_tried_only_where_it_was_asked_for(listed: dict[str, Any], least: int) -> None:
+    made = planned(data="digits", budgets={"max_drop": 0.01}, **listed)
+    rankings = [step.task.least_share for step in made.steps if step.id.kind == "sensitivity"]  # type: ignore[attr-defined]
+    assert set(rankings) == {least}
+
+
+def test_what_was_measured_earlier_is_kept() -> None:
+    race = next(step for step in planned(("openvino-fp32", "gone"), time_seconds=60).steps if step.id == RACE)
+    assert race.task.kept == ("openvino-fp32",)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("failures", "end"),
+    [
+        ([], ("", "", NO_TIME)),
+        ([None, NO_TIME], ("", "", "")),
+        ([NO_TIME, NO_TIME], ("", "", NO_TIME)),
+        (["it hangs", "it hangs"], ("latency at batch 1: it hangs", "", "")),
+    ],
+)
+def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(
+    failures: list[str | None], end: tuple[str, str, str]
+) -> None:
+    made = planned(time_seconds=60)
+    variant = made.variants[0]
+    assert variant.memory
+    outcomes = {step.id: Outcome(step.id, "done") for step in made.steps}
+    outcomes[variant.memory] = Outcome(variant.memory, "skipped", reason=NO_TIME)
+    rows = tuple(LatencyRow(batch=1, failure=failure) for failure in failures)
+    assert explain_end(variant, made, outcomes, rows) == end
