@@ -186,13 +186,12 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
 def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
     """Compare medians; says ``faster`` only if the interval leaves out that it is not."""
     mine, theirs = record.row(batch), baseline.row(batch)
-    if mine is None or (theirs is None and mine.speedup is None):
-        return f"{record.id} was measured at batch {batch}, and {baseline.id} was not"
+    if mine is None or (mine.speedup is None and (theirs is None or theirs.p50_ms is None)):
+        taken = "was not timed" if mine is None else f"takes {ms(mine.p50_ms)} ms"
+        return f"{record.id} {taken} at batch {batch} ({baseline.id} was not measured there)"
     if mine.speedup is None:
-        medians = (
-            f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms if theirs else None)} ms of {baseline.id} at batch {batch}"
-        )
-        return f"{record.id} takes {medians}, in too few rounds for an interval"
+        medians = f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms if theirs else None)} ms of {baseline.id}"
+        return f"{record.id} takes {medians} at batch {batch}, in too few rounds for an interval"
     times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
     if mine.speedup_too_noisy:
         why = " (nearly all calls waited for a core)" if mine.speedup_disturbed else ""

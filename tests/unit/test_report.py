@@ -123,6 +123,11 @@ def test_the_verdict_is_one_sentence() -> None:
     )
     none = run(winner=None, winner_reason="nothing was measured")
     assert sentences.summarize(none) == "No winner: nothing was measured."
+    alone = record("onnxruntime-fp32", 0.5, 4.0)
+    alone = alone.model_copy(update={"latency": (alone.latency[0].model_copy(update={"speedup": None}),)})
+    late = record("eager", 2.0, 1.0).model_copy(update={"latency": (LatencyRow(batch=1, failure="it hangs"),)})
+    said = sentences.summarize(run(variants=(alone,), baseline=late))
+    assert said.startswith("onnxruntime-fp32 takes 0.5 ms at batch 1 (eager was not measured there), uses 100 %")
 
 
 @pytest.mark.parametrize(
