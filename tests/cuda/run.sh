@@ -20,7 +20,8 @@ done
 if [ ! -x "$python" ]; then
     "$PYTHON" -m venv "$CUDA_VENV"
     PIP_CONFIG_FILE=$CUDA_PIP_CONFIG PIP_FIND_LINKS='' PIP_EXTRA_INDEX_URL='' "$python" -m pip install -q \
-        --disable-pip-version-check -c constraints.txt -e '.[gpu]' pytest pytest-timeout 'nvidia-cuda-crt>=13,<14' || {
+        --disable-pip-version-check -c constraints.txt -e '.[gpu]' pytest pytest-timeout \
+        'nvidia-cuda-crt>=13,<14' 'nvidia-cuda-cccl>=13,<14' || {
         rm -rf "$CUDA_VENV"
         skip "pip could not install the GPU packages (see above)"
     }
