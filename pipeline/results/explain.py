@@ -3,6 +3,7 @@
 The name is compared with what the engine really computes in, where it tells, and with its graph where it does not.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -221,12 +222,20 @@ def choose_explained(run: Run, name: str | None) -> VariantRecord:
 
 
 def list_losses(record: VariantRecord) -> list[GroupLoss]:
-    """List the groups that lose much or stayed in float, those that lose most first."""
+    """List the groups that lose much or stayed in float: first those that change the answers most, where it is known.
+
+    Then come those whose own outputs lose most.
+    """
     total = sum(group.macs or 0 for group in record.assignment)
     low = narrowest_type(record.precision)
     found = [group for group in record.assignment if _is_weak(group) or narrowest_type(group.precision) != low]
-    found.sort(key=lambda group: (group.given_sqnr_db is None, group.given_sqnr_db or 0.0, -(group.macs or 0)))
+    found.sort(key=_rank)
     return [_explain_group(group, record, low, total) for group in found]
+
+
+def _rank(group: Assignment) -> tuple[float, float, int]:
+    own = math.inf if group.given_sqnr_db is None else group.given_sqnr_db
+    return -(group.answer_change or 0.0), own, -(group.macs or 0)
 
 
 def _is_weak(group: Assignment) -> bool:

@@ -89,6 +89,7 @@ def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
     assert list_losses(quantised(measured))[0].remedy == (
         "stays in fp32: the goal needs it; quantized alone, it changes the answers by 12 %"
     )
+    assert [loss.group.group for loss in list_losses(quantised(WEAK, unknown, measured))] == ["c2", "c1", "c4"]
     (first, _) = run_tables.tabulate_group_losses(quantised(FINE, KEPT, WEAK)).rows
     assert first == ("net.one", "Conv", "4.0 → 36.8", "activations to 812", "channels rescaled", "nothing")
 
