@@ -64,7 +64,8 @@ class Model:
         for name, value in answers.items():
             kind, wanted = chosen.get(name), vector[f"output:{name}"]
             if kind != "positions" or len(chosen) == 1:  # which of two equal boxes was chosen says nothing
-                pairs.append((name, (self._alike if kind else self._near)(wanted, value)))
+                known = float(vector.get(f"range:{name}", 0))
+                pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known)))
         return answers, [name for name, near in pairs if not near]
 
     def _alike(self, wanted, value):
@@ -78,7 +79,7 @@ class Model:
         limit = max(limits["max_error_of_range"], 10 ** (-limits["min_sqnr_db"] / 20)) * np.ptp(rows)
         return np.mean([np.abs(given - row).max(1).min() <= limit for row in rows]) >= least
 
-    def _near(self, wanted, value):
+    def _near(self, wanted, value, known_range):
         limits = self.manifest["thresholds"]
         if wanted.shape != value.shape or not wanted.size:
             return wanted.shape == value.shape
@@ -86,7 +87,7 @@ class Model:
             return np.mean(wanted == value) >= limits["min_agreement"]
         wanted, error = wanted.astype(float), np.abs(wanted.astype(float) - value)
         silent = np.square(error).sum() <= np.square(wanted).sum() / 10 ** (limits["min_sqnr_db"] / 10)
-        return silent or error.max() <= limits["max_error_of_range"] * np.ptp(wanted)
+        return silent or error.max() <= limits["max_error_of_range"] * max(np.ptp(wanted), known_range)
 
 
 def _fit(array, name, dtype, shape):

@@ -7,7 +7,7 @@ An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
@@ -179,27 +179,58 @@ def write(out: Path, samples: Samples) -> None:
 
 
 def write_vector(reference: Path, file: Path) -> None:
-    """Write the feeds and the answers of a reference at the smallest shape."""
-    index = next(index for index, case in enumerate(read(reference).cases) if "min" in case.points)
-    save_vector(file, read_arrays(reference, "feeds", index), read_arrays(reference, "outputs", index))
+    """Write the feeds and the answers of a reference at the smallest shape, and the ranges of all its answers."""
+    cases = read(reference).cases
+    index = next(index for index, case in enumerate(cases) if "min" in case.points)
+    answers = [
+        read_arrays(reference, "outputs", at, call) for at, case in enumerate(cases) for call in range(case.calls)
+    ]
+    feeds = read_arrays(reference, "feeds", index)
+    save_vector(file, feeds, read_arrays(reference, "outputs", index), find_ranges(answers))
 
 
-def save_vector(file: Path, feeds: Feeds, outputs: Feeds) -> None:
-    """Save a test vector: arrays called ``input:<name>`` and ``output:<name>``."""
+def find_ranges(answers: Sequence[Feeds]) -> dict[str, float]:
+    """Find the range (max − min) of each floating-point output over several calls."""
+    ends: dict[str, list[float]] = {}
+    for outputs in answers:
+        for name, value in outputs.items():
+            finite = value[np.isfinite(value)].astype(np.float64) if value.dtype.kind == "f" else np.empty(0)
+            if finite.size:
+                ends.setdefault(name, []).extend((float(finite.min()), float(finite.max())))
+    return {name: max(values) - min(values) for name, values in ends.items()}
+
+
+def save_vector(file: Path, feeds: Feeds, outputs: Feeds, ranges: Mapping[str, float]) -> None:
+    """Save a test vector: arrays called ``input:<name>``, ``output:<name>`` and ``range:<name>``.
+
+    A range is that of an output over all that it was verified on; one answer may be a single number.
+    """
     arrays = {f"input:{name}": value for name, value in feeds.items()}
     arrays |= {f"output:{name}": value for name, value in outputs.items()}
+    arrays |= {f"range:{name}": np.asarray(value) for name, value in ranges.items()}
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
     partial.replace(file)
 
 
-def read_vector(file: Path) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return feeds and expected outputs by name, as :func:`save_vector` left them."""
+class Vector(NamedTuple):
+    """A test vector, by name of input and output."""
+
+    feeds: dict[str, Array]
+    outputs: dict[str, Array]
+    ranges: dict[str, float]
+
+
+def read_vector(file: Path) -> Vector:
+    """Read a test vector as :func:`save_vector` left it."""
+    found: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "range": {}}
     with np.load(file, allow_pickle=False) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    feeds = {name[len("input:") :]: value for name, value in arrays.items() if name.startswith("input:")}
-    return feeds, {name[len("output:") :]: value for name, value in arrays.items() if name.startswith("output:")}
+        for key in stored.files:
+            kind, _, name = key.partition(":")
+            found[kind][name] = stored[key]
+    ranges = {name: float(value) for name, value in found["range"].items()}
+    return Vector(found["input"], found["output"], ranges)
 
 
 def _file(what: str, index: int, call: int) -> str:

@@ -4,7 +4,8 @@ SQNR = 10·log10(Σ reference² / Σ (reference − actual)²), in float64, over
 no finite one: they get ``SQNR_CAP_DB``, as does everything above it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from pydantic import BaseModel
@@ -96,18 +97,28 @@ def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float |
     return thresholds_for("fp16" if "float16" in outputs else precision, min_sqnr_db)
 
 
-def compare(reference: Feeds, actual: Feeds, thresholds: Thresholds, signature: Signature | None = None) -> Fidelity:
+def compare(
+    reference: Feeds,
+    actual: Feeds,
+    thresholds: Thresholds,
+    signature: Signature | None = None,
+    ranges: Mapping[str, float] = MappingProxyType({}),
+) -> Fidelity:
     """Compare outputs with the reference's, by name; errors as in :func:`compare_calls`."""
-    return compare_calls([(reference, actual)], thresholds, signature)
+    return compare_calls([(reference, actual)], thresholds, signature, ranges)
 
 
 def compare_calls(
-    calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds, signature: Signature | None = None
+    calls: Sequence[tuple[Feeds, Feeds]],
+    thresholds: Thresholds,
+    signature: Signature | None = None,
+    ranges: Mapping[str, float] = MappingProxyType({}),
 ) -> Fidelity:
     """Compare the outputs of several calls with the reference's; each is the reference's outputs and those in question.
 
     Samples of all calls are pooled, as those of one larger batch are. Outputs whose rows are chosen by values, as the
-    signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves.
+    signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves. ``ranges`` are those of
+    outputs beyond these calls, where they are known.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.
@@ -127,13 +138,14 @@ def compare_calls(
             output = OutputFidelity(name=name, passed=True)
             outputs.append(explain_missing(output, "positions of boxes; the outputs taken from there are compared"))
             continue
+        known = ranges.get(name, 0.0)
         if name in paired:
-            outputs.append(_compare_rows(name, paired[name].pairs[name], paired[name].share, thresholds))
+            outputs.append(_compare_rows(name, paired[name].pairs[name], paired[name].share, thresholds, known))
             continue
         pairs = [(reference[name], actual[name]) for reference, actual in calls]
         if name in unordered:  # how many were chosen
             pairs = [(wanted.astype(np.float64), given.astype(np.float64)) for wanted, given in pairs]
-        outputs.append(_compare_output(name, pairs, thresholds))
+        outputs.append(_compare_output(name, pairs, thresholds, known))
     worst: dict[str, float | None] = {}
     reasons = {}
     for field, pick in _WORST.items():
@@ -146,7 +158,7 @@ def compare_calls(
     return Fidelity(**worst, finite=finite, passed=passed, outputs=tuple(outputs), reasons=reasons)
 
 
-def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds) -> OutputFidelity:
+def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds, known_range: float) -> OutputFidelity:
     for pair in pairs:
         floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
         if pair[0].shape != pair[1].shape or len(floats) > 1:
@@ -155,13 +167,16 @@ def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds) -> Outpu
     filled = [pair for pair in pairs if pair[0].size]
     if not filled:
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")
-    floating = np.issubdtype(filled[0][0].dtype, np.floating)
-    return (_compare_floats if floating else _compare_exactly)(name, filled, thresholds)
+    if np.issubdtype(filled[0][0].dtype, np.floating):
+        return _compare_floats(name, filled, thresholds, known_range)
+    return _compare_exactly(name, filled, thresholds)
 
 
-def _compare_rows(name: str, pairs: "_Pairs", share: float, thresholds: Thresholds) -> OutputFidelity:
+def _compare_rows(
+    name: str, pairs: "_Pairs", share: float, thresholds: Thresholds, known_range: float
+) -> OutputFidelity:
     """Compare rows with their partners; enough rows of both sides have to have one."""
-    output = _compare_output(name, pairs, thresholds)
+    output = _compare_output(name, pairs, thresholds, known_range)
     enough = share >= min(MIN_SHARE, thresholds.min_agreement)
     reasons = {**output.reasons, "argmax_agreement": "its rows are chosen by values"}
     changes = {"paired": share, "argmax_agreement": None, "passed": output.passed and enough, "reasons": reasons}
@@ -188,7 +203,7 @@ def _compare_exactly(name: str, pairs: _Pairs, thresholds: Thresholds) -> Output
     return explain_missing(output, f"{pairs[0][0].dtype} outputs are compared by equality")
 
 
-def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
+def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_range: float) -> OutputFidelity:
     """Compare by nearness, over the elements that are finite on both sides."""
     signal = noise = power = product = error = 0.0
     low, high, finite = np.inf, -np.inf, True
@@ -213,7 +228,7 @@ def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputF
         norm = float(np.sqrt(signal) * np.sqrt(power))
         cosine = product / norm if norm else None
     # relative to the range; to the greatest magnitude where all values are one; absolute where that is zero
-    of_range = error / (high - low or abs(high) or 1.0) if error else 0.0
+    of_range = error / (max(high - low, known_range) or abs(high) or 1.0) if error else 0.0
     near = (sqnr is not None and sqnr >= thresholds.min_sqnr_db) or of_range <= thresholds.max_error_of_range
     argmax, why_not = _argmax_agreement(pairs)
     output = OutputFidelity(

@@ -204,10 +204,10 @@ class LoadedModel:
         """Answer the test vector; FidelityError if that differs from the stored answers by more than is allowed."""
         if self._stored.vector is None:
             raise UsageError(f"the run keeps no test vector of {self.variant}", "check another variant")
-        feeds, expected = samples.read_vector(self._stored.vector)
-        outputs = self._answer([feeds[name] for name in self._inputs])
+        vector = samples.read_vector(self._stored.vector)
+        outputs = self._answer([vector.feeds[name] for name in self._inputs])
         answers = {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
-        fidelity = compare(expected, answers, self._stored.thresholds, self.signature)
+        fidelity = compare(vector.outputs, answers, self._stored.thresholds, self.signature, vector.ranges)
         if not fidelity.passed:
             told = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
             raise FidelityError(told, "optimize again on this machine")

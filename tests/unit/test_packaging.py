@@ -12,6 +12,7 @@ import pytest
 import packaged_runs
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
+from enginesmith.pipeline.frameworks.samples import save_vector
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package import package as bundle
@@ -124,6 +125,22 @@ def test_packaging_ends_with_the_script_of_the_bundle(made: ExampleRun, tmp_path
     assert not (tmp_path / "wrong").exists()
     made.variants = [made.variants[0].model_copy(update={"status": "failed", "reason": "too far from eager"})]
     assert "does not match" in package(made.write(), "bundle", tmp_path / "named", "onnxruntime-fp32").check
+
+
+def test_an_answer_near_zero_is_judged_by_the_range_of_all_answers(made: ExampleRun, tmp_path: Path) -> None:
+    """Of a single small number, a rounding error may be half, and next to nothing of the range."""
+    vector = tmp_path / "run/test_vector.npz"
+    answers = np.float32([[0, 1, 2, 1.5]])
+    for known, status in ((0.0, "differs"), (1e6, "matches")):
+        save_vector(vector, {"x": np.ones((1, 4), np.float32)}, {"y": answers}, {"y": known})
+        made.vector = made.vector.model_copy(update={"sha256": file_digest(vector)})
+        made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
+        if status == "differs":
+            with pytest.raises(ModelError, match="y does not match the test vector"):
+                package(made.write(), "bundle", tmp_path / status)
+            continue
+        assert package(made.write(), "bundle", tmp_path / status).check == "its answers match the test vector"
+        assert verify.verify(tmp_path / status)[1].passed
 
 
 @pytest.mark.parametrize("file", ["graphs/simplify/model.onnx", "test_vector.npz"])

@@ -276,3 +276,18 @@ def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Pa
         assert (effect.rejected == "") is passed
         entries = read_records(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
         assert [entry["passed"] for entry in entries] == [passed] * 3
+
+
+def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
+    cases = [
+        Case(points=("min",), sizes={"batch": 1}, batch=1),
+        Case(points=("max",), sizes={"batch": 2}, batch=2, calls=2),
+    ]
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=tuple(cases)))
+    calls = {(0, 0): [0.5], (1, 0): [1.0, np.nan], (1, 1): [-2.0, 0.0]}
+    for (case, call), values in calls.items():
+        samples.write_arrays(tmp_path, "feeds", case, {"x": np.zeros(len(values))}, call)
+        samples.write_arrays(tmp_path, "outputs", case, {"y": np.asarray(values), "n": np.arange(len(values))}, call)
+    samples.write_vector(tmp_path, tmp_path / "vector.npz")
+    vector = samples.read_vector(tmp_path / "vector.npz")
+    assert (vector.outputs["y"].tolist(), vector.ranges) == ([0.5], {"y": 3.0})

@@ -47,8 +47,9 @@ def write_bundle(chosen: Chosen, folder: Path, keep_samples: bool) -> None:
     else:
         chosen = dataclasses.replace(chosen, cautions=(*chosen.cautions, _MADE_UP))
         manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
-        feeds = {name: _make_up(value) for name, value in samples.read_vector(vector)[0].items()}
-        samples.save_vector(folder / manifests.VECTOR, feeds, answer(folder, manifest, feeds))
+        stored = samples.read_vector(vector)
+        feeds = {name: _make_up(value) for name, value in stored.feeds.items()}
+        samples.save_vector(folder / manifests.VECTOR, feeds, answer(folder, manifest, feeds), stored.ranges)
     shutil.copyfile(script, folder / manifests.INFER)
     manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
     (folder / manifests.FILE).write_text(manifest.text())

@@ -51,13 +51,14 @@ def verify(folder: Path, timeout_seconds: float | None = None, *, trust: bool = 
         )
     manifests.check_files(folder, manifest)
     checked = f"{len(manifest.files)} files are what was packaged"
-    feeds, expected = samples.read_vector(folder / manifests.VECTOR)
+    vector = samples.read_vector(folder / manifests.VECTOR)
     try:
         require_trust(manifest, trust=trust)
-        answers = answer(folder, manifest, feeds, timeout_seconds)
+        answers = answer(folder, manifest, vector.feeds, timeout_seconds)
     except MissingCapability as error:
         raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
-    result = _result(manifest, compare(expected, answers, manifest.thresholds, manifest.signature))
+    fidelity = compare(vector.outputs, answers, manifest.thresholds, manifest.signature, vector.ranges)
+    result = _result(manifest, fidelity)
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
 
