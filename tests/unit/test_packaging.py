@@ -127,7 +127,7 @@ def test_packaging_ends_with_the_script_of_the_bundle(made: ExampleRun, tmp_path
     assert "does not match" in package(made.write(), "bundle", tmp_path / "named", "onnxruntime-fp32").check
 
 
-def test_an_answer_near_zero_is_judged_by_the_range_of_all_answers(made: ExampleRun, tmp_path: Path) -> None:
+def test_the_script_judges_an_answer_near_zero_by_the_range_of_all(made: ExampleRun, tmp_path: Path) -> None:
     """Of a single small number, a rounding error may be half, and next to nothing of the range."""
     vector = tmp_path / "run/test_vector.npz"
     answers = np.float32([[0, 1, 2, 1.5]])
