@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import warnings
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Model:
     """Load a bundle, for any number of threads. Raise RuntimeError if a file was changed or the engine cannot run."""
 
     def __init__(self, folder=HERE):
-        self.folder = pathlib.Path(folder)
+        self.folder, self.exceeded = pathlib.Path(folder), set()
         self.manifest = json.loads((self.folder / "manifest.json").read_bytes())
         if self.manifest["schema"] != "enginesmith.bundle/1":
             raise RuntimeError(f"manifest.json is of schema {self.manifest['schema']}, which this script cannot read")
@@ -53,6 +54,12 @@ class Model:
             for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
                 if sizes.setdefault(dim, size) != size:
                     raise ValueError(f"{spec['name']} has {size} for {dim}, and the inputs before it {sizes[dim]}")
+        for dim, known in self.manifest["shapes"].items():
+            size = sizes.get(dim, known["min"])
+            if not known["min"] <= size <= known["max"] and dim not in self.exceeded:
+                self.exceeded.add(dim)
+                told = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
+                warnings.warn(f"{told}: nobody has checked its answers there", stacklevel=2)
         return self._run(feeds)
 
     def check(self):

@@ -149,6 +149,7 @@ class LoadedModel:
         self._names = frozenset(self._inputs)
         self._pack = _make_packer(stored.returns, [spec.name for spec in self.signature.outputs])
         self._known: set[tuple[Any, ...]] = set()
+        self._exceeded: set[str | int] = set()  # dimensions that were outside their range
         _open.add(self)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -183,7 +184,10 @@ class LoadedModel:
         return [values[name] for name in self._inputs]
 
     def _check(self, feeds: Feeds) -> None:
-        """Compare feeds with the signature, and sizes with the ranges of an engine that is built for ranges."""
+        """Compare feeds with the signature, and sizes with the ranges: outside, engines built for ranges take none.
+
+        Others answer, and their first answer there is given with a warning.
+        """
         self.signature.check(feeds)
         symbol = samples.batch_symbol(self.signature)
         for spec in self.signature.inputs:
@@ -191,14 +195,19 @@ class LoadedModel:
                 raise ShapeError(
                     f"{symbol} is 0 in {spec.name}, and engines compute at least one row", "give some rows"
                 )
-        if not self._stored.candidate.engine.needs_shapes:
-            return
         for spec in self.signature.inputs:
             for word, size in zip(spec.shape, feeds[spec.name].shape, strict=True):
                 range_ = self._stored.ranges.get(str(word))
-                if range_ and not range_.min <= size <= range_.max:
+                if range_ is None or range_.min <= size <= range_.max:
+                    continue
+                remedy = f"optimize with --shape {word}=MIN:OPT:MAX that includes {size}"
+                if self._stored.candidate.engine.needs_shapes:
                     told = f"{word} is {size}, and {self.variant} is built for {range_.min} to {range_.max}"
-                    raise ShapeError(told, f"optimize with --shape {word}=MIN:OPT:MAX that includes {size}")
+                    raise ShapeError(told, remedy)
+                if word not in self._exceeded:
+                    self._exceeded.add(word)
+                    told = f"{word} is {size}, and {self.variant} was verified for {range_.min} to {range_.max}"
+                    warnings.warn(f"{told}: nobody has checked its answers there; {remedy}", stacklevel=4)
 
     def check(self) -> Fidelity:
         """Answer the test vector; FidelityError if that differs from the stored answers by more than is allowed."""

@@ -149,6 +149,16 @@ def test_programs_and_bundles_run_with_the_tuned_options(
         assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
 
+def test_the_script_warns_at_the_first_size_that_was_not_verified(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    model = runpy.run_path(str(tmp_path / "b/infer.py"))["Model"](tmp_path / "b")
+    most = manifest.read(tmp_path / "b").shapes["batch"].max
+    assert model({"x": np.ones((most, 4), np.float32)})["y"].shape == (most, 4)
+    with pytest.warns(UserWarning, match=f"batch is {most + 1}, and the engine was verified for 1 to {most}"):
+        model({"x": np.ones((most + 1, 4), np.float32)})
+    assert model({"x": np.ones((most + 2, 4), np.float32)})["y"].shape == (most + 2, 4)
+
+
 def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: Path) -> None:
     good, ones = made.variants[0], np.ones((2, 4), np.float32)
     changes = ({"id": "bad", "status": "failed", "reason": "wrong result"}, {"id": "slow", "rejected": "no faster"})

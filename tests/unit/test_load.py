@@ -110,6 +110,15 @@ def test_what_does_not_fit_is_refused(opened: Load, values: Any, error: type[Exc
         assert np.array_equal(model(X, SCALE), X * 2)
 
 
+def test_the_first_size_that_was_not_verified_is_answered_with_a_warning(opened: Load) -> None:
+    x, scale = np.ones((9, 4), np.float32), np.ones((9, 1), np.float32)
+    with opened("y") as model:
+        with pytest.warns(UserWarning, match="batch is 9, and onnxruntime-fp32 was verified for 1 to 8: nobody"):
+            assert np.array_equal(model(x, scale), x)
+        assert model(x[:8], scale[:8]).shape == (8, 4)
+        assert model(np.repeat(x, 2, 0), np.repeat(scale, 2, 0)).shape == (18, 4)
+
+
 @pytest.mark.parametrize("most", [0, 3])
 def test_threads_share_a_model_until_it_is_closed(opened: Load, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Where a session serves one call at a time, there are so many at most, and all of them are closed."""
