@@ -107,13 +107,19 @@ def _per_sample(array: Array) -> NDArray[np.float64]:
 
 
 def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
-    """Give 1 where the label's logit is among so many greatest."""
+    """Give 1 where the label's logit is among so many greatest, or where the answer is the label itself."""
+    if logits.dtype.kind in "iu":
+        return np.asarray(logits.reshape(-1) == labels.reshape(-1), np.float64)
     best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
     return np.asarray((best == labels.reshape(-1, 1)).any(axis=1), np.float64)
 
 
 def _are_classes(logits: Array, labels: Array) -> bool:
-    if logits.ndim != 2 or labels.size != len(labels) or not _are_whole(labels):
+    if labels.size != len(labels) or not _are_whole(labels):
+        return False
+    if logits.dtype.kind in "iu":
+        return logits.ndim in (1, 2) and logits.size == len(logits)
+    if logits.ndim != 2:
         return False
     return bool(labels.min() >= 0 and labels.max() < logits.shape[1])
 
@@ -482,7 +488,10 @@ def _are_boxes(output: Array, labels: Array) -> bool:
     return bool(output.shape[2] == _BOX_SIDES + 2 or output.shape[1] > _BOX_SIDES)
 
 
-_CLASSES = "an output of shape [samples, classes], and for each sample one class as a whole number, counted from 0"
+_CLASSES = (
+    "an output of shape [samples, classes], or the class itself as a whole number, and for each sample one class as a "
+    "whole number, counted from 0"
+)
 _MAPS = (
     "an output of shape [samples, classes, ...], one class for one that is there or not, and for each place a class as "
     "a whole number, counted from 0; negative ones, 255 and -100 do not count"

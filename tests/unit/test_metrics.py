@@ -94,6 +94,13 @@ def test_two_samples_of_a_score_are_accepted_beside_the_labels_of_all(name: str)
     assert METRICS[name].accepts(np.zeros((2, 1)), np.arange(7) % 2)
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_answers_that_are_classes_are_right_or_wrong(shape: tuple[int, ...]) -> None:
+    """A model that ends with an argmax."""
+    assert compute("top1", np.array([3, 1, 0, 2]).reshape(shape), np.array([3, 1, 1, 2])) == 0.75
+    assert not METRICS["top1"].accepts(np.arange(8).reshape(4, 2), np.arange(4))
+
+
 def test_letters_are_counted_over_all_texts() -> None:
     """Of five letters, one is wrong and one is missing; CTC's repeated letters and blanks are none."""
     labels = np.array([[1, 2, 3], [4, 5, -1]])

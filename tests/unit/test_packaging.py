@@ -100,6 +100,13 @@ def test_a_run_from_before_graphs_were_kept_can_be_resumed(made: ExampleRun, tmp
         package(made.write(), "bundle", tmp_path / "b")
 
 
+def test_the_file_that_was_given_is_no_variant_to_package(made: ExampleRun, tmp_path: Path) -> None:
+    """It is the winner where no variant of an ONNX file is faster than the file itself."""
+    made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=None)]
+    with pytest.raises(UsageError, match="is the ONNX file that the run was given, .*\n.*use that file as it is"):
+        package(made.write(), "bundle", tmp_path / "b")
+
+
 def test_a_failed_variant_is_packaged_by_name_with_a_caution(made: ExampleRun, tmp_path: Path) -> None:
     fields = {"graph": made.graph, "artifact": made.graph, "status": "failed", "reason": "too far from eager"}
     made.variants.append(made.record("onnxruntime-int8", **fields, rejected="of unknown loss"))

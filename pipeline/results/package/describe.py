@@ -126,6 +126,9 @@ def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
 
 def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
     """Give the engine of a variant; UsageError if none was built."""
+    if record.artifact is None and record.status == "measured":
+        told = f"{record.id} is the ONNX file that the run was given, of which it keeps no copy"
+        raise UsageError(told, "use that file as it is, or name another variant")
     if record.artifact is None:
         why = record.reason or record.status
         raise UsageError(f"{record.id} has no engine: {why}", f"`enginesmith resume {folder}` does what is missing")
