@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
-from enginesmith.pipeline.planning.plan import Step, is_optional
+from enginesmith.pipeline.planning.plan import Step, ends_search, is_optional
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.tasks.base import Task
 
@@ -194,6 +194,8 @@ class Runner:
 
         deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
+        if self.search_seconds is not None and ends_search(step):
+            left = max(left, _LEAST_SECONDS)  # on a busy machine, all was made, and nothing would come of it
         task = self._changed.get(step.id, step.task)
         most = type(task).model_fields["time_share"].default if self._reordered else task.time_share
         share = max(left * most, min(left, _LEAST_SECONDS))

@@ -223,6 +223,12 @@ def is_optional(step: Step) -> bool:
     return step.id.kind in ("prosecute", "memory", "profile")
 
 
+def ends_search(step: Step) -> bool:
+    """Tell whether a search has no result without a step: the race, and what leads from it to the latencies."""
+    tuned = step.id.kind == "verify" and "tuned" in step.id.subject
+    return tuned or step.id.kind in ("race", "stay", "tune", "latency")
+
+
 def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:
     """List the heavy modules that loading the models of a plan imports: worth importing once for all workers."""
     models = (step.task.source for step in steps if isinstance(step.task, load.Load))

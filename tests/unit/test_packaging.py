@@ -103,7 +103,7 @@ def test_a_run_from_before_graphs_were_kept_can_be_resumed(made: ExampleRun, tmp
 def test_the_file_that_was_given_is_no_variant_to_package(made: ExampleRun, tmp_path: Path) -> None:
     """It is the winner where no variant of an ONNX file is faster than the file itself."""
     made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=None)]
-    with pytest.raises(UsageError, match="is the ONNX file that the run was given, .*\n.*use that file as it is"):
+    with pytest.raises(UsageError, match=r"is the ONNX file that the run was given, .*\n.*use that file as it is"):
         package(made.write(), "bundle", tmp_path / "b")
 
 

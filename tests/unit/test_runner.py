@@ -319,6 +319,26 @@ def test_what_is_left_of_the_time_limits_each_step(monkeypatch: pytest.MonkeyPat
     assert (outcomes["late"].reason == NO_TIME) == searches
 
 
+def test_a_search_that_is_late_measures_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race and what leads to the latencies have ten seconds each; what was not made, and memory, have none."""
+    desk = Clock()
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    names = (
+        ("build", "a"),
+        ("build", "b"),
+        ("race",),
+        ("stay", "a"),
+        ("verify", "a", "tuned"),
+        ("latency",),
+        ("memory",),
+    )
+    steps = [Step(StepRef(*name), Idle()) for name in names]
+    outcomes = Runner(desk, lambda step: Path(step.id), 10.0, search_seconds=10.0).run(steps)
+    ends = {name for name, outcome in outcomes.items() if outcome.reason == NO_TIME}
+    assert ends == {"build-b", "memory"}
+    assert set(desk.given.values()) == {10}
+
+
 @pytest.mark.parametrize("reordered", [True, False])
 def test_the_last_of_the_plan_has_more_time_unless_the_order_was_changed(
     monkeypatch: pytest.MonkeyPatch, reordered: bool
