@@ -189,6 +189,9 @@ def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int)
     if mine is None or (mine.speedup is None and (theirs is None or theirs.p50_ms is None)):
         taken = "was not timed" if mine is None else f"takes {ms(mine.p50_ms)} ms"
         return f"{record.id} {taken} at batch {batch} ({baseline.id} was not measured there)"
+    if mine.speedup is None and theirs and theirs.disturbed_share == 1.0:
+        why = f"other programs disturbed all calls of {baseline.id}"
+        return f"{record.id} takes {ms(mine.p50_ms)} ms at batch {batch} (no speed-up is known: {why})"
     if mine.speedup is None:
         medians = f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms if theirs else None)} ms of {baseline.id}"
         return f"{record.id} takes {medians} at batch {batch}, in too few rounds for an interval"

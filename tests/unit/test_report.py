@@ -128,6 +128,9 @@ def test_the_verdict_is_one_sentence() -> None:
     late = record("eager", 2.0, 1.0).model_copy(update={"latency": (LatencyRow(batch=1, failure="it hangs"),)})
     said = sentences.summarize(run(variants=(alone,), baseline=late))
     assert said.startswith("onnxruntime-fp32 takes 0.5 ms at batch 1 (eager was not measured there), uses 100 %")
+    rows = (LatencyRow(batch=1, p50_ms=236.0, n=1, disturbed_share=1.0),)
+    said = sentences.summarize(run(variants=(alone,), baseline=late.model_copy(update={"latency": rows})))
+    assert "at batch 1 (no speed-up is known: other programs disturbed all calls of eager), uses" in said
 
 
 @pytest.mark.parametrize(

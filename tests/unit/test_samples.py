@@ -278,6 +278,24 @@ def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Pa
         assert [entry["passed"] for entry in entries] == [passed] * 3
 
 
+def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tmp_path: Path) -> None:
+    """The reference is doubled from two rows on, as by an ``if`` in the module; the graph answers its input."""
+    cases = tuple(Case(points=(point,), sizes={"batch": size}, batch=size) for point, size in (("min", 1), ("max", 2)))
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=cases))
+    for index, case in enumerate(cases):
+        rows = np.ones((case.batch, 3), np.float32)
+        samples.write_arrays(tmp_path, "feeds", index, {"x": rows})
+        samples.write_arrays(tmp_path, "outputs", index, {"y": rows * case.batch})
+    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    made = graph(tmp_path / "graph.onnx", "Identity")
+    for stage, told in (("export", True), ("engine", False)):
+        (out := tmp_path / stage).mkdir()
+        verify = Verify(stage=stage, engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+        rejected = verify.run({"model": made, "reference": judged}, out, lambda _: None).rejected
+        assert rejected.startswith(f"after {stage} at max (batch 2): output 'y' has an SQNR of 6.0 dB")
+        assert ("torch.cond" in rejected) is told
+
+
 def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
     cases = [
         Case(points=("min",), sizes={"batch": 1}, batch=1),

@@ -222,6 +222,10 @@ class MeasuredSession:
 Turn = Callable[[MeasuredSession], None]
 
 
+_LEAST_BLOCKS = 2
+"""Blocks of calls from which a median has an interval."""
+
+
 def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> str:
     """Measure launches of rounds of blocks until every median is known well enough or time is over; return which.
 
@@ -241,6 +245,8 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
             return "every candidate failed"
         intervals = [median_interval(session.timed, settings.seed) for session in alive]
         width = max(interval.relative_half_width for interval in intervals)
+        if any(sum(map(len, session.timed)) < _LEAST_BLOCKS for session in alive):
+            width = math.inf  # a single block has no interval
         if width <= settings.precision and (launch >= _LAUNCHES or not several):
             return f"every median's 95 % interval is within ±{settings.precision:.0%}"
         noisy = any(interval.too_noisy for interval in intervals)

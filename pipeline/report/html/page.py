@@ -228,7 +228,8 @@ def _quiet(run: Run) -> str:
         more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
         return f"No: {'; '.join(filter(None, (warnings[0] + more, said)))}."
     if shares and max(shares) > _DISTURBED:
-        return f"Not all the time: {said}; they are left out of medians and speed-ups."
+        used = "they are left out of medians and speed-ups, unless too few others were measured"
+        return f"Not all the time: {said}; {used}."
     return f"Yes, no disturbance was found{'; ' if said else ''}{said}."
 
 
