@@ -165,9 +165,14 @@ def format_drop(quality: Quality | None) -> Number:
     return Number(f"{quality.drop:+z.4f}{interval}".replace("-", "−"), quality.drop)
 
 
+_LONG = 10
+"""Value of a metric from which digits behind the point say little."""
+
+
 def describe_drop(quality: Quality) -> str:
-    """Describe the loss of the metric: ``top1 drop +0.0040 [−0.0010, +0.0090] on 357 samples``."""
-    return f"{quality.title} drop {format_drop(quality)} on {quality.samples} samples"
+    """Describe the metric and its loss: ``top1 0.9832 (drop +0.0040 [−0.0010, +0.0090]) on 357 samples``."""
+    value = f"{quality.value:.4f}" if abs(quality.value) < _LONG else f"{quality.value:.5g}"
+    return f"{quality.title} {value} (drop {format_drop(quality)}) on {quality.samples} samples"
 
 
 def mark_name(record: VariantRecord) -> str:

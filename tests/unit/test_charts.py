@@ -298,7 +298,7 @@ def test_numbers_are_the_runs() -> None:
     point = named(found["pareto"], "onnxruntime-int8")
     assert (point["x"], point["y"]) == ([int8.latency[0].p50_ms], [int8.peak_bytes / 2**20])
     assert point["hovertext"] == [
-        "onnxruntime-int8<br>p50 0.2 ms, peak 24 MiB, top1 drop +0.0040 on 200 samples<br>on the front, wins"
+        "onnxruntime-int8<br>p50 0.2 ms, peak 24 MiB, top1 0.9000 (drop +0.0040) on 200 samples<br>on the front, wins"
     ]
     line = named(found["latency-by-batch"], "onnxruntime-int8")
     assert line["x"] == [1, 8, 32]

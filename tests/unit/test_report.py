@@ -112,14 +112,14 @@ def test_the_judged_output_and_the_others_are_named() -> None:
     table = run_tables.tabulate_quality(some.model_copy(update={"baseline": some.variants[0]}))
     assert table.rows[0][1] == "top1 of 'category'"
     assert table.caption.endswith("not judged: the outputs 'score' (--metric NAME:OUTPUT)")
-    assert "top1 of 'category' drop" in sentences.summarize(some)
+    assert "top1 of 'category' 0.9900 (drop" in sentences.summarize(some)
 
 
 def test_the_verdict_is_one_sentence() -> None:
     said = sentences.summarize(run())
     assert said == (
         "onnxruntime-fp32 is 4.00× [3.90, 4.10] faster than eager at batch 1, uses 100 % of its peak memory, "
-        "top1 drop +0.0050 on 200 samples."
+        "top1 0.9900 (drop +0.0050) on 200 samples."
     )
     none = run(winner=None, winner_reason="nothing was measured")
     assert sentences.summarize(none) == "No winner: nothing was measured."
@@ -246,9 +246,9 @@ def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy:
     p99, drop = sentences.list_footnotes(run(variants=(few,)))
     assert p99.startswith(f"no p99 (–): it needs 662 calls, and there were as few as 90; {remedy}")
     assert drop == "a negative drop is an improvement over the original model"
-    assert tables.describe_drop(better) == "top1 drop −0.0033 [−0.0100, +0.0020] on 9 samples"
+    assert tables.describe_drop(better) == "top1 0.9000 (drop −0.0033 [−0.0100, +0.0020]) on 9 samples"
     none = better.model_copy(update={"drop": -2e-6, "drop_low": -3e-6, "drop_high": -1e-6})
-    assert tables.describe_drop(none) == "top1 drop +0.0000 [+0.0000, +0.0000] on 9 samples", "no loss has no sign"
+    assert "(drop +0.0000 [+0.0000, +0.0000])" in tables.describe_drop(none), "no loss has no sign"
 
 
 def test_noise_is_told_once_with_what_to_do() -> None:
