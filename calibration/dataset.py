@@ -55,6 +55,8 @@ def describe_labels(labels: Labels) -> str:
     """Describe labels likewise: ``int64[64] from 0 to 4``."""
     if isinstance(labels, Mapping):
         return describe_arrays(labels)
+    if labels.dtype.kind in "US":
+        return f"texts{list(labels.shape)}"
     span = f" from {labels.min()} to {labels.max()}" if labels.size and labels.dtype.kind in "iu" else ""
     return f"{labels.dtype}{list(labels.shape)}{span}"
 

@@ -180,7 +180,11 @@ class LoadedModel:
         if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):
             given = f"{len(arguments)} in order and {', '.join(named) or 'none'} by name were given"
             told = f"the model's inputs are {', '.join(self._inputs)}, and {given}"
-            raise SignatureError(told, "give each input once, in this order or by name")
+            mapping = len(arguments) == 1 and isinstance(arguments[0], Mapping)
+            remedy = (
+                "unpack the mapping: model(**inputs)" if mapping else "give each input once, in this order or by name"
+            )
+            raise SignatureError(told, remedy)
         return [values[name] for name in self._inputs]
 
     def _check(self, feeds: Feeds) -> None:

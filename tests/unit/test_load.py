@@ -97,6 +97,7 @@ def test_a_call_is_answered_in_the_form_and_kind_of_the_module(opened: Load, out
         ((X[:0], SCALE[:0]), ShapeError, "batch is 0 in x"),
         ((np.tile(X, (3, 1)), np.tile(SCALE, (3, 1))), ShapeError, "batch is 9, .* is built for 1 to 8"),
         ((X, [[2.0]]), SignatureError, "ndarray, list"),
+        (({"x": X, "scale": SCALE},), SignatureError, r"1 in order .*\n.*unpack the mapping: model\(\*\*inputs\)"),
         ((torch.from_numpy(X), SCALE), SignatureError, "Tensor, ndarray"),
         ((torch.from_numpy(X).bfloat16(), torch.from_numpy(SCALE)), SignatureError, "BFloat16"),
         ((torch.nn.Parameter(torch.from_numpy(X)), torch.from_numpy(SCALE)), UsageError, "gradients"),
