@@ -75,7 +75,13 @@ class Sensitivity(Task):
         kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
         sizes = samples.read(inputs["reference"].folder).ranges
         work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in sizes.items()})
-        ratios, shifts, left, reads = self._measure_errors(inputs, groups, progress)
+        try:
+            ratios, shifts, left, reads = self._measure_errors(inputs, groups, progress)
+        except layers.NothingToQuantize as error:
+            if not self.least_share:
+                raise
+            write_records(out, [])
+            return Effect(file=RECORDS, summary="nothing to measure", rejected=error.message)
         weak = {name: shifts.get(name, 0.0) for name, ratio in ratios.items() if ratio < WEAK_DB}
         causes = self._explain_weak(inputs, weak)
         if not ratios:

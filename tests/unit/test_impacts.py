@@ -19,6 +19,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
+from enginesmith.pipeline.passes.quantize.layers import NothingToQuantize
 from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches, compare_answers
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.qdq import Settings
@@ -27,7 +28,15 @@ from enginesmith.pipeline.passes.quantize.weights import quantise_to_int4
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
 from enginesmith.pipeline.tasks.base import read_models
-from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, measure_impacts
+from enginesmith.pipeline.tasks.calibrate import Feeder
+from enginesmith.pipeline.tasks.graph_forms import (
+    MODEL,
+    RANGES,
+    REFERENCE,
+    SENSITIVITY,
+    Sensitivity,
+    measure_impacts,
+)
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tensors import ShapeRange
 from graphs import NOWHERE, parse_graph, run_model
@@ -62,7 +71,7 @@ def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
         used = {name: value for name, value in WEIGHTS.items() if re.search(rf"\b{name}\b[,)]", net)}
         model = parse_graph(net, **used)
         products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
-        for node, name in zip(products, ("first", "second"), strict=True):
+        for node, name in zip(products, ("first", "second"), strict=bool(products)):
             node.name = name
         return model
 
@@ -343,3 +352,16 @@ def test_the_assignment_says_how_much_a_group_changes_the_answers(tmp_path: Path
     effect = Assign(step=step, keep=()).run({**inputs, trial_role(1): inputs[BEFORE]}, out, lambda _: None)
     changes = {row["group"]: row["answer_change"] for row in json.loads((out / effect.file).read_bytes())}
     assert changes == {name: pytest.approx(impact**0.5) for name, impact in trials[1].impacts.items()}
+
+
+@pytest.mark.parametrize("least", [0.0, 0.05])
+def test_a_graph_without_products_is_no_failure_of_a_precision_that_nobody_listed(tmp_path: Path, least: float) -> None:
+    inputs = prepare(tmp_path, "net (float[batch, 8] x) => (float[batch, 8] y) {\n y = Relu(x)\n}")
+    feeder = Feeder(data=None, seed=0, samples=8)
+    task = Sensitivity(step=Precision(precision="int8-dynamic"), feeder=feeder, least_share=least)
+    (out := tmp_path / "out").mkdir()
+    if least:
+        assert task.run(inputs, out, print).rejected.startswith("the graph has no product that can be in int8-dynamic")
+        return
+    with pytest.raises(NothingToQuantize, match="no product that can be in int8-dynamic"):
+        task.run(inputs, out, print)

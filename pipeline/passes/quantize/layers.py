@@ -266,6 +266,10 @@ def require_opset(model: "ir.Model", least: int, precision: str) -> None:
         ) from cause
 
 
+class NothingToQuantize(InvalidGraph):
+    """A graph without anything that can be in a precision."""
+
+
 def require_products(
     groups: Collection[QuantizableOp],
     precision: str,
@@ -275,12 +279,12 @@ def require_products(
     """Refuse a graph that has nothing to quantise.
 
     Raises:
-        InvalidGraph: says which operators would be, or why those that are there cannot be.
+        NothingToQuantize: says which operators would be, or why those that are there cannot be.
     """
     if usable:
         return
     reasons = sorted({f"{group.operator}: {group.reason}" for group in groups if group.reason})
     what = f"has no product that can be in {precision}" + (f" ({'; '.join(reasons[:_SHOWN])})" if reasons else "")
-    raise InvalidGraph(
+    raise NothingToQuantize(
         f"the graph {what}; {', '.join(operators)} with a constant float32 weight can", "use fp16 or fp32"
     )
