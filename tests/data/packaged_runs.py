@@ -109,10 +109,15 @@ class ExampleRun:
         return self.folder
 
 
+@pytest.fixture
+def with_script() -> None:
+    """Packages run their script when they are written, as they do for users."""
+
+
 @pytest.fixture(autouse=True)
 def no_script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages are written without running their script, which takes half a second, unless a test is about it."""
-    if "script" not in request.node.name:
+    """Packages are written without running their script, which takes half a second, except ``with_script``."""
+    if "with_script" not in request.fixturenames:
         monkeypatch.setattr(bundle, "run_script", lambda folder, kept: "not run")
 
 

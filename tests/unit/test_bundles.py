@@ -23,7 +23,8 @@ from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package.package import package
 from packaged_runs import ExampleRun
 
-found, made, no_script = packaged_runs.found, packaged_runs.made, packaged_runs.no_script  # fixtures
+found, made = packaged_runs.found, packaged_runs.made  # fixtures
+no_script, with_script = packaged_runs.no_script, packaged_runs.with_script
 
 
 def test_digests_are_checked_without_an_engine(
@@ -95,6 +96,7 @@ def test_only_bundles_can_be_verified(made: ExampleRun, tmp_path: Path) -> None:
         verify.verify(tmp_path / "t/net_py_build")
 
 
+@pytest.mark.usefixtures("with_script")
 def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: ExampleRun, tmp_path: Path) -> None:
     made.variants.append(made.engine("tensorrt_rtx"))
     package(made.write(), "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
@@ -162,7 +164,8 @@ def test_the_script_warns_at_the_first_size_that_was_not_verified(made: ExampleR
 def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: Path) -> None:
     good, ones = made.variants[0], np.ones((2, 4), np.float32)
     changes = ({"id": "bad", "status": "failed", "reason": "wrong result"}, {"id": "slow", "rejected": "no faster"})
-    made.variants += [good.model_copy(update=fields) for fields in (*changes, {"id": "none", "artifact": None})]
+    skipped = {"id": "none", "artifact": None, "status": "skipped", "reason": "no time was left"}
+    made.variants += [good.model_copy(update=fields) for fields in (*changes, skipped)]
     folder = made.write()
     package(folder, "bundle", tmp_path / "bundle", None)
     for place in (folder, str(tmp_path / "bundle")):
@@ -174,7 +177,7 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
             assert model.variant == name
     refusals: list[tuple[Path, dict[str, str], str]] = [
         (tmp_path / "bundle", {"variant": "other"}, "is a bundle package of onnxruntime-fp32"),
-        (folder, {"variant": "none"}, "none has no engine"),
+        (folder, {"variant": "none"}, "none has no engine: no time was left"),
         (folder, {"variant": "eager"}, r"net\.py"),
         (folder, {"variant": good.id, "device": "tpu"}, "no device 'tpu'"),
         (tmp_path, {}, "no run in"),

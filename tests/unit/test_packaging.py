@@ -19,7 +19,7 @@ from enginesmith.pipeline.results.package import package as bundle
 from enginesmith.pipeline.results.package.package import package
 from packaged_runs import ExampleRun
 
-made, no_script = packaged_runs.made, packaged_runs.no_script  # fixtures
+made, no_script, with_script = packaged_runs.made, packaged_runs.no_script, packaged_runs.with_script  # fixtures
 
 
 def test_a_bundle_holds_what_it_needs_and_names_everything(made: ExampleRun, tmp_path: Path) -> None:
@@ -117,6 +117,7 @@ def test_a_failed_variant_is_packaged_by_name_with_a_caution(made: ExampleRun, t
     assert any("it failed" in text for text in manifest.read(tmp_path / "b").cautions)
 
 
+@pytest.mark.usefixtures("with_script")
 def test_packaging_ends_with_the_script_of_the_bundle(made: ExampleRun, tmp_path: Path) -> None:
     made.variants.append(made.engine("tensorrt_rtx"))
     run = made.write()
@@ -134,6 +135,7 @@ def test_packaging_ends_with_the_script_of_the_bundle(made: ExampleRun, tmp_path
     assert "does not match" in package(made.write(), "bundle", tmp_path / "named", "onnxruntime-fp32").check
 
 
+@pytest.mark.usefixtures("with_script")
 def test_the_script_judges_an_answer_near_zero_by_the_range_of_all(made: ExampleRun, tmp_path: Path) -> None:
     """Of a single small number, a rounding error may be half, and next to nothing of the range."""
     vector = tmp_path / "run/test_vector.npz"
