@@ -175,9 +175,13 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
     for name, doubt in (("bad", "bad: it failed in the run: wrong result"), ("slow", "it was rejected: no faster")):
         with pytest.warns(UserWarning, match=doubt), load(folder, name) as model:
             assert model.variant == name
+    with (
+        pytest.warns(UserWarning, match="it was not measured"),
+        pytest.raises(UsageError, match="none has no engine: no time was left"),
+    ):
+        load(folder, "none")
     refusals: list[tuple[Path, dict[str, str], str]] = [
         (tmp_path / "bundle", {"variant": "other"}, "is a bundle package of onnxruntime-fp32"),
-        (folder, {"variant": "none"}, "none has no engine: no time was left"),
         (folder, {"variant": "eager"}, r"net\.py"),
         (folder, {"variant": good.id, "device": "tpu"}, "no device 'tpu'"),
         (tmp_path, {}, "no run in"),
