@@ -1,7 +1,7 @@
 """Assemble ``run.json`` from the outcomes of steps: numbers, and reasons for those that are missing."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from enginesmith.pipeline.passes.finetune.options import read as read_recovery
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Variant
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.results.explain import Circumstances, explain_gain
+from enginesmith.pipeline.results.explain import Circumstances, explain_gain, narrowest_type
 from enginesmith.pipeline.results.run import (
     NOT_REACHED,
     Assignment,
@@ -128,7 +128,7 @@ def make_record(
         recovery=tuple(read_recovery(artifact.folder) for artifact in recovered),
         **audits,
         assignment=assignment,
-        search=_search(variant, outcomes, len(assignment) or None),
+        search=_search(variant, outcomes, assignment),
         prosecution=next(iter(read_models(artifact_of(outcomes, variant.prosecuted), Prosecution)), None),
         synthetic_calibration=_has_synthetic_ranges(variant, outcomes),
         reasons=_explain_missing(variant, plan, outcomes, measurements) | reasons | _explain_cut(variant, outcomes),
@@ -197,13 +197,19 @@ def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], 
     return audits, reasons
 
 
-def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[SearchStep, ...]:
-    """Read all trials from the last step of the search that was done."""
+def _search(variant: Variant, outcomes: Outcomes, assignment: Sequence[Assignment]) -> tuple[SearchStep, ...]:
+    """Read all trials from the last step of the search that was done.
+
+    Groups that stayed in float in all of them could not be quantized: products of two activations, say.
+    """
     done = [step for step in variant.search if artifact_of(outcomes, step)]
     steps = []
-    for index, entry in enumerate(records_of(outcomes, done[-1] if done else None), 1):
+    entries = records_of(outcomes, done[-1] if done else None)
+    kept_once, low = {name for entry in entries for name in entry["kept"]}, narrowest_type(variant.precision)
+    able = sum(group.group in kept_once or narrowest_type(group.precision) == low for group in assignment)
+    for index, entry in enumerate(entries, 1):
         kept = len(entry["kept"])
-        quantised = None if groups is None else groups - kept
+        quantised = able - kept if assignment else None
         steps.append(SearchStep.model_validate({**entry, "step": index, "kept": kept, "quantised": quantised}))
     return tuple(steps)
 

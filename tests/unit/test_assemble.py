@@ -147,11 +147,12 @@ def test_made_up_calibration_data_is_noted(outcomes: Outcomes, synthetic: bool) 
 
 def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
     groups = [{"group": name, "operator": "Conv", "precision": "int8", "method": "mse"} for name in "abc"]
+    groups.append({"group": "d", "operator": "MatMul", "precision": "fp32", "why": "a product of two activations"})
     trial = {"phase": "everything", "method": "mse", "kept": [], "why": "all", "passed": False, "error": 1.0}
     second = {**trial, "phase": "sensitive", "kept": ["a"], "passed": True, "speedup": 1.5, "seconds": 2.0}
     outcomes.put("assign", groups).put("search-1", [trial]).put("search-2", [trial, second])
     found = outcomes.record(INT8)
-    assert [one.group for one in found.assignment] == ["a", "b", "c"]
+    assert [one.group for one in found.assignment] == ["a", "b", "c", "d"]
     trials = [(one.step, one.quantised, one.kept, one.passed) for one in found.search]
     assert trials == [(1, 3, 0, False), (2, 2, 1, True)]
     assert found.search[1].speedup == 1.5
