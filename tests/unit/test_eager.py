@@ -394,3 +394,11 @@ def test_a_thread_has_dynamos_settings_too() -> None:
         return config.recompile_limit, config.fail_on_recompile_limit_hit
 
     assert in_thread(settings) == (64, True)
+
+
+def test_a_module_that_raises_is_told_with_its_line_and_the_integers_that_it_got(artifact: Artifact) -> None:
+    with Eager().load(artifact, CPU) as session, pytest.raises(ModelError) as caught:
+        session.run({**feeds(), "rows": np.array([0, 1, 7])})
+    assert caught.value.message.startswith("the module raised IndexError: index 7 is out of bounds")
+    assert caught.value.message.endswith("(eager_net.py:11)")
+    assert caught.value.remedy.endswith("integers may be beyond what it takes (rows from 0 to 7)")

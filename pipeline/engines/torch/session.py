@@ -28,6 +28,7 @@ from enginesmith.pipeline.engines.profiling import (
     warm_up,
 )
 from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
+from enginesmith.pipeline.frameworks.torch import file_tracking
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -122,7 +123,25 @@ class EagerSession(Session):
             with self._inference_mode():
                 self._outputs = self.forward(*bound)
         except _RAISED as error:
-            raise _translate_error(error) from error
+            spans = self._describe_indices(bound)
+            remedy = "run it alone with these inputs" + (
+                f": integers may be beyond what it takes ({spans})" if spans else ""
+            )
+            raise _translate_error(error, remedy=remedy) from error
+
+    def _describe_indices(self, bound: "Tensors") -> str:
+        """Describe the integer inputs by their least and greatest values: ``tokens from 0 to 30522``.
+
+        Not on CUDA, where nothing can be computed after an error.
+        """
+        if self._where.kind != "cpu":
+            return ""
+        whole = [
+            f"{spec.name} from {int(tensor.min())} to {int(tensor.max())}"
+            for spec, tensor in zip(self.signature.inputs, bound, strict=True)
+            if tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype.itemsize > 1
+        ]
+        return ", ".join(whole)
 
     def differentiate(self, feeds: Feeds, weights: Feeds) -> dict[str, Array]:
         import torch
@@ -289,7 +308,8 @@ def _translate_error(
     if says_out_of_memory(str(error)):
         return out_of_memory(str(error))
     text = next(iter(str(error).strip().splitlines()), "no message")
-    return ModelError(f"{what} {type(error).__name__}: {text}", remedy)
+    place = file_tracking.find_user_line(error)
+    return ModelError(f"{what} {type(error).__name__}: {text}{f' ({place})' if place else ''}", remedy)
 
 
 def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, notes: tuple[str, ...] = ()) -> Profiled:
