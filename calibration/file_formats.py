@@ -69,8 +69,8 @@ def _check_names(source: str, names: Iterable[str], wanted: Sequence[str], label
         raise DataError(
             f"{source} holds {_join(names)}, and the model takes {_join(wanted)}",
             _likely_labels(names, wanted, labels)
-            + "name the arrays after the model's inputs (or these after the arrays, where --input names them), and leave "
-            "out what is neither an input nor the labels",
+            + "name the arrays after the model's inputs (or those after the arrays, where --input names them), and "
+            "leave out what is neither an input nor the labels",
         )
 
 
