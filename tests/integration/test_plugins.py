@@ -104,7 +104,7 @@ def test_its_pass_and_its_metric_are_used(site: Path, home: Path) -> None:
     [
         (("--pass", "sharpen"), 2, "there is no pass 'sharpen'"),
         (("--pass", "sharpen"), 2, "clear-docs (of enginesmith-example)"),
-        (("--metric", "top7"), 2, "answer_match, map, within_one (of enginesmith-example)"),
+        (("--metric", "top7"), 2, "map, wer=SPACE, within_one (of enginesmith-example)"),
         (("--pass", "clear-docs"), 4, "'clear-docs' of enginesmith-example 0.1 cannot be loaded"),
     ],
 )

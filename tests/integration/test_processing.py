@@ -55,7 +55,7 @@ def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, c
     done = cli(
         *("optimize", "digits", "--prepend", "uint8,nhwc,scale", "--prepend", "normalize=0/1", "--append", "softmax"),
         *("--data", raw, "--metric", "top1", "--precision", precision, "--engine", "onnxruntime"),
-        *("--measure-time", "200ms", "--batch", "1", "--no-memory", "--out", run, "--quiet"),
+        *("--measure-time", "200ms", "--batch", "1,4", "--no-memory", "--out", run, "--quiet"),
     )
     assert done.code == 0, done.text
     document = json.loads((run / "run.json").read_text())
