@@ -5,7 +5,7 @@ An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -182,14 +182,14 @@ def write_vector(reference: Path, file: Path) -> None:
     """Write the feeds and the answers of a reference at the smallest shape, and the ranges of all its answers."""
     cases = read(reference).cases
     index = next(index for index, case in enumerate(cases) if "min" in case.points)
-    answers = [
+    answers = (
         read_arrays(reference, "outputs", at, call) for at, case in enumerate(cases) for call in range(case.calls)
-    ]
+    )
     feeds = read_arrays(reference, "feeds", index)
     save_vector(file, feeds, read_arrays(reference, "outputs", index), find_ranges(answers))
 
 
-def find_ranges(answers: Sequence[Feeds]) -> dict[str, float]:
+def find_ranges(answers: Iterable[Feeds]) -> dict[str, float]:
     """Find the range (max − min) of each floating-point output over several calls."""
     ends: dict[str, list[float]] = {}
     for outputs in answers:

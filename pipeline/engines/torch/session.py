@@ -123,11 +123,9 @@ class EagerSession(Session):
             with self._inference_mode():
                 self._outputs = self.forward(*bound)
         except _RAISED as error:
-            spans = self._describe_indices(bound)
-            remedy = "run it alone with these inputs" + (
-                f": integers may be beyond what it takes ({spans})" if spans else ""
-            )
-            raise _translate_error(error, remedy=remedy) from error
+            spans = self._describe_indices(bound) if "index" in str(error) else ""
+            said = f": integers may be beyond what it takes ({spans})" if spans else " to see where"
+            raise _translate_error(error, remedy=f"run it alone with these inputs{said}") from error
 
     def _describe_indices(self, bound: "Tensors") -> str:
         """Describe the integer inputs by their least and greatest values: ``tokens from 0 to 30522``.
