@@ -43,6 +43,8 @@ None was measured: at most 0.78 × its speed in 15 races (benchmarks/results/sea
 """
 _COMPILED_OVER_EAGER = 4.0
 """Likewise over eager in the same precision: 3.7 is the most that was measured, in a network of 60 µs."""
+_DISTURBED_OVER_EAGER = 10.0
+"""The same where other programs disturbed eager's calls, which look slower than they are."""
 _HARDLY = 0.25
 """Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
@@ -238,18 +240,26 @@ def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], originals: Se
     """Explain why a compiled variant would be too slow; empty where it may be fast enough, or nobody knows.
 
     It is judged by the ``others`` of its precision: by the fastest of them, and by the original among them. Where other
-    programs took the cores, the original, which uses several threads, waits most, and nothing follows from its times.
+    programs took the cores, the original, which uses several threads, waits most: then it has to be much slower.
     """
     last = {row.variant: row for row in rows if row.speedup and not row.failure}
     speeds = {name: row.speedup for name, row in last.items() if row.speedup}
     best = max(speeds, key=lambda name: speeds[name].median, default="")
     beside = [name for name in speeds if name in others and name not in originals]
     fastest = max(beside, key=lambda name: speeds[name].median, default="")
-    calm = [name for name in originals if name in last and not (last[name].disturbed or last[best].disturbed)]
-    for name, gain in (*((name, _COMPILED_OVER_EAGER) for name in calm), (fastest, _COMPILED_GAIN)):
-        if name in speeds and name in others and (ratio := divide(speeds[best], speeds[name])).low > gain:
+    for name, gain in (*((name, _COMPILED_OVER_EAGER) for name in originals), (fastest, _COMPILED_GAIN)):
+        if name not in speeds or name not in others:
+            continue
+        disturbed = name in originals and (last[name].disturbed or last[best].disturbed)
+        ratio = divide(speeds[best], speeds[name])
+        if ratio.low > (_DISTURBED_OVER_EAGER if disturbed else gain):
+            faster = (
+                f"far faster than {name}, whose calls were disturbed"
+                if disturbed
+                else f"{_write_times(ratio)} faster than {name}"
+            )
             seldom = f"compiling in PyTorch is seldom more than {gain:g}× faster than {name}"
-            return f"it was not made: {best} is {_write_times(ratio)} faster than {name}, and {seldom}"
+            return f"it was not made: {best} is {faster}, and {seldom}"
     return ""
 
 
