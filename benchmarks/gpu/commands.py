@@ -19,8 +19,6 @@ from typing import Any
 
 from lane import Lane, enginesmith
 
-from enginesmith.pipeline.system import nvidia
-
 _SEARCH = ("--data", "digits", "--max-drop", "0.01", "--time", "60s")
 _BUNDLE = "onnxruntime-fp32"
 
@@ -60,10 +58,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="commands at the same time: more disturb the times")
     given = parser.parse_args()
     lane = Lane(given.out, "commands")
-    if nvidia.cuda_device(0) is None:
-        lane.record |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}
-        print(f"commands skipped: {lane.record['skipped']}")
-        lane.write()
+    if lane.skip_without_device():
         return
     runs = given.out.parent / "runs"
     place: dict[str, Any] = lane.record

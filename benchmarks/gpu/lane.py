@@ -37,13 +37,22 @@ class Lane:
 
     def __init__(self, out: Path, part: str) -> None:
         self._whole = Record(out)
-        self.record = self._whole.start(part)
+        self._part, self.record = part, self._whole.start(part)
         self._lock = threading.Lock()
 
     def write(self) -> None:
         """The record as it is now."""
         with self._lock:
             self._whole.write()
+
+    def skip_without_device(self) -> bool:
+        """Whether there is no device, which the record and the terminal then say."""
+        if nvidia.cuda_device(0) is not None:
+            return False
+        self.record |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}
+        print(f"{self._part} skipped: {self.record['skipped']}")
+        self.write()
+        return True
 
     def note(self, place: dict[str, Any], name: str, *command: str) -> bool:
         """Run ``command`` and put what came of it into ``place``; whether its exit code was 0."""
@@ -142,10 +151,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10)
     given = parser.parse_args()
     lane = Lane(given.out, "tensorrt")
-    if nvidia.cuda_device(0) is None:
-        lane.record |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}
-        print(f"TensorRT skipped: {lane.record['skipped']}")
-        lane.write()
+    if lane.skip_without_device():
         return
     with tempfile.TemporaryDirectory() as scratch:
         for name in FLAVOURS:

@@ -231,6 +231,12 @@ def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
     assert row.rounds
 
 
+def test_a_single_block_is_no_certain_median(measure: Callable[..., LatencyResult]) -> None:
+    """A call that stalls takes all the time, and its interval would have no width."""
+    row = measure({"eager": lambda block: 0.3}, time_limit_seconds=9.0, launches=1, ends_at=0.2).rows["eager"][0]
+    assert (row.rounds, row.stopped_because) == (1, "the time of the whole run")
+
+
 def test_goes_on_within_a_bound_while_launches_disagree(measure: Callable[..., LatencyResult]) -> None:
     """Each launch is a hundred times as fast or slow as the one before it."""
     said: list[str] = []
