@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import BATCH, Array, Feeds, Point, ShapeRange, Signature
+from enginesmith.pipeline.tensors import BATCH, Array, Feeds, Point, ShapeRange, Signature, TensorSpec
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -43,6 +43,8 @@ class Samples(BaseModel, frozen=True):
     cases: tuple[Case, ...]
     parts: dict[str, int] = {}
     """Samples of each part, where one data set was split into parts."""
+    interacting: bool = False
+    """True if the baseline's answer to a sample depends on the others of its batch."""
 
 
 def batch_symbol(signature: Signature) -> str | None:
@@ -161,6 +163,12 @@ def feeds_for(
     return synthetic(signature.inputs, example, case.sizes, case.batch, seed).batch(0, case.batch)
 
 
+def take_last(arrays: Feeds, specs: Sequence[TensorSpec], symbol: str) -> dict[str, Array]:
+    """Take the last sample of each array that has the batch, ``symbol``; the others stay whole."""
+    axes = {spec.name: spec.shape.index(symbol) for spec in specs if symbol in spec.shape}
+    return {name: value.take([-1], axis=axes[name]) if name in axes else value for name, value in arrays.items()}
+
+
 def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
     """Cut or repeat feeds to other sizes of the dynamic dimensions."""
     resized: dict[str, Array] = {}
@@ -175,7 +183,8 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
 
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=None if samples.parts else {"parts"}))
+    unset = {name for name in ("parts", "interacting") if not getattr(samples, name)}
+    (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset))
 
 
 def write_vector(reference: Path, file: Path) -> None:

@@ -391,6 +391,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         signature=model.signature if model else None,
         data=known.data if known else None,
         parts=known.parts if known else {},
+        interacting_samples=bool(known and known.interacting),
         shapes={name: str(range_) for name, range_ in known.ranges.items()} if known else {},
         notes=reference.history[-1].notes if reference and reference.history else (),
     )

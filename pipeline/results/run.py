@@ -275,6 +275,8 @@ class ModelRecord(BaseModel, frozen=True):
     parts: dict[str, int] = {}
     """Samples for calibration, choice and judgement, where one data set was split; no sample is in two parts."""
     shapes: dict[str, str] = {}
+    interacting_samples: bool = False
+    """True if eager's answer to a sample depends on the others of its batch."""
     notes: tuple[str, ...] = ()
     """Notes about the samples, and about eager's outputs for them."""
 

@@ -19,7 +19,7 @@ from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, S
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
-from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, find_thresholds
+from enginesmith.pipeline.measure.fidelity import Fidelity, compare, compare_calls, find_thresholds, thresholds_for
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
@@ -78,11 +78,14 @@ class Sample(Task):
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             odd = self._answer(session, cases, given, data, out, progress)
+            interacting = _describe_interaction(session, cases, out)
         name = data.name if data else "synthetic"
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
-        samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, parts=parts))
+        samples.write(
+            out, samples.Samples(data=name, ranges=ranges, cases=cases, parts=parts, interacting=bool(interacting))
+        )
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
                 f"all numbers in the model's output {', '.join(empty)} are NaN or infinity, for all samples of {name}",
@@ -92,7 +95,7 @@ class Sample(Task):
             f"{100 * share:.3g} % of the numbers in eager's output {key!r} are NaN or infinity"
             for key, share in odd.items()
         )
-        notes = (*notes, *tried, *strange)
+        notes = (*notes, *tried, *strange, *interacting)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
@@ -138,6 +141,30 @@ class Sample(Task):
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 samples.write_arrays(out, "outputs", index, outputs, call)
         return {key: count / sizes[key] for key, count in odd.items()}
+
+
+def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:
+    """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
+
+    Nothing is said of outputs without a batch, or whose rows are chosen by values.
+    """
+    signature = session.signature
+    symbol = samples.batch_symbol(signature)
+    index, case = max(enumerate(cases), key=lambda pair: pair[1].batch)
+    judged = [spec for spec in signature.outputs if symbol in spec.shape and spec.name not in signature.unordered]
+    if symbol is None or case.batch == 1 or not judged or not any(known.sizes[symbol] == 1 for known in cases):
+        return []
+    together = samples.read_arrays(folder, "outputs", index)
+    alone = session.run(samples.take_last(samples.read_arrays(folder, "feeds", index), signature.inputs, symbol))
+    expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
+    given = {name: alone[name] for name in expected}
+    compared = compare(given, expected, thresholds_for("fp16"), ranges=samples.find_ranges([together]))
+    different = [output.name for output in compared.outputs if not output.passed]
+    return [
+        f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
+        "samples is another one where it is alone; a server must not put requests together"
+        for name in different[:1]
+    ]
 
 
 class Verify(Task):

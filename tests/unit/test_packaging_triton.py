@@ -89,6 +89,13 @@ def test_batches_are_preferred_where_they_paid(
     assert list(parsed.dynamic_batching.preferred_batch_size) == (preferred or [])
 
 
+def test_requests_are_not_put_together_where_samples_influence_each_other(found: manifest.Manifest) -> None:
+    shapes = {"batch": manifest.ShapeRange(min=1, opt=8, max=64)}
+    assert config(found, shapes=shapes).HasField("dynamic_batching")
+    parsed = config(found, shapes=shapes, interacting_samples=True)
+    assert (parsed.max_batch_size, parsed.HasField("dynamic_batching")) == (64, False)
+
+
 def test_odd_names_do_not_break_the_configuration(found: manifest.Manifest) -> None:
     name = 'a"b\\c\n} é'
     specs = Signature(

@@ -158,10 +158,13 @@ def test_eight_samples_of_given_data_are_judged(rows: int | None, batch: int, ca
     assert samples.plan_calls(case, data).calls == calls
 
 
-def graph(path: Path, operator: str, *constants: float) -> Artifact:
-    """Save ``y = operator(x, constants …)``."""
+def graph(path: Path, operator: str, *constants: float | np.int64) -> Artifact:
+    """Save ``y = operator(x, constants …)``; constants are float32 where they are Python's."""
     ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
-    stored = [numpy_helper.from_array(np.float32(value), f"c{index}") for index, value in enumerate(constants)]
+    stored = [
+        numpy_helper.from_array(np.asarray(value if isinstance(value, np.int64) else np.float32(value)), f"c{index}")
+        for index, value in enumerate(constants)
+    ]
     nodes = [helper.make_node(operator, ["x", *(one.name for one in stored)], ["y"])]
     made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
     onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
@@ -233,6 +236,26 @@ def test_a_model_may_answer_nan_for_some_samples_with_a_note(tmp_path: Path, bad
             sample.run(model, reference, lambda _: None)
     else:
         assert any(re.search(words, note) for note in sample.run(model, reference, lambda _: None).notes)
+
+
+@pytest.mark.parametrize(
+    ("operator", "axis", "interacting"), [("CumSum", 0, True), ("CumSum", 1, False), ("Neg", None, False)]
+)
+def test_a_model_whose_samples_influence_each_other_is_noted(
+    tmp_path: Path, operator: str, axis: int | None, interacting: bool
+) -> None:
+    """The first sample of a running sum has its own answer; the last one has not."""
+    model = graph(tmp_path / "sum.onnx", operator, *([] if axis is None else [np.int64(axis)]))
+    for batches in ((1, 8), (1,)):
+        (reference := tmp_path / f"{len(batches)}").mkdir()
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
+        notes = sample.run({"model": model}, reference, lambda _: None).notes
+        expected = interacting and len(batches) > 1
+        assert (
+            any("eager's 'y' for the last of 8 samples is another one where it is alone" in note for note in notes)
+            == expected
+        )
+        assert samples.read(reference).interacting == expected
 
 
 def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

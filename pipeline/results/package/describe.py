@@ -155,6 +155,7 @@ def check_vector(folder: Path, kept: StoredArtifact) -> Path:
 
 _SYNTHETIC = "ranges were taken from random data: its accuracy says nothing about real data"
 _GRAPHS = "it was measured with CUDA graphs, which this package does not replay: it is slower than in the run"
+_INTERACTING = "the answer to a sample depends on the rest of its batch: requests must not be put together in one"
 _CHANNELS = (1, 3, 4)
 
 
@@ -175,6 +176,7 @@ def describe(
         *([_GRAPHS] if record.cuda_graphs and form not in engine.replays_in else []),
         *([_SYNTHETIC] if record.synthetic_calibration else []),
         *([record.shortfall] if record.shortfall else []),
+        *([_INTERACTING] if run.model.interacting_samples else []),
     )
     return Manifest.model_validate(
         {
@@ -184,6 +186,7 @@ def describe(
             "engine": _describe_engine(chosen, engine, file),
             "signature": run.model.signature,
             "shapes": {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()},
+            "interacting_samples": run.model.interacting_samples,
             "preprocessing": _preprocessing(chosen),
             "measured": _summary(record),
             "thresholds": thresholds_of(run, record, engine),

@@ -101,6 +101,8 @@ class Manifest(BaseModel, frozen=True, populate_by_name=True):
     signature: Signature
     shapes: dict[str, ShapeRange]
     """By dynamic dimension; an engine that is built for ranges takes no other sizes."""
+    interacting_samples: bool = False
+    """True if an answer to a sample depends on the others of its batch: requests must not be put together."""
     preprocessing: Preprocessing
     measured: Summary
     thresholds: Thresholds

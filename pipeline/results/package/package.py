@@ -131,7 +131,7 @@ def config(name: str, manifest: Manifest) -> str:
     fields += [("default_model_filename", quoted(Path(manifest.engine.file).name)), ("max_batch_size", most)]
     fields += [("input", _tensor(spec, batch)) for spec in manifest.signature.inputs]
     fields += [("output", _tensor(spec, batch)) for spec in manifest.signature.outputs]
-    batching = _batching(manifest, batch) if batch else None
+    batching = _batching(manifest, batch) if batch and not manifest.interacting_samples else None
     if batching is not None:
         fields.append(("dynamic_batching", batching))
     kind = "KIND_GPU" if manifest.engine.device == "cuda" else "KIND_CPU"
@@ -141,6 +141,8 @@ def config(name: str, manifest: Manifest) -> str:
     comments = [f"{manifest.variant} of the run {run}; {manifests.FILE} beside this file has the rest"]
     if batch is None:
         comments.append("no batching: no dynamic dimension leads every input and output and takes a size of 1")
+    elif manifest.interacting_samples:
+        comments.append("no dynamic batching: the answer to a sample depends on the rest of its batch")
     elif batching is None:
         comments.append("no dynamic batching: in the run no larger batch did more a second than batch 1")
     comments += backend.remark(manifest.engine.model_dump())
