@@ -129,7 +129,7 @@ class Signature(BaseModel, frozen=True):
     outputs: tuple[TensorSpec, ...]
     returns: JsonValue = None
     """Form in which a module returns its outputs: their names, in lists for tuples and objects for mappings and data
-    classes, with null for None; null alone where it is not known."""
+    classes, with null for None; ``{"namedtuple": its name, "fields": {...}}``; null alone where it is not known."""
     unordered: dict[str, Literal["rows", "positions"]] = {}
     """Outputs whose rows are chosen by values: rounding may change their order and number. ``positions`` are a
     NonMaxSuppression's own answer; which of two boxes that are nearly equal was chosen, says nothing."""
@@ -175,6 +175,24 @@ def rows_first(arrays: Feeds, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     """Move the batch of each array to the front."""
     axes = {spec.name: spec.batch_axis for spec in specs}
     return {name: np.moveaxis(value, axes[name], 0) if axes.get(name) else value for name, value in arrays.items()}
+
+
+_LEAST_FILL, _FILL_WIDTH, _LEAST_NUMBER, _LARGEST_SHARE = 1000.0, 0.05, 0.01, 0.01
+
+
+def find_fill(arrays: Sequence[Array]) -> float:
+    """Find the magnitude from which numbers fill masked places, such as -1e9 or a dtype's least; inf if none do.
+
+    They are of one magnitude within 5 %, as a logit may have been added, 1000 or more, and 100 times as large as all
+    others. Beside them, the others count for nothing in a sum of squares or a range.
+    """
+    sizes = [np.abs(array[np.isfinite(array)]) for array in arrays if array.dtype.kind == "f" and array.size]
+    largest = max((float(size.max(initial=0.0)) for size in sizes), default=0.0)
+    if largest < _LEAST_FILL:
+        return np.inf
+    least = (1 - _FILL_WIDTH) * largest
+    rest = max(float(size.max(initial=0.0, where=size < least)) for size in sizes)
+    return least if _LEAST_NUMBER <= rest <= _LARGEST_SHARE * largest else np.inf
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:

@@ -83,8 +83,12 @@ class Model:
             return few == many
         width = wanted.shape[-1] if wanted.ndim > 1 else 1
         rows, given = wanted.reshape(-1, width).astype(float), value.reshape(-1, width).astype(float)
-        limit = max(limits["max_error_of_range"], 10 ** (-limits["min_sqnr_db"] / 20)) * np.ptp(rows)
-        return np.mean([np.abs(given - row).max(1).min() <= limit for row in rows]) >= least
+        scales = np.array([_scale(column, np.ptp(rows)) for column in np.unique(rows, axis=0).T])
+        return np.mean([np.abs((given - row) / scales).max(1).min() <= self._share() for row in rows]) >= least
+
+    def _share(self):
+        limits = self.manifest["thresholds"]
+        return max(limits["max_error_of_range"], 10 ** (-limits["min_sqnr_db"] / 20))
 
     def _near(self, wanted, value, known_range):
         limits = self.manifest["thresholds"]
@@ -92,13 +96,41 @@ class Model:
             return wanted.shape == value.shape
         if wanted.dtype.kind != "f":
             return np.mean(wanted == value) >= limits["min_agreement"]
-        wanted, error = wanted.astype(float), np.abs(wanted.astype(float) - value)
+        wanted, value = wanted.astype(float), value.astype(float)
+        finite = np.isfinite(wanted) & np.isfinite(value)
+        if not np.array_equal(wanted[~finite], value[~finite], equal_nan=True):
+            return False
+        wanted, value = wanted[finite], value[finite]
+        filled = np.abs(wanted) >= _find_fill(np.abs(wanted))
+        if not np.allclose(value[filled], wanted[filled], rtol=self._share(), atol=0):
+            return False
+        wanted, error = wanted[~filled], np.abs(wanted - value)[~filled]
+        if not wanted.size:
+            return True
         silent = np.square(error).sum() <= np.square(wanted).sum() / 10 ** (limits["min_sqnr_db"] / 10)
         return silent or error.max() <= limits["max_error_of_range"] * max(np.ptp(wanted), known_range)
 
 
+def _scale(column, wide):
+    """Return what counts as 1 in a column of rows: classes have to be equal, and probabilities go from 0 to 1."""
+    if (column == np.round(column)).all() and 2 * len(np.unique(column)) <= len(column):
+        return 1e-9
+    return 1.0 if (column >= 0).all() and (column <= 1).all() else wide or 1.0
+
+
+def _find_fill(sizes):
+    """Find the size from which numbers fill masked places, such as -1e9, and hide all others."""
+    least = 0.95 * sizes.max(initial=0.0)
+    rest = sizes.max(initial=0.0, where=sizes < least)
+    return least if least >= 950 and 0.01 <= rest <= least / 95 else np.inf
+
+
 def _fit(array, name, dtype, shape):
-    if not np.can_cast(array.dtype, dtype, "same_kind"):
+    if array.dtype.kind in "iu" and np.dtype(dtype).kind in "iu":
+        limits = np.iinfo(dtype)
+        if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+            raise ValueError(f"{name} goes from {array.min()} to {array.max()}; the model takes {dtype}")
+    elif not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ValueError(f"{name} is {array.dtype}; the model takes {dtype}")
     if len(shape) != array.ndim or any(size not in (given, str(size)) for size, given in zip(shape, array.shape)):
         raise ValueError(f"{name} has the shape {list(array.shape)}; the model takes {shape}")

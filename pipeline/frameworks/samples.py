@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import BATCH, Array, Feeds, Point, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import BATCH, Array, Feeds, Point, ShapeRange, Signature, TensorSpec, find_fill
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -43,6 +43,8 @@ class Samples(BaseModel, frozen=True):
     cases: tuple[Case, ...]
     parts: dict[str, int] = {}
     """Samples of each part, where one data set was split into parts."""
+    spans: dict[str, float] = {}
+    """Range (max − min) of each floating-point output, over all answers."""
     interacting: bool = False
     """True if the baseline's answer to a sample depends on the others of its batch."""
 
@@ -183,30 +185,37 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
 
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    unset = {name for name in ("parts", "interacting") if not getattr(samples, name)}
+    unset = {name for name in ("parts", "spans", "interacting") if not getattr(samples, name)}
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset))
 
 
 def write_vector(reference: Path, file: Path) -> None:
     """Write the feeds and the answers of a reference at the smallest shape, and the ranges of all its answers."""
-    cases = read(reference).cases
-    index = next(index for index, case in enumerate(cases) if "min" in case.points)
-    answers = (
-        read_arrays(reference, "outputs", at, call) for at, case in enumerate(cases) for call in range(case.calls)
-    )
+    known = read(reference)
+    index = next(index for index, case in enumerate(known.cases) if "min" in case.points)
     feeds = read_arrays(reference, "feeds", index)
-    save_vector(file, feeds, read_arrays(reference, "outputs", index), find_ranges(answers))
+    save_vector(file, feeds, read_arrays(reference, "outputs", index), known.spans)
 
 
-def find_ranges(answers: Iterable[Feeds]) -> dict[str, float]:
-    """Find the range (max − min) of each floating-point output over several calls."""
-    ends: dict[str, list[float]] = {}
-    for outputs in answers:
-        for name, value in outputs.items():
-            finite = value[np.isfinite(value)].astype(np.float64) if value.dtype.kind == "f" else np.empty(0)
+def find_ends(outputs: Feeds) -> dict[str, tuple[float, float]]:
+    """Find the least and greatest finite number of each floating-point output, without the fill of masked places."""
+    ends = {}
+    for name, value in outputs.items():
+        if value.dtype.kind == "f":
+            fill = find_fill([value])
+            finite = value[np.isfinite(value) & (np.abs(value) < fill)].astype(np.float64)
             if finite.size:
-                ends.setdefault(name, []).extend((float(finite.min()), float(finite.max())))
-    return {name: max(values) - min(values) for name, values in ends.items()}
+                ends[name] = float(finite.min()), float(finite.max())
+    return ends
+
+
+def find_spans(ends: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Find the range (max − min) of each output over several calls, from its ends in each."""
+    known: dict[str, list[float]] = {}
+    for call in ends:
+        for name, pair in call.items():
+            known.setdefault(name, []).extend(pair)
+    return {name: max(values) - min(values) for name, values in known.items()}
 
 
 def save_vector(file: Path, feeds: Feeds, outputs: Feeds, ranges: Mapping[str, float]) -> None:

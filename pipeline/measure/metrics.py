@@ -184,10 +184,24 @@ def _compute_auroc(joined: Array) -> float:
     if len(truth.unique()) < max(2, scores.shape[1]):
         return math.nan
     if scores.shape[1] > 2:
-        return float(functional.multiclass_auroc(scores.softmax(1), truth, scores.shape[1]))
+        ranks = torch.stack([_rank(column) for column in _find_odds(scores.double()).T], dim=1)
+        return float(functional.multiclass_auroc(ranks, truth, scores.shape[1]))
     one = scores[:, 0] if scores.shape[1] == 1 else scores[:, 1] - scores[:, 0]
-    ranks = one.unique(return_inverse=True)[1].double()  # between 0 and 1, and no two scores become equal
-    return float(functional.binary_auroc(ranks / max(1.0, float(ranks.max())), truth))
+    return float(functional.binary_auroc(_rank(one), truth))
+
+
+def _find_odds(scores: Any) -> Any:
+    """Return what orders samples as the probability of each class does, also where that rounds to 1."""
+    if 0 <= float(scores.min()) and float(scores.max()) <= 1:  # probabilities already
+        return scores
+    others = [scores.index_fill(1, scores.new_tensor([kind]).long(), -math.inf) for kind in range(scores.shape[1])]
+    return scores - _import("torch").stack([rest.logsumexp(1) for rest in others], dim=1)
+
+
+def _rank(scores: Any) -> Any:
+    """Replace scores by their ranks between 0 and 1, as no two of those become equal by rounding."""
+    ranks = scores.unique(return_inverse=True)[1].double()
+    return ranks / max(1.0, float(ranks.max()))
 
 
 def _are_scores(output: Array, labels: Array) -> bool:
@@ -485,7 +499,14 @@ def _overlap(box: Array, others: Array) -> NDArray[np.float64]:
 def _are_boxes(output: Array, labels: Array) -> bool:
     if output.ndim != 3 or labels.ndim != 3 or labels.shape[2] != _BOX_SIDES + 1:
         return False
-    return bool(output.shape[2] == _BOX_SIDES + 2 or output.shape[1] > _BOX_SIDES)
+    if output.shape[2] == _BOX_SIDES + 2:
+        return True
+    turned = not _are_probabilities(output[:, _BOX_SIDES:]) and _are_probabilities(output[:, :, _BOX_SIDES:])
+    return output.shape[1] > _BOX_SIDES and not turned
+
+
+def _are_probabilities(scores: Array) -> bool:
+    return bool(scores.size and scores.min() >= 0 and scores.max() <= 1)
 
 
 _CLASSES = (

@@ -15,6 +15,8 @@ from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 MIN_SHARE = 0.98
 """Share of rows that have to have a partner, where the precision does not ask for less."""
+_ONE_CLASS, _MOST_CLASSES = 1e-9, 10_000
+"""Scale of classes, of which no two are alike, and the largest class."""
 _EVEN = 2
 """Rows of both sides in a pair."""
 
@@ -62,18 +64,21 @@ def _count_columns(table: Table, outputs: Feeds) -> int:
 
 
 def pair_rows(table: Table, calls: Sequence[tuple[Feeds, Feeds]], tolerance: float) -> Paired:
-    """Pair the rows of all calls whose floats differ by at most this share of their output's range, the nearest first.
+    """Pair the rows of all calls whose floats differ by at most this share of their range, the nearest first.
 
-    Rows that are equal in all columns count once, such as those that fill up a table of fixed size. Where a table has
-    no floats, rows have to be equal.
+    Classes have to be equal, and probabilities count from 0 to 1; the rest of an output's columns have one range. Rows
+    that are equal in all columns count once, such as those that fill up a table of fixed size. Where a table has no
+    floats, rows have to be equal.
     """
-    ranges = {name: _measure_range([reference[name] for reference, _ in calls]) for name in table.outputs}
+    whole = [_drop_repeated(sample) for call in calls for sample, _ in _iterate_samples(table, *call)]
+    columns = [[sample[position] for sample in whole] for position in range(len(table.outputs))]
+    scales = [_measure_scales(np.concatenate(column)) for column in columns]
     found: dict[str, list[tuple[Array, Array]]] = {name: [] for name in table.outputs}
     paired = rows = 0
     for reference, actual in calls:
         for ours, theirs in _iterate_samples(table, reference, actual):
             ours, theirs = _drop_repeated(ours), _drop_repeated(theirs)
-            near = _find_partners(_scale(ours, ranges), _scale(theirs, ranges), tolerance)
+            near = _find_partners(_scale(ours, scales), _scale(theirs, scales), tolerance)
             paired += len(near)
             rows += len(ours[0]) + len(theirs[0])
             for position, name in enumerate(table.outputs):
@@ -105,21 +110,32 @@ def _drop_repeated(columns: list[Array]) -> list[Array]:
     return [column[np.sort(first)] for column in columns]
 
 
-def _measure_range(arrays: Sequence[Array]) -> float:
-    """Return max − min of an output's finite numbers; 0 for integers, which are no distances."""
-    if arrays[0].dtype.kind != "f":
-        return 0.0
-    finite = [array[np.isfinite(array)].astype(np.float64) for array in arrays]
-    joined = np.concatenate([array.reshape(-1) for array in finite])
-    return float(np.ptp(joined)) or float(np.abs(joined).max(initial=0.0)) or 1.0 if joined.size else 1.0
+def _measure_scales(rows: Array) -> NDArray[np.float64] | None:
+    """Return what counts as 1 in each column of an output, [numbers]; None for integers, which are no distances."""
+    if rows.dtype.kind != "f":
+        return None
+    numbers = np.where(np.isfinite(rows), rows, 0).astype(np.float64)
+    scales = np.ones(rows.shape[1])
+    classes = np.array([_are_classes(column) for column in numbers.T], bool)
+    scales[classes] = _ONE_CLASS
+    others = ~classes & ~((numbers >= 0) & (numbers <= 1)).all(axis=0)
+    rest = numbers[:, others]
+    if rest.size:
+        wide = float(np.ptp(rest)) or float(np.abs(rest).max()) or 1.0
+        scales[others] = wide
+    return scales
 
 
-def _scale(columns: list[Array], ranges: dict[str, float]) -> NDArray[np.float64]:
-    """Return the floats in units of their range, [rows, numbers]; all numbers of a table without floats as they are."""
-    scales = list(ranges.values())
-    if not any(scales):
-        return np.concatenate([column.astype(np.float64) for column in columns], axis=1)
-    parts = [column.astype(np.float64) / scale for column, scale in zip(columns, scales, strict=True) if scale]
+def _are_classes(column: NDArray[np.float64]) -> bool:
+    """Tell whether numbers are classes of rows: whole ones, up to 10 000, half of which or more are repeated."""
+    whole = (column == np.round(column)).all() and (column >= -1).all() and (column <= _MOST_CLASSES).all()
+    return bool(whole and 2 * len(np.unique(column)) <= len(column))
+
+
+def _scale(columns: list[Array], scales: list[NDArray[np.float64] | None]) -> NDArray[np.float64]:
+    """Return the floats in units of their scale, [rows, numbers]; all numbers of a table without floats as they are."""
+    pairs = [(column.astype(np.float64), scale) for column, scale in zip(columns, scales, strict=True)]
+    parts = [column / scale for column, scale in pairs if scale is not None] or [column for column, _ in pairs]
     return np.nan_to_num(np.concatenate(parts, axis=1))
 
 

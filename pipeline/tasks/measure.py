@@ -320,7 +320,10 @@ class Quality(Task):
         return judged, outputs, (*reads, *_code_read(self.metric, tracker.files))
 
     def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
-        """Compute outputs for every sample, in batches of one size; the last one wraps round and is cut."""
+        """Compute outputs for every sample, in batches of one size; the last one wraps round and is cut.
+
+        Outputs without a row for each sample are left out, and those whose rows have other sizes in other batches.
+        """
         parts: list[dict[str, Array]] = []
         size = fixed_batch(session.signature)
         if batch_symbol(session.signature):  # it takes any batch up to the largest
@@ -328,8 +331,27 @@ class Quality(Task):
             size = max(self.batch, min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
-            parts.append(rows_first(session.run(data.batch(start, size)), session.signature.outputs))
-        return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
+            parts.append(_answer_rows(session, data.batch(start, size), size))
+        shapes = {name: {part[name].shape if name in part else None for part in parts} for name in parts[0]}
+        alike = [name for name, found in shapes.items() if len(found) == 1]
+        return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in alike}
+
+
+def _answer_rows(session: Session, feeds: Feeds, size: int) -> dict[str, Array]:
+    """Run a batch of this size; return the outputs that have a row for each sample, with the samples first.
+
+    Raises:
+        DataError: none has.
+    """
+    answers = rows_first(session.run(feeds), session.signature.outputs)
+    rows = {name: value for name, value in answers.items() if value.shape[:1] == (size,)}
+    if not rows:
+        shapes = ", ".join(f"{name!r} is {list(value.shape)}" for name, value in answers.items())
+        raise DataError(
+            f"for {size} samples, no output of the model has a row for each: {shapes}",
+            "return the answers by sample, with the batch as a dimension",
+        )
+    return rows
 
 
 def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
@@ -347,8 +369,7 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
     """
     size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
     rows = slice(min(_TRIED, size, len(data)))
-    answers = rows_first(session.run(data.batch(0, size)), session.signature.outputs)
-    outputs = {name: value[rows] for name, value in answers.items()}
+    outputs = {name: value[rows] for name, value in _answer_rows(session, data.batch(0, size), size).items()}
     with track_files(allow_pickle=False) as tracker:
         chosen = (
             None

@@ -77,15 +77,14 @@ class Sample(Task):
                 progress(f"trying {self.metric} on a few samples")
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
-            odd = self._answer(session, cases, given, data, out, progress)
+            odd, spans = self._answer(session, cases, given, data, out, progress)
             interacting = _describe_interaction(session, cases, out)
         name = data.name if data else "synthetic"
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
-        samples.write(
-            out, samples.Samples(data=name, ranges=ranges, cases=cases, parts=parts, interacting=bool(interacting))
-        )
+        facts = {"parts": parts, "spans": spans, "interacting": bool(interacting)}
+        samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
                 f"all numbers in the model's output {', '.join(empty)} are NaN or infinity, for all samples of {name}",
@@ -125,9 +124,10 @@ class Sample(Task):
         data: Dataset | None,
         out: Path,
         progress: Progress,
-    ) -> dict[str, float]:
-        """Write the feeds of all cases and the answers; return shares of NaN and Inf."""
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Write the feeds of all cases and the answers; return shares of NaN and Inf, and the ranges of the others."""
         odd, sizes = Counter[str](), Counter[str]()
+        ends: list[dict[str, tuple[float, float]]] = []
         for index, case in enumerate(cases):
             feeds = samples.feeds_for(case, session.signature, given, data, self.seed)
             samples.write_arrays(out, "feeds", index, feeds)
@@ -138,9 +138,10 @@ class Sample(Task):
                     samples.write_arrays(out, "feeds", index, feeds, call)
                 outputs = session.run(feeds)
                 sizes.update({key: value.size for key, value in outputs.items()})
+                ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 samples.write_arrays(out, "outputs", index, outputs, call)
-        return {key: count / sizes[key] for key, count in odd.items()}
+        return {key: count / sizes[key] for key, count in odd.items()}, samples.find_spans(ends)
 
 
 def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:
@@ -158,7 +159,9 @@ def _describe_interaction(session: Session, cases: Sequence[samples.Case], folde
     alone = session.run(samples.take_last(samples.read_arrays(folder, "feeds", index), signature.inputs, symbol))
     expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
     given = {name: alone[name] for name in expected}
-    compared = compare(given, expected, thresholds_for("fp16"), ranges=samples.find_ranges([together]))
+    compared = compare(
+        given, expected, thresholds_for("fp16"), ranges=samples.find_spans([samples.find_ends(together)])
+    )
     different = [output.name for output in compared.outputs if not output.passed]
     return [
         f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
@@ -184,12 +187,13 @@ class Verify(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         reference = inputs["reference"].folder
+        spans = samples.read(reference).spans
         entries: list[StageFidelity] = []
         failed = ""
         with self.engine.load(inputs["model"], self.device) as session:
             for case, feeds, expected in samples.read_calls(reference):
                 progress(f"comparing at {_format_sizes(case.sizes)}")
-                found = self._compare(session, case, feeds, expected)
+                found = self._compare(session, case, feeds, expected, spans)
                 entries += found
                 if not failed and found and not found[0].passed:
                     failed = f"{found[0].point} ({_format_sizes(case.sizes)}): {found[0].reason}"
@@ -204,14 +208,19 @@ class Verify(Task):
         )
 
     def _compare(
-        self, session: Session, case: samples.Case, feeds: Sequence[Feeds], expected: Sequence[Feeds]
+        self,
+        session: Session,
+        case: samples.Case,
+        feeds: Sequence[Feeds],
+        expected: Sequence[Feeds],
+        spans: Mapping[str, float],
     ) -> list[StageFidelity]:
         thresholds = find_thresholds(
             (str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db
         )
         replayed = bool(getattr(self.engine, "cuda_graphs", False))
         answers = [run_once(session, call, replayed=replayed) for call in feeds]
-        result = compare_calls(list(zip(expected, answers, strict=True)), thresholds, session.signature)
+        result = compare_calls(list(zip(expected, answers, strict=True)), thresholds, session.signature, spans)
         return [
             StageFidelity(
                 stage=self.stage,

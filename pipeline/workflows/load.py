@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,9 +294,18 @@ def _make_packer(structure: Any, names: list[str]) -> Callable[[Sequence[Any]], 
     return lambda values: _pack(structure, dict(zip(names, values, strict=True)))
 
 
+@functools.cache
+def _make_namedtuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+    return namedtuple(name, fields)  # with the fields of the module's own
+
+
 def _pack(structure: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(structure, list):
         return tuple([_pack(each, values) for each in structure])
+    if isinstance(structure, dict) and structure.keys() == {"namedtuple", "fields"}:
+        fields = structure["fields"]
+        kind = _make_namedtuple(structure["namedtuple"], tuple(fields))
+        return kind(*[_pack(each, values) for each in fields.values()])
     if isinstance(structure, dict):
         return Outputs({name: _pack(each, values) for name, each in structure.items()})
     return values[structure] if structure is not None else None

@@ -16,11 +16,14 @@ import pytest
 
 import packaged_runs
 from enginesmith import load
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package.package import package
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 from packaged_runs import ExampleRun
 
 found, made = packaged_runs.found, packaged_runs.made  # fixtures
@@ -149,6 +152,69 @@ def test_programs_and_bundles_run_with_the_tuned_options(
     for options in seen:
         assert options.intra_op_num_threads == 1
         assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+_R = np.random.default_rng(0)
+_LOGITS = _R.standard_normal((4, 10)).astype(np.float32)
+_MASK = np.arange(10) > 6
+_TABLE = np.concatenate([640 * _R.random((20, 4)), _R.random((20, 1)), np.arange(20)[:, None] % 4], 1).astype("f")
+
+
+def _wrong(table: Array, column: int, shift: float) -> Array:
+    return table + shift * (np.arange(table.shape[1]) == column).astype("f")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "right"),
+    [
+        (_LOGITS, _LOGITS + 1e-3, True),
+        (_LOGITS, _LOGITS[::-1], False),
+        *(
+            (np.where(_MASK, fill, _LOGITS), np.where(_MASK, fill, other), right)
+            for fill in (-np.inf, np.nan, -1e9, np.finfo("f").min)
+            for other, right in ((_LOGITS + np.float32(1e-3), True), (_LOGITS[::-1], False))
+        ),
+        (np.where(_MASK, -1e9, _LOGITS), _LOGITS, False),
+        (np.where(_MASK, -np.inf, _LOGITS), _LOGITS, False),
+        (np.full(3, np.nan), np.full(3, np.nan), True),
+        (_TABLE, _TABLE[::-1], True),
+        (_TABLE, _wrong(_TABLE, 4, 0.005), True),
+        (_TABLE, _wrong(_TABLE, 4, 0.5), False),
+        (_TABLE, _wrong(_TABLE, 5, 1), False),
+    ],
+)
+def test_the_script_judges_as_the_run_does(wanted: Array, value: Array, right: bool) -> None:
+    rows = wanted is _TABLE
+    script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
+    thresholds = thresholds_for("fp16")
+    model = script.__new__(script)
+    model.manifest = {"thresholds": thresholds.model_dump()}
+    judged = model._alike(wanted, value) if rows else model._near(wanted, value, 0.0)
+    image = TensorSpec(name="x", dtype="float32", shape=("batch", 3))
+    found = TensorSpec(name="y", dtype="float32", shape=("n", 6))
+    signature = Signature(inputs=(image,), outputs=(found,), unordered={"y": "rows"}) if rows else None
+    assert bool(judged) == compare({"y": wanted}, {"y": value}, thresholds, signature).passed == right
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "taken"),
+    [
+        ("uint8", [0, 255], True),
+        ("uint8", [0, 256], False),
+        ("int8", [-1], True),
+        ("int32", [2**40], False),
+        ("float16", [1.5], True),
+        ("uint8", [1.5], False),
+        ("bool", [1], False),
+    ],
+)
+def test_the_script_takes_lists_of_numbers_that_fit(dtype: str, given: list[float], taken: bool) -> None:
+    fit = runpy.run_path(str(OnnxRuntime.infer_script()))["_fit"]
+    if taken:
+        np.testing.assert_array_equal(fit(np.asarray(given), "x", dtype, ["n"]), np.asarray(given, dtype))
+    else:
+        with pytest.raises(ValueError, match=f"the model takes {dtype}"):
+            fit(np.asarray(given), "x", dtype, ["n"])
 
 
 def test_the_script_warns_at_the_first_size_that_was_not_verified(made: ExampleRun, tmp_path: Path) -> None:

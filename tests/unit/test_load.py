@@ -212,6 +212,15 @@ def test_outputs_have_the_form_that_was_recorded(opened: Load) -> None:
     assert isinstance(model(torch.from_numpy(X), torch.from_numpy(SCALE)).hidden[1][0], torch.Tensor)
 
 
+def test_a_named_tuple_can_be_unpacked(opened: Load) -> None:
+    outputs = opened("y", "z", returns={"namedtuple": "Point", "fields": {"x": "y", "y": ["z", None]}})(X, SCALE)
+    point, (other, nothing) = outputs
+    assert isinstance(outputs, tuple)
+    assert np.array_equal(point, X * 2)
+    assert np.array_equal(other, X * -2)
+    assert (type(outputs).__name__, outputs.x is point, nothing) == ("Point", True, None)
+
+
 class Point(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
@@ -233,7 +242,7 @@ class Answer(dict[str, Any]):
     [
         (lambda a, b: a, "a"),
         (lambda a, b: [a, (b,)], ["a", ["b"]]),
-        (Point, {"x": "a", "y": "b"}),
+        (Point, {"namedtuple": "Point", "fields": {"x": "a", "y": "b"}}),
         (
             lambda a, b: {"first": a, "more": {"b": b}, "cache": object()},
             {"first": "a", "more": {"b": "b"}, "cache": None},

@@ -49,6 +49,14 @@ def test_ranks_are_those_of_scikit_learn_and_scipy(seed: int) -> None:
     generator = np.random.default_rng(seed)
     scores, truth = generator.standard_normal(40).round(1), np.arange(40) % 2
     assert compute("auroc", scores, truth) == pytest.approx(sklearn.roc_auc_score(truth, scores), abs=1e-6)
+    classes = generator.permutation(np.arange(60) % 4)
+    for scale in (1, 900):  # in float32, most probabilities of the second are 0 or 1
+        logits = scale * generator.standard_normal((60, 4))
+        others = np.stack([np.logaddexp.reduce(np.delete(logits, kind, 1), axis=1) for kind in range(4)], axis=1)
+        expected = np.mean([sklearn.roc_auc_score(classes == kind, (logits - others)[:, kind]) for kind in range(4)])
+        assert compute("auroc", logits, classes) == pytest.approx(expected, abs=1e-6)
+        shares = 1 / (1 + np.exp(others - logits)) if scale == 1 else logits
+        assert compute("auroc", shares, classes) == pytest.approx(expected, abs=1e-6)
     numbers = scores + generator.standard_normal(40).round(1)
     expected = scipy.spearmanr(scores, numbers).statistic
     assert compute("spearman", scores.astype(np.float64), numbers) == pytest.approx(expected, abs=1e-6)
@@ -321,6 +329,7 @@ def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
         ("psnr", np.zeros((2, 3, 16, 16)), np.full((2, 3, 16, 16), -1.0)),
         ("ndcg", np.zeros((2, 3)), np.full((2, 3), 0.5)),
         ("map", np.zeros((2, 9, 6)), np.zeros((2, 9, 4))),
+        ("map", np.where(np.arange(9) < 4, 300, np.full((2, 50, 9), 0.5)), np.zeros((2, 9, 5))),
         ("answer_f1", np.zeros((2, 9, 2)), np.array([[3, 2], [0, 0]])),
         ("answer_f1", np.zeros((2, 9, 2)), np.array([[0, 9], [0, 0]])),
         ("answer_f1", np.zeros((2, 9)), np.array([[0, 1], [0, 0]])),

@@ -322,6 +322,19 @@ def test_attention_written_out_is_the_formula(tmp_path: Path, mask: str, key_hea
     assert evaluator.largest_difference([expected.astype(np.float32)], found) < 1e-5
 
 
+@pytest.mark.parametrize("fill", [-1e9, -np.inf])
+def test_masked_places_hide_no_difference(fill: float) -> None:
+    """Of class maps, one place in 10 000 may differ."""
+    masked = np.where(np.arange(8) > 5, fill, np.arange(8)).astype(np.float32)
+    other = masked + np.float32(0.5) * (np.arange(8) < 2)
+    assert evaluator.largest_difference([masked], [other]) == pytest.approx(0.1)
+    assert evaluator.largest_difference([masked], [masked + np.float32(0)]) == 0
+    assert evaluator.largest_difference([masked], [np.arange(8, dtype=np.float32)]) >= 1
+    places = np.arange(20_000)
+    assert evaluator.largest_difference([places], [np.where(places < 3, -1, places)]) == np.inf
+    assert evaluator.largest_difference([places], [np.where(places < 2, -1, places)]) == 0
+
+
 def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path) -> None:
     shape = ["b", 2, "s", 4]
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], softcap=2.0)

@@ -108,6 +108,17 @@ def test_nan_is_explained_where_the_last_digits_move_the_answer_as_far() -> None
     assert not judge.find_fault(wanted, given, lambda: {"y": 2.0})
 
 
+@pytest.mark.parametrize("fill", [-1e4, -1e9])
+def test_masked_places_hide_no_wrong_number(fill: float) -> None:
+    masked = np.where(np.arange(6) > 2, fill, np.arange(24).reshape(4, 6)).astype(np.float32)
+    judge = make_judge(SIGNATURE, "fp32", {"y": 4.0})
+    assert not judge.find_fault({"y": masked}, {"y": masked * np.float32(1 + 1e-6)}, no_movement)
+    wrong, unmasked = masked.copy(), masked.copy()
+    wrong[1, 1], unmasked[1, 5] = 9, 0
+    assert "of sample 1 is wrong by up to 2" in judge.find_fault({"y": masked}, {"y": wrong}, no_movement)
+    assert "in masked places" in judge.find_fault({"y": masked}, {"y": unmasked}, no_movement)
+
+
 # Steps along gradients
 
 

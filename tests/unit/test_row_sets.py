@@ -108,6 +108,21 @@ def test_rows_that_fill_up_count_once() -> None:
     assert not result.passed
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
+def test_classes_and_scores_count_beside_pixels(precision: str) -> None:
+    corners, scores = 640 * RNG.random((2, 20, 4)), 0.25 + 0.75 * RNG.random((2, 20, 1))
+
+    def table(scores: Array = scores, shift: int = 0) -> dict[str, Array]:
+        classes = (np.arange(40).reshape(2, 20, 1) + shift) % 5
+        joined = np.concatenate([np.round(corners), scores, classes], axis=2)
+        return {"found": joined.astype(np.float32), "count": np.array([20, 20])}
+
+    near = {"fp32": 1e-5, "fp16": 0.005, "bf16": 0.1, "int8": 0.1}[precision]
+    assert judge(table(), table(scores + near), precision, FIXED).passed
+    assert not judge(table(), table(shift=1), precision, FIXED).passed
+    assert not judge(table(), table(np.where(scores > 0.6, scores - 0.6, scores + 0.6)), precision, FIXED).passed
+
+
 def test_numbers_in_a_fixed_order_are_compared_one_by_one() -> None:
     """Logits behind a choice of tokens."""
     form = signature(logits=("batch", 10))

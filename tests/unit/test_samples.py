@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -18,9 +18,9 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.measure import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample, Verify
-from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
 
 def signature(*inputs: str) -> Signature:
@@ -220,6 +220,41 @@ def test_the_metric_is_tried_on_two_samples(
     assert (Path("own.py").absolute() in effect.reads) is metric.startswith("own")
 
 
+def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:
+    """A loss beside the logits is a single number; of rows that values choose, each batch has as many as it likes."""
+    specs = ("y:float32:batch,3", "loss:float32:", "chosen:float32:n,4", "wide:float32:batch,n")
+    x = TensorSpec.parse("x:float32:batch,3")
+    outputs = tuple(
+        TensorSpec(name=name, dtype="float32", shape=tuple(int(d) if d.isdigit() else d for d in dims.split(",") if d))
+        for name, _, dims in (spec.split(":") for spec in specs)
+    )
+
+    class Model:
+        signature = Signature(inputs=(x,), outputs=outputs)
+
+        def run(self, feeds: Feeds) -> dict[str, Array]:
+            rows = feeds["x"]
+            positive = int((rows[0] > 0).sum())
+            wide = np.zeros((len(rows), positive), np.float32)
+            return {"y": rows, "loss": rows.sum(), "chosen": np.zeros((positive, 4), np.float32), "wide": wide}
+
+    rows = np.float32([[1, -1, -1], [1, 0, 0], [1, 1, -1], [0, 1, 0]])
+    np.savez(tmp_path / "data.npz", x=rows, labels=np.array([0, 0, 0, 1]))
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=2, largest_batch=2, seed=0, metric="top1:y", **data)
+    judged, answers, _ = quality.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
+    assert list(answers) == ["y"]
+    assert not isinstance(judged, str)
+    assert judged.value == 1
+    dataset = open_dataset(data["data"], (x,), split="test", options=DataOptions())
+    sentence, _ = try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
+    assert sentence == "top1 of 'y' is judged, 'wide' not (--metric NAME:OUTPUT)"
+    Model.signature = Signature(inputs=(x,), outputs=outputs[1:2])
+    Model.run = lambda _, feeds: {"loss": feeds["x"].sum()}  # type: ignore[assignment,method-assign,misc]
+    with pytest.raises(DataError, match=r"for 2 samples, no output of the model has a row for each: 'loss' is \[\]"):
+        try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("bad", "words"), [(1, r"^\d[\d.]* % of the numbers in eager's output 'y' are NaN"), (20, "for all sam")]
 )
@@ -320,15 +355,30 @@ def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tm
 
 
 def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
-    cases = [
-        Case(points=("min",), sizes={"batch": 1}, batch=1),
-        Case(points=("max",), sizes={"batch": 2}, batch=2, calls=2),
-    ]
-    samples.write(tmp_path, Samples(data="x", ranges={}, cases=tuple(cases)))
-    calls = {(0, 0): [0.5], (1, 0): [1.0, np.nan], (1, 1): [-2.0, 0.0]}
-    for (case, call), values in calls.items():
-        samples.write_arrays(tmp_path, "feeds", case, {"x": np.zeros(len(values))}, call)
-        samples.write_arrays(tmp_path, "outputs", case, {"y": np.asarray(values), "n": np.arange(len(values))}, call)
-    samples.write_vector(tmp_path, tmp_path / "vector.npz")
+    rows = np.float32([[0.5, 0.5, 0.5], [1.0, 0.0, -1e9], [-2.0, 0.0, 0.5]])
+    np.savez(tmp_path / "data.npz", x=rows)
+    (reference := tmp_path / "reference").mkdir()
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
+    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, reference, lambda _: None)
+    samples.write_vector(reference, tmp_path / "vector.npz")
     vector = samples.read_vector(tmp_path / "vector.npz")
-    assert (vector.outputs["y"].tolist(), vector.ranges) == ([0.5], {"y": 3.0})
+    np.testing.assert_array_equal(vector.outputs["y"], rows[:1])
+    assert vector.ranges == {"y": 3.0}
+    assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
+
+
+def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
+    """Of one answer, 0.001, an engine's 0.002 is all wrong; of answers from -1 to 1, it is right in int8."""
+    (reference := tmp_path / "reference").mkdir()
+    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
+    row = np.float32([[0.001, 0.001, 0.001]])
+    for what, name in (("feeds", "x"), ("outputs", "y")):
+        samples.write_arrays(reference, what, 0, {name: row})
+    given = {"model": graph(tmp_path / "add.onnx", "Add", 0.001)}
+    given["reference"] = Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)
+    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="int8", min_sqnr_db=None)
+    for spans, passed in (({}, False), ({"y": 2.0}, True)):
+        samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans=spans))
+        (out := tmp_path / f"out{passed}").mkdir()
+        assert (verify.run(given, out, lambda _: None).rejected == "") == passed

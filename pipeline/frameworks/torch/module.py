@@ -304,11 +304,14 @@ def describe_structure(value: Any, names: Mapping[int, str]) -> Any:
     """Describe the form of a nested output, as ``Signature.returns`` has it; ``names`` are those of tensors by id."""
     if isinstance(value, Tensor):
         return names[id(value)]
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = {name: describe_structure(item, names) for name, item in zip(value._fields, value, strict=True)}
+        return {"namedtuple": type(value).__name__, "fields": fields}
+    if isinstance(value, (tuple, list)):
         return [describe_structure(item, names) for item in value]
-    items = {name: getattr(value, name) for name in getattr(value, "_fields", ())}
+    items: dict[str, Any] = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # transformers' have items and None besides
-        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        items |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     items |= {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
     return {name: describe_structure(item, names) for name, item in items.items()} or None
 

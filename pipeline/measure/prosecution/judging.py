@@ -6,7 +6,7 @@ its last digits. What moves as far by itself, as where a mean of equal numbers i
 number should be counts as far as the output's range: it is explained where such a change moves the answer as far.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import Thresholds, compare, thresholds_for
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
 Answer = Callable[[Feeds], dict[str, Array]]
 
@@ -103,7 +103,12 @@ class Judge:
             text = f"output {name!r} has {int(odd.sum())} NaN or infinite numbers where there should be none"
             span = max(self.scales.get(name, 0.0), float(np.ptp(wanted[finite])))
             return _Difference(text, span or np.inf, np.inf)
-        both = finite & np.isfinite(given)
+        fill = np.abs(np.where(finite, wanted, 0)) >= find_fill([wanted])
+        if not np.allclose(given[fill], wanted[fill], rtol=self.thresholds.row_tolerance, atol=0, equal_nan=True):
+            return _Difference(
+                f"output {name!r} has other numbers than {wanted[fill][0]:.3g} in masked places", np.inf, np.inf
+            )
+        both = finite & np.isfinite(given) & ~fill
         apart = np.where(both, np.abs(np.where(both, wanted - given, 0)), 0)
         error = apart.max(axis=1)
         span = max(self.scales.get(name, 0.0), float(np.ptp(wanted[both])) if both.any() else 0.0) or 1.0
@@ -161,16 +166,6 @@ def measure_sensitivity(answer: Answer, feeds: Feeds, precision: str, seed: int 
             elif value.shape != first[name].shape:
                 moved[name] = np.inf
     return moved
-
-
-def measure_scales(answers: Sequence[Feeds]) -> dict[str, float]:
-    """Measure the range of each output of floats over some answers."""
-    scales: dict[str, float] = {}
-    for answer in answers:
-        for name, value in answer.items():
-            if value.dtype.kind == "f" and np.isfinite(value).any():
-                scales[name] = max(scales.get(name, 0.0), float(np.ptp(value[np.isfinite(value)])))
-    return scales
 
 
 def make_judge(signature: Signature, precision: str, scales: dict[str, float]) -> Judge:

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.inputs import OUTLIER, Attempt, InputSpace, format_sizes, generate
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
@@ -25,7 +26,6 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     Answer,
     Judge,
     make_judge,
-    measure_scales,
     measure_sensitivity,
     take_row,
 )
@@ -85,7 +85,7 @@ class Subject:
 
     @cached_property
     def _scales(self) -> dict[str, float]:
-        return measure_scales([self.model(feeds) for feeds in self.space.samples])
+        return samples.find_spans(samples.find_ends(self.model(feeds)) for feeds in self.space.samples)
 
 
 @dataclass

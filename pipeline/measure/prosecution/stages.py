@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest, Engine
 from enginesmith.pipeline.engines.options import AddedOption
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.judging import (
@@ -17,7 +18,6 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     Answer,
     Judge,
     make_judge,
-    measure_scales,
     measure_sensitivity,
 )
 from enginesmith.pipeline.system.device import Device
@@ -102,7 +102,7 @@ def differ(precision: str, before: Stage, wanted: Feeds, given: Feeds, feeds: Fe
 def make_stage_judge(wanted: Feeds, precision: str) -> Judge:
     outputs = tuple(TensorSpec(name=name, dtype=str(value.dtype), shape=value.shape) for name, value in wanted.items())
     signature = Signature(inputs=(), outputs=outputs)
-    return make_judge(signature, precision, measure_scales([wanted]))
+    return make_judge(signature, precision, samples.find_spans([samples.find_ends(wanted)]))
 
 
 def is_wrong(engine: Engine, part: "onnx.ModelProto", feeds: Feeds, precision: str, device: Device, place: Path) -> str:
