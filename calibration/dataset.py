@@ -11,6 +11,7 @@ from enginesmith.calibration.file_formats import (
     LABELS,
     check_arrays,
     check_labels,
+    check_shared,
     check_variety,
     check_zeros,
     has_splits,
@@ -22,7 +23,7 @@ from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, Par
 from enginesmith.calibration.ranges import Provenance
 from enginesmith.calibration.sources import Request, Split
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
 
 __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synthetic", "validate_for_calibration"]
 
@@ -85,6 +86,8 @@ class Dataset:
     """Row numbers in ``source`` of each part, where the set is a part of it."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Dimension of the batch in the model's inputs, where that is not the first one."""
+    shared: Mapping[str, Array] = field(default_factory=dict)
+    """Inputs without a batch, which are fed whole with all samples."""
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -95,7 +98,8 @@ class Dataset:
 
         For what is decoded row by row, the bytes of the files and the way they are decoded stand in.
         """
-        named: list[tuple[str, Rows]] = [(f"input {name}", self.arrays[name]) for name in sorted(self.arrays)]
+        inputs = {**self.arrays, **{name: np.atleast_1d(value) for name, value in self.shared.items()}}
+        named: list[tuple[str, Rows]] = [(f"input {name}", inputs[name]) for name in sorted(inputs)]
         labels = self.labels if isinstance(self.labels, Mapping) else {"": self.labels}
         given = [(f"labels {key}".strip(), labels[key]) for key in sorted(labels)]
         return digest([*named, *((name, array) for name, array in given if array is not None)])
@@ -148,7 +152,7 @@ class Dataset:
             name: np.moveaxis(np.asarray(array[rows]), 0, self.axes.get(name, 0)) for name, array in self.arrays.items()
         }
         # Mapped rows are read-only, and they lie at any address; engines want neither.
-        return {name: np.require(value, None, ("C", "A", "W")) for name, value in feeds.items()}
+        return {name: np.require(value, None, ("C", "A", "W")) for name, value in {**feeds, **self.shared}.items()}
 
     def sample(self, count: int, seed: int) -> "Dataset":
         """Draw ``count`` rows without replacement, and keep them in order, each class in proportion to its share.
@@ -205,7 +209,8 @@ def open_dataset(
         reference: an embedded set (``digits``, ``digits/test``), a file (``.npz``, ``.npy``, ``.safetensors``,
             ``.jsonl``), a folder of images, or ``module:function`` or ``file.py:function``, which is called.
         inputs: what the model takes; float64 and int32 data are cast where it takes float32 and int64. The samples come
-            first in the data, also where the batch is another dimension of an input.
+            first in the data, also where the batch is another dimension of an input. Inputs without a batch are given
+            once for all samples, with the shape that the model takes.
         split: what an embedded set without a split means.
         options: how images and texts are made into arrays, and which array holds the labels.
 
@@ -213,12 +218,13 @@ def open_dataset(
         DataError: not found, not readable, or not what the model takes.
         MissingCapability: the form of the data needs a package that is not installed.
     """
-    axes, inputs = find_axes(inputs), [spec.as_row for spec in inputs]
-    found = read(reference, Request(inputs, split, options))
+    axes, (rowed, shared) = find_axes(inputs), split_inputs(inputs)
+    inputs = [spec.as_row for spec in rowed]
+    found = read(reference, Request([*inputs, *shared], split, options))
     arrays = dict(found.arrays)
     own: dict[str, Rows] = {} if found.labels is None else {LABELS: found.labels}
     if not own:
-        free = arrays.keys() - {spec.name for spec in inputs}
+        free = arrays.keys() - {spec.name for spec in [*inputs, *shared]}
         own = {key: arrays.pop(key) for key in options.label_keys or [LABELS] if key in free}
         missing = [key for key in options.label_keys if key not in own]
         if missing and split == "test":
@@ -226,12 +232,14 @@ def open_dataset(
                 f"{found.name} has no labels {missing[0]!r}; it holds {', '.join(map(repr, found.arrays))}",
                 "name one of them with --labels, several as --labels A,B, or omit it",
             )
-    feeds = check_arrays(found.name, arrays, inputs, [key for key in options.label_keys if key in own])
+    whole = {spec.name: check_shared(found.name, spec, arrays.pop(spec.name)) for spec in shared if spec.name in arrays}
+    missed = [spec for spec in shared if spec.name not in whole]
+    feeds = check_arrays(found.name, arrays, [*inputs, *missed], [key for key in options.label_keys if key in own])
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
     notes = (*found.notes, *check_zeros(found.name, feeds))
-    data = Dataset(found.name, feeds, held, notes, folders=found.folders, axes=axes)
+    data = Dataset(found.name, feeds, held, notes, folders=found.folders, axes=axes, shared=whole)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
 
 
@@ -322,8 +330,10 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
         SignatureError: a dynamic dimension has no size.
     """
     rng = np.random.default_rng(seed)
-    arrays = {spec.name: _draw_like(spec.as_row, example[spec.name], sizes, count, rng) for spec in inputs}
-    return Dataset(f"synthetic ({count} rows, seed {seed})", arrays, synthetic=True, axes=find_axes(inputs))
+    rowed, shared = split_inputs(inputs)
+    arrays = {spec.name: _draw_like(spec.as_row, example[spec.name], sizes, count, rng) for spec in rowed}
+    name, whole = f"synthetic ({count} rows, seed {seed})", {spec.name: example[spec.name] for spec in shared}
+    return Dataset(name, arrays, synthetic=True, axes=find_axes(inputs), shared=whole)
 
 
 def find_axes(inputs: Sequence[TensorSpec]) -> dict[str, int]:

@@ -64,6 +64,21 @@ def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec],
         _check_names(source, given - ({*(labels or [LABELS])} - {*wanted}), wanted, right)
 
 
+def check_shared(source: str, spec: TensorSpec, array: Rows) -> Array:
+    """Check an array that is the same for all samples, and cast it where that is safe; DataError if it does not fit."""
+    fits = array.ndim == len(spec.shape)
+    fits &= all(isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, array.shape, strict=False))
+    if not fits:
+        raise DataError(
+            f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected {list(spec.shape)}",
+            f"give {spec}, which has no batch, once for all samples",
+        )
+    whole = np.asarray(_cast_safely(source, spec, array)[()])
+    if whole.dtype.kind == "f" and not np.isfinite(whole).all():
+        raise DataError(f"{source}: {spec.name!r} holds NaN or infinity", "give finite numbers")
+    return whole
+
+
 def _check_names(source: str, names: Iterable[str], wanted: Sequence[str], labels: Sequence[str]) -> None:
     if set(names) != set(wanted):
         raise DataError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from enginesmith.calibration.dataset import Dataset, find_axes, synthetic
 from enginesmith.calibration.lazy_arrays import LazyRows
-from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
 
 
 class SyntheticRows(LazyRows):
@@ -40,5 +40,7 @@ def lazy_synthetic(
     inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int
 ) -> Dataset:
     """Make as many rows as are asked for; arguments and errors as for :func:`synthetic`."""
-    arrays = {spec.name: SyntheticRows(spec, example[spec.name], sizes, count, seed) for spec in inputs}
-    return Dataset("synthetic", arrays, synthetic=True, axes=find_axes(inputs))
+    rowed, shared = split_inputs(inputs)
+    arrays = {spec.name: SyntheticRows(spec, example[spec.name], sizes, count, seed) for spec in rowed}
+    whole = {spec.name: example[spec.name] for spec in shared}
+    return Dataset("synthetic", arrays, synthetic=True, axes=find_axes(inputs), shared=whole)

@@ -171,6 +171,16 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
                 raise ShapeError(message + same, remedy)
 
 
+def split_inputs(specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Split inputs into those that have the batch, and those that are one array for all samples.
+
+    The latter are single numbers, such as a sample rate, and those without a batch where others name theirs.
+    """
+    named = any(BATCH in spec.shape for spec in specs)
+    shared = [spec for spec in specs if not spec.shape or (named and BATCH not in spec.shape)]
+    return ([spec for spec in specs if spec not in shared], shared) if len(shared) < len(specs) else ([*specs], [])
+
+
 def rows_first(arrays: Feeds, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     """Move the batch of each array to the front."""
     axes = {spec.name: spec.batch_axis for spec in specs}

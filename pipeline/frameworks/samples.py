@@ -14,7 +14,17 @@ from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import BATCH, Array, Feeds, Point, ShapeRange, Signature, TensorSpec, find_fill
+from enginesmith.pipeline.tensors import (
+    BATCH,
+    Array,
+    Feeds,
+    Point,
+    ShapeRange,
+    Signature,
+    TensorSpec,
+    find_fill,
+    split_inputs,
+)
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -64,7 +74,7 @@ def fixed_batch(signature: Signature) -> int:
 
 
 def _first_dimension(signature: Signature) -> int | str | None:
-    leading = {spec.shape[0] if spec.shape else None for spec in signature.inputs}
+    leading = {spec.shape[0] if spec.shape else None for spec in split_inputs(signature.inputs)[0]}
     return leading.pop() if len(leading) == 1 else None
 
 
@@ -162,7 +172,8 @@ def feeds_for(
         return resize(data.batch(call * case.batch, case.batch), signature, case.sizes)
     if batch_symbol(signature) is None:
         return resize(example, signature, case.sizes)
-    return synthetic(signature.inputs, example, case.sizes, case.batch, seed).batch(0, case.batch)
+    drawn = synthetic(signature.inputs, example, case.sizes, case.batch, seed)
+    return resize(drawn.batch(0, case.batch), signature, case.sizes)
 
 
 def take_last(arrays: Feeds, specs: Sequence[TensorSpec], symbol: str) -> dict[str, Array]:

@@ -192,7 +192,7 @@ def _compute_auroc(joined: Array) -> float:
 
 def _find_odds(scores: Any) -> Any:
     """Return what orders samples as the probability of each class does, also where that rounds to 1."""
-    if 0 <= float(scores.min()) and float(scores.max()) <= 1:  # probabilities already
+    if float(scores.min()) >= 0 and float(scores.max()) <= 1:  # probabilities already
         return scores
     others = [scores.index_fill(1, scores.new_tensor([kind]).long(), -math.inf) for kind in range(scores.shape[1])]
     return scores - _import("torch").stack([rest.logsumexp(1) for rest in others], dim=1)

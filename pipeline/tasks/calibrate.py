@@ -27,7 +27,7 @@ from enginesmith.pipeline.passes.quantize.activation_capture import (
     open_activation_capture,
 )
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, rows_first
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, rows_first, split_inputs
 
 Split = Literal["train", "calibration", "test"]
 _SYNTHETIC = "synthetic"
@@ -129,11 +129,16 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         index = max(fitting, key=lambda position: fitting[position].batch)
         stored = samples.read_arrays(reference.folder, "feeds", index)
         feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
-        if known.data != _SYNTHETIC:
-            return Dataset(f"{known.data}, as the reference was run on", feeds, axes=find_axes(signature.inputs))
-        if symbol is None:
-            return Dataset(_SYNTHETIC, feeds, synthetic=True)
-        return lazy_synthetic(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)
+        if known.data == _SYNTHETIC and symbol is not None:
+            return lazy_synthetic(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)
+        made_up, shared = known.data == _SYNTHETIC, {spec.name for spec in split_inputs(signature.inputs)[1]}
+        return Dataset(
+            _SYNTHETIC if made_up else f"{known.data}, as the reference was run on",
+            {name: value for name, value in feeds.items() if name not in shared},
+            synthetic=made_up,
+            axes={} if made_up else find_axes(signature.inputs),
+            shared={name: feeds[name] for name in shared},
+        )
 
 
 class Calibrate(Task):

@@ -212,7 +212,7 @@ class LoadedModel:
                 if word not in self._exceeded:
                     self._exceeded.add(word)
                     told = f"{word} is {size}, and {self.variant} was verified for {range_.min} to {range_.max}"
-                    warnings.warn(f"{told}: nobody has checked its answers there; {remedy}", stacklevel=4)
+                    warnings.warn(f"{told}: nobody has checked its answers there; {remedy}", stacklevel=3)
 
     def check(self) -> Fidelity:
         """Answer the test vector; FidelityError if that differs from the stored answers by more than is allowed."""

@@ -138,6 +138,20 @@ def test_export_archive(export, folder: Path) -> None:
     same(exported(x=rows(5))[0], net(2)(rows(5)))
 
 
+def test_an_export_archive_whose_inputs_have_the_same_length(export, folder: Path) -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (ids * mask).cumsum(1)
+
+    sizes = {0: torch.export.Dim("b", max=64), 1: torch.export.Dim("s", max=64)}
+    example = torch.randn(2, 8), torch.ones(2, 8)
+    torch.export.save(torch.export.export(Masked(), example, dynamic_shapes=(sizes, sizes)), folder / "net.pt2")
+    exported = export("net.pt2", exporter="auto")
+    assert exported.inputs == dict.fromkeys(("ids", "mask"), ["batch", "ids_dim_1"])
+    ids, mask = rows(5), rows(5) > 0.5
+    same(exported(ids=ids, mask=mask.float())[0], Masked()(ids, mask))
+
+
 @pytest.mark.thorough
 def test_hugging_face_folder(export, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -55,6 +55,30 @@ class TestDataset:
         assert data.batch(1, 12)["x"].ravel().tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
         assert data.batch(0, 5)["x"].flags["C_CONTIGUOUS"]
 
+    def test_inputs_without_a_batch_are_given_once(self, saved):
+        inputs = [TensorSpec.parse(text) for text in ("image:float32:batch,2,3", "rate:int64:", "table:float32:2,n")]
+        table = np.ones((2, 5), np.float32)
+        arrays = {"image": rows(), "labels": np.arange(5), "rate": np.int64(16_000), "table": table}
+        data = open_dataset(saved(**arrays), inputs)
+        feeds = data.take(np.array([3]), "one").batch(0, 2)
+        assert {name: value.shape for name, value in feeds.items()} == {"image": (2, 2, 3), "rate": (), "table": (2, 5)}
+        assert (len(data), feeds["rate"].item()) == (5, 16_000)
+        others = [
+            open_dataset(saved(**{**arrays, "rate": np.int64(8_000)}), inputs),
+            open_dataset(saved(**arrays), inputs),
+        ]
+        assert [other.digest == data.digest for other in others] == [False, True]
+        for made in (synthetic(inputs, feeds, {}, 4, 0), lazy_synthetic(inputs, feeds, {}, 4, 0)):
+            assert made.batch(0, 3)["rate"].item() == 16_000
+            assert made.batch(0, 3)["image"].shape == (3, 2, 3)
+        for wrong in (np.full(5, 16_000), np.full((), 16_000.5)):
+            with pytest.raises(DataError, match="'rate'"):
+                open_dataset(saved(**{**arrays, "rate": wrong}), inputs)
+        with pytest.raises(DataError, match="NaN or infinity"):
+            open_dataset(saved(**{**arrays, "table": np.full((2, 5), np.inf, np.float32)}), inputs)
+        with pytest.raises(DataError, match="the model takes 'image', 'rate'"):
+            open_dataset(saved(image=rows(), table=table), inputs)
+
     def test_samples_are_put_where_the_model_has_its_batch(self, saved):
         inputs = [TensorSpec.parse(text) for text in ("x:float32:batch,7", "h:float32:2,batch,3")]
         x, h = np.random.default_rng(0).random((5, 7), np.float32), rows()

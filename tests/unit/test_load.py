@@ -114,8 +114,10 @@ def test_what_does_not_fit_is_refused(opened: Load, values: Any, error: type[Exc
 def test_the_first_size_that_was_not_verified_is_answered_with_a_warning(opened: Load) -> None:
     x, scale = np.ones((9, 4), np.float32), np.ones((9, 1), np.float32)
     with opened("y") as model:
-        with pytest.warns(UserWarning, match="batch is 9, and onnxruntime-fp32 was verified for 1 to 8: nobody"):
+        told = "batch is 9, and onnxruntime-fp32 was verified for 1 to 8: nobody"
+        with pytest.warns(UserWarning, match=told) as warned:
             assert np.array_equal(model(x, scale), x)
+        assert warned[0].filename == __file__
         assert model(x[:8], scale[:8]).shape == (8, 4)
         assert model(np.repeat(x, 2, 0), np.repeat(scale, 2, 0)).shape == (18, 4)
 

@@ -42,6 +42,8 @@ FIXED = signature("x:float32:2,3")
         (signature("a:int8:4,n", "b:int8:4"), None, 4),
         (signature("a:int8:4", "b:int8:5"), None, 1),
         (signature("a:int8:"), None, 1),
+        (signature("a:int8:n,2", "rate:int64:"), "n", 1),
+        (signature("a:int8:2,3", "rate:int64:"), None, 2),
     ],
 )
 def test_the_batch_dimension(given: Signature, symbol: str | None, fixed: int) -> None:
@@ -112,6 +114,20 @@ def test_without_data_feeds_look_like_the_example() -> None:
         Case(sizes={"batch": 6}, batch=6), IMAGE, {"x": np.ones((2, 3), np.float32) * [1, 2, 3]}, None, 1
     )
     assert other["x"].std() > 0
+
+
+def test_inputs_without_a_batch_are_fed_whole() -> None:
+    given = signature("x:float32:batch,3", "rate:int64:", "table:float32:n,2")
+    example = {"x": np.ones((2, 3), np.float32), "rate": np.int64(16), "table": np.ones((5, 2), np.float32)}
+    case = Case(sizes={"batch": 4, "n": 6}, batch=4)
+    own = Dataset(
+        "own", {"x": np.ones((9, 3), np.float32)}, shared={"rate": example["rate"], "table": example["table"]}
+    )
+    for data in (None, own):
+        feeds = samples.feeds_for(case, given, example, data, 0)
+        check_feeds(given, feeds)
+        assert feeds["table"].shape == (6, 2)
+        assert feeds["rate"] == 16
 
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:

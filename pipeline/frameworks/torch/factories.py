@@ -108,12 +108,14 @@ def _pt2(source: Source) -> Built:
             f"{source.text} is no torch.export archive, or a damaged one: {_first_words(error)}",
             "save one with torch.export.save, with the same version of torch",
         ) from error
-    specs = []
+    specs, names = [], dict[str, str]()  # the file keeps no names of dynamic dimensions, and a symbol for those alike
     for node in program.graph.nodes:
         if node.name in program.graph_signature.user_inputs:
             value = node.meta["val"]
-            shape = tuple(  # the file keeps no names of dynamic dimensions
-                dim if isinstance(dim, int) else "batch" if axis == 0 else f"{node.name}_dim_{axis}"
+            shape = tuple(
+                dim
+                if isinstance(dim, int)
+                else names.setdefault(str(dim), "batch" if axis == 0 else f"{node.name}_dim_{axis}")
                 for axis, dim in enumerate(value.shape)
             )
             specs.append(TensorSpec(name=node.name, dtype=str(value.dtype).removeprefix("torch."), shape=shape))

@@ -293,8 +293,8 @@ def _change(kind: str, value: Array, bounds: tuple[float, float], rng: np.random
     changed = value.astype(np.float64)
     if kind == "with noise":
         changed += rng.choice((0.01, 0.1, 0.5)) * changed.std() * rng.standard_normal(changed.shape)
-    elif kind == "rolled":
-        changed = np.roll(changed, int(rng.integers(1, max(2, changed.shape[-1]))) if changed.ndim else 0, axis=-1)
+    elif kind == "rolled" and changed.ndim:
+        changed = np.roll(changed, int(rng.integers(1, max(2, changed.shape[-1]))), axis=-1)
     elif kind == "with a block of another value" and changed.ndim:
         start = int(rng.integers(changed.shape[-1]))
         changed[..., start : start + max(1, changed.shape[-1] // 4)] = rng.uniform(low, high)
