@@ -418,6 +418,19 @@ def test_an_error_that_is_one_row_has_no_mean(weights: dict[str, Array], tmp_pat
     evaluator.run_graph(path, {"x": np.ones(4, np.float32)})
 
 
+@pytest.mark.parametrize("opset", [11, 12, 13])
+def test_errors_of_old_graphs_are_added_up_by_channel(opset: int) -> None:
+    text, weights = "net (float[n, 4] x) => (float[n, 3] y) { y = MatMul(x, w) }", {"w": random(4, 3)}
+    exact, floating, quantised = (parse_graph(text, opset, **weights) for _ in range(3))
+    quantise_dynamically(quantised, RUNNABLE)
+    feeds = {"x": random(5, 4)}
+    error = run_model(quantised, feeds)["y"] - run_model(exact, feeds)["y"]
+    (group,) = add_layerwise_error(floating, quantised, layers.find_groups(floating))
+    found = run_model(floating, feeds)
+    assert found[output_name(group, SUM)] == pytest.approx(error.sum(axis=0), rel=1e-3, abs=1e-5)
+    assert found[output_name(group, COUNT)] == error.size
+
+
 def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_path: Path) -> None:
     (group,), path = joint(weights, tmp_path)
     onnx.checker.check_model(path, full_check=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
 SWITCHES = "enginesmith/switches"
+_OPSET_OF_AXES_INPUT = 13
+"""The first opset in which ReduceSum reads its axes; before, they are an attribute."""
 
 
 def output_name(group: QuantizableOp, what: str) -> str:
@@ -59,11 +61,9 @@ def add_layerwise_error(
             (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
         ]
         if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
-            rank = len(exact.shape)
-            channel = 1 if group.operator in CONVOLUTIONS else rank - 1
-            axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor([a for a in range(rank) if a != channel]))
-            floating.graph.register_initializer(axes)
-            made.append((ir.node("ReduceSum", [error, axes], {"keepdims": 0}), SUM, (f"{group.name}/channels",)))
+            made.append(
+                (_sum_by_channel(floating.graph, group, error, len(exact.shape)), SUM, (f"{group.name}/channels",))
+            )
             size = ir.node("Size", [error])
             floating.graph.append(size)
             made.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
@@ -77,6 +77,19 @@ def add_layerwise_error(
     floating.graph.outputs.clear()
     floating.graph.outputs.extend(outputs)
     return tuple(done)
+
+
+def _sum_by_channel(graph: "ir.Graph", group: QuantizableOp, error: "ir.Value", rank: int) -> "ir.Node":
+    """Make the node that adds up an error over all axes but that of a product's channels."""
+    import onnx_ir as ir
+
+    channel = 1 if group.operator in CONVOLUTIONS else rank - 1
+    others = [axis for axis in range(rank) if axis != channel]
+    if graph.opset_imports[""] < _OPSET_OF_AXES_INPUT:
+        return ir.node("ReduceSum", [error], {"axes": others, "keepdims": 0})
+    axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor(others))
+    graph.register_initializer(axes)
+    return ir.node("ReduceSum", [error, axes], {"keepdims": 0})
 
 
 def find_shift(sums: Array, count: float, noise: float) -> float:
