@@ -431,6 +431,24 @@ def test_errors_of_old_graphs_are_added_up_by_channel(opset: int) -> None:
     assert found[output_name(group, COUNT)] == error.size
 
 
+@pytest.mark.parametrize(("outputs", "made"), [("y, h, c", "y"), ("y, h", "h"), ("y, h, c", "c")])
+def test_an_lstm_is_measured_by_an_output_that_it_has(outputs: str, made: str) -> None:
+    shape = "[5, 1, 2, 4]" if made == "y" else "[1, 2, 4]"
+    text = f"net (float[5, 2, 3] x) => (float{shape} {made}) {{ {outputs} = LSTM <hidden_size = 4> (x, w, r) }}"
+    weights = {"w": random(1, 16, 3), "r": random(1, 16, 4)}
+    exact, floating, quantised = (parse_graph(text, **weights) for _ in range(3))
+    for model in (exact, floating, quantised):
+        for value in model.graph[0].outputs:
+            value.name = value.name if value.name == made else ""
+    quantise_dynamically(quantised, RUNNABLE)
+    (group,) = add_layerwise_error(floating, quantised, layers.find_groups(floating))
+    feeds = {"x": random(5, 2, 3)}
+    signal, error = run_model(exact, feeds)[made], run_model(quantised, feeds)[made] - run_model(exact, feeds)[made]
+    found = run_model(floating, feeds)
+    assert found[output_name(group, SIGNAL)] == pytest.approx((signal**2).sum(), rel=1e-4)
+    assert found[output_name(group, NOISE)] == pytest.approx((error**2).sum(), rel=1e-2)
+
+
 def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_path: Path) -> None:
     (group,), path = joint(weights, tmp_path)
     onnx.checker.check_model(path, full_check=True)

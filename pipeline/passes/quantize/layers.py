@@ -53,7 +53,7 @@ class QuantizableOp:
     bias: str | None
     """Name of the constant that is added: by the operator itself, or by an Add that nothing but it feeds."""
     output: str
-    """Name of the value that the node makes."""
+    """Name of the first value that the node makes and that has one; empty where none has."""
     parameters: int
     """Elements of its weights, biases left out."""
     reason: str = ""
@@ -165,7 +165,7 @@ def _describe_group(node: "ir.Node") -> QuantizableOp:
         activations=tuple(str(value.name) for value in others if value.name),
         weight=next((str(value.name) for value in weights), None),
         bias=None if bias is None else str(bias.name),
-        output=str(node.outputs[0].name),
+        output=next((value.name for value in node.outputs if value.name), ""),
         parameters=sum(content.size for content in weights.values()),
         reason=_explain_group(node),
     )

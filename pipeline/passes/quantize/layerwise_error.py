@@ -44,7 +44,7 @@ def add_layerwise_error(
 
     ours = {value.name: value for node in floating.graph for value in node.outputs}
     ours |= {value.name: value for value in floating.graph.inputs}
-    theirs = {value.name: value for node in quantised.graph for value in node.outputs}
+    theirs = {value.name: value for node in quantised.graph for value in node.outputs if value.name}
     done: list[QuantizableOp] = []
     outputs: list[ir.Value] = []
     for group in groups:
@@ -61,9 +61,8 @@ def add_layerwise_error(
             (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
         ]
         if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
-            made.append(
-                (_sum_by_channel(floating.graph, group, error, len(exact.shape)), SUM, (f"{group.name}/channels",))
-            )
+            sums = _sum_by_channel(floating.graph, group, error, len(exact.shape))
+            made.append((sums, SUM, (f"{group.name}/channels",)))
             size = ir.node("Size", [error])
             floating.graph.append(size)
             made.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
@@ -221,7 +220,8 @@ class _Copy:
             name=f"{self._output}/{node.name}",
         )
         for old, new in zip(node.outputs, copy.outputs, strict=True):
-            new.name, new.type, new.shape = f"{self._output}/{old.name}", old.type, old.shape
+            new.name = f"{self._output}/{old.name}" if old.name else ""
+            new.type, new.shape = old.type, old.shape
             self._made[old.name] = new
         self._graph.append(copy)
         return self._made[value.name]
