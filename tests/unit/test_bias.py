@@ -123,6 +123,15 @@ def test_where_there_is_no_place_nothing_is_done(word: str) -> None:
     assert ir.to_proto(model).SerializeToString() == given
 
 
+@pytest.mark.parametrize("weight", [(CHANNELS,), (CHANNELS, CHANNELS, CHANNELS), (2, 3, CHANNELS, OUTPUTS)])
+def test_a_weight_that_is_no_matrix_is_left_out(weight: tuple[int, ...]) -> None:
+    weights = {"w": normal(*weight), "b": normal(weight[-1], seed=1)}
+    model = built([node("MatMul", "x w", "p"), node("Add", "p b", "y")], weights, (2, CHANNELS, CHANNELS))
+    given = ir.to_proto(model).SerializeToString()
+    assert not correct_bias(model.graph[0], weights["w"], rounded(weights["w"]), np.ones(CHANNELS))
+    assert ir.to_proto(model).SerializeToString() == given
+
+
 @pytest.mark.parametrize("shaped", [True, False])
 def test_statistics_of_another_axis_are_not_taken(shaped: bool) -> None:
     """A convolution sums over the first axis behind the batch, a matrix product over the last: here both have 4."""

@@ -272,10 +272,12 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
 def correct_bias(node: "ir.Node", weight: Array, dequantised: Array, mean: Array) -> bool:
     """Make the bias of a product up for its rounded weight, in place; return False where there is no place for it.
 
-    Weights are as the node reads them; ``mean`` is that of each input channel. Every place of a kernel is taken to see
-    the same mean, so padding, which is zeros, is ignored. An output of a ConvTranspose with strides sees one input in
-    as many places of the kernel.
+    Weights are as the node reads them, and those of matrix products have to be matrices; ``mean`` is that of each input
+    channel. Every place of a kernel is taken to see the same mean, so padding, which is zeros, is ignored. An output of
+    a ConvTranspose with strides sees one input in as many places of the kernel.
     """
+    if node.op_type in layers.MATRIX_PRODUCTS and weight.ndim != 2:
+        return False
     groups, first = node.attributes.get_int("group", 1), inputs_first(node)
     exact, rounded = (
         by_channel(each, inputs_first=first, groups=groups).sum(axis=2, dtype=np.float64)
