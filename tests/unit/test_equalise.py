@@ -346,6 +346,17 @@ def test_a_clip_with_another_lower_bound_is_not_passed(tmp_path: Path) -> None:
     assert written(before, measure_ranges(before, image(), "b", "d"))[1].clips_left == 2
 
 
+@pytest.mark.parametrize("bound", ["low", "high"])
+def test_a_clip_with_a_computed_bound_is_not_passed(tmp_path: Path, bound: str) -> None:
+    nodes, weights, _ = spoiled("another reader")
+    nodes[1:2] = [node("ReduceMax", "x", bound, keepdims=0), node("Clip", "a low high", "b")]
+    weights |= {name: np.float32(value) for name, value in (("low", 0), ("high", 1e4)) if name != bound}
+    before = save_graph(tmp_path, nodes[:-1], weights, x=("n", 3, SIDE, SIDE))
+    after, done = written(before, measure_ranges(before, image(), "b"))
+    assert (done.ties, done.clips_left) == (0, 1)
+    assert difference(before, after, image()) == 0
+
+
 def test_the_range_of_the_whole_value_is_enough_to_pass_a_clip(tmp_path: Path) -> None:
     before = depthwise(tmp_path, "Clip", low=0, high=1e4)
     ranges = measure_ranges(before, image(), "b", "d").model_copy(update={"channels": {}})

@@ -139,16 +139,17 @@ def _by_channel(value: "ir.Value", count: int, ranges: Ranges | None) -> Array |
 
 
 def _bound(clip: "ir.Node") -> float | None:
-    """Read the upper bound of a Clip that cuts at 0 below; None for others."""
+    """Read the upper bound of a Clip that cuts at 0 below; None for others, and where a bound is no constant."""
 
-    def edge(index: int, word: str) -> float | None:
+    def edge(index: int, word: str, missing: float) -> float:
         if word in clip.attributes:  # in old opsets
             return clip.attributes[word].as_float()
-        number = edit.read(clip.inputs[index]) if index < len(clip.inputs) else None
-        return None if number is None else float(number.reshape(-1)[0])
+        if index >= len(clip.inputs) or clip.inputs[index] is None:
+            return missing
+        number = edit.read(clip.inputs[index])
+        return np.nan if number is None else float(number.reshape(-1)[0])
 
-    low, high = edge(1, "min"), edge(2, "max")
-    high = np.inf if high is None else high
+    low, high = edge(1, "min", -np.inf), edge(2, "max", np.inf)
     return high if low == 0 and high > 0 else None
 
 
