@@ -203,6 +203,9 @@ def spoiled(word: str) -> tuple[list[onnx.NodeProto], Weights, str]:
             return [first, node("Sigmoid", "a", "b"), second], weights, "y"
         case "a residual":
             return [first, node("Sigmoid", "a", "o"), node("Add", "a o", "b"), second], weights, "y"
+        case "a square":  # of one number for each channel
+            pool, square = node("GlobalAveragePool", "a", "p"), node("Mul", "p p", "b")
+            return [first, pool, square, second], weights, "y"
         case "what is joined is followed as one":
             weights |= {"w3": normal(3, 2 * WIDTH, 1, 1), "w2": normal(3, 2 * WIDTH, 1, 1)}
             nodes = [first, relu, node("Concat", "b a", "j", axis=1), node("Conv", "j w2", "y"), node("Relu", "j", "k")]
@@ -219,9 +222,10 @@ def spoiled(word: str) -> tuple[list[onnx.NodeProto], Weights, str]:
             return [first, relu, second, node("Neg", "w2", "z")], weights, "y z"
 
 
-SPOILED = ("another reader", "an output", "no homogeneous operator", "a residual", "a shared weight", "the second")
-SPOILED += tuple(
-    f"what is joined {rest}" for rest in ("is followed as one", "has another reader", "along another axis")
+SPOILED = ("another reader", "an output", "no homogeneous operator", "a residual", "a square", "a shared weight")
+SPOILED += (
+    "the second",
+    *(f"what is joined {rest}" for rest in ("is followed as one", "has another reader", "along another axis")),
 )
 
 

@@ -455,6 +455,7 @@ def _find_wide_operand(node: "ir.Node", here: Place) -> Place | None:
     for wide, narrow in (node.inputs, node.inputs[::-1]):
         factors = sizes(narrow)
         others = [dim for axis, dim in enumerate(factors) if axis not in (0, *here.axes)]
-        if len(factors) == len(sizes(here.value)) and others and all(dim == 1 for dim in others):
+        fits = len(factors) == len(sizes(here.value)) and others and all(dim == 1 for dim in others)
+        if fits and wide is not narrow:
             return same(here, wide)
     return None
