@@ -7,9 +7,10 @@ import onnx_ir as ir
 import pytest
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.quantize.layers import find_channel_statistics
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
-from graphs import Weights, build_graph, node, normal, run_model
+from graphs import Weights, build_graph, node, normal, parse_graph, run_model
 
 CHANNELS, OUTPUTS, SIDE = 4, 6, 9
 
@@ -106,6 +107,34 @@ def test_another_reader_of_the_bias_keeps_it() -> None:
     after = answers(model, x)
     assert (before[1] == after[1]).all()
     assert (before[0] != after[0]).all()
+
+
+def test_a_bias_that_is_an_output_stays_as_it_is() -> None:
+    weights = {"w": normal(OUTPUTS, CHANNELS, 3, 3), "b": normal(OUTPUTS, seed=1)}
+    model = built([node("Conv", "x w b", "y")], weights, (2, CHANNELS, SIDE, SIDE), "y b")
+    x = np.ones((2, CHANNELS, SIDE, SIDE), np.float32)
+    before = answers(model, x)
+    assert correct_bias(model.graph[0], weights["w"], rounded(weights["w"]), np.ones(CHANNELS))
+    after = answers(model, x)
+    assert (before[1] == after[1]).all()
+    assert (before[0] != after[0]).all()
+
+
+def test_branches_get_numbers_of_their_own() -> None:
+    model = parse_graph(
+        """net (bool c, float[2] x) => (float[2] y, float[2] b) {
+            y = If (c) <
+                then_branch = t () => (float[2] p) { p = Add(x, b) },
+                else_branch = e () => (float[2] q) { q = Sub(x, b) }>
+        }""",
+        b=np.ones(2, np.float32),
+    )
+    for name, factor in (("then_branch", 3.0), ("else_branch", 5.0)):
+        edit.multiply(model.graph[0].attributes[name].as_graph()[0], 1, np.float32(factor))
+    x = np.zeros(2, np.float32)
+    for condition, expected in ((True, 3), (False, -5)):
+        found = run_model(model, {"c": np.array(condition), "x": x})
+        assert [found["y"].tolist(), found["b"].tolist()] == [[expected] * 2, [1, 1]]
 
 
 @pytest.mark.parametrize("word", ["no addition", "two readers", "a computed addend"])

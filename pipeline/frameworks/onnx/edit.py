@@ -220,8 +220,6 @@ def write(node: "ir.Node", index: int, numbers: Array) -> None:
     if index >= len(node.inputs):
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)
-    if old is not None and not old.uses() and old.is_initializer() and not old.is_graph_input():
-        del graph.initializers[old.name or ""]
 
 
 def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
