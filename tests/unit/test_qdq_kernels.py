@@ -210,6 +210,19 @@ def test_a_float_gemm_between_pairs_stays_one(tmp_path: Path) -> None:
     assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 1
 
 
+@pytest.mark.parametrize(("shape", "quantised"), [((4, 1), False), ((1, 4), True), ((4,), True)])
+def test_a_bias_is_one_number_for_each_column(shape: tuple[int, ...], quantised: bool) -> None:
+    weights = {"w": random(8, 4), "c": 10 * np.arange(4, dtype=np.float32).reshape(shape)}
+
+    def make() -> ir.Model:
+        return parse_graph("net (float[4, 8] x) => (float[4, 4] y) { y = Gemm (x, w, c) }", **weights)
+
+    model, found = make_quantized(make, RUNNABLE)
+    assert bool(found.done) == quantised
+    exact, other = (run_model(each, feeds(model))["y"] for each in (make(), model))
+    assert sqnr_db(exact, other) > 40
+
+
 def test_products_in_int8_read_one_scale() -> None:
     model, _ = make_quantized(residual, RUNNABLE)
     assert keep_weights_floating(model) == 0

@@ -199,8 +199,8 @@ def _explain_bias(node: "ir.Node") -> str:
     content = layers.read_constant(bias)
     if content is None:
         return "its bias is computed"
-    columns = layers.get_input(node, WEIGHT).shape
-    wide = columns is not None and content.size == columns[0 if node.attributes.get_int("transB", 0) else 1]
+    columns = layers.read_weight(node).shape[0 if node.attributes.get_int("transB", 0) else 1]
+    wide = content.size == columns == [1, *content.shape.numpy()][-1]
     if not wide or node.attributes.get_float("beta", 1.0) != 1 or node.attributes.get_float("alpha", 1.0) != 1:
         return "its bias is not added as it is, one number for each column"
     return ""
