@@ -119,6 +119,15 @@ def test_external_data_outside_of_the_folder_is_refused(tmp_path: Path, location
         model_file.check(path)
 
 
+def test_the_long_name_of_the_standard_domain_is_read_as_the_empty_one(tmp_path: Path) -> None:
+    model = linear()
+    model.opset_import[0].domain = "ai.onnx"
+    path = saved(tmp_path, model)
+    model_file.check(path)
+    assert [(one.domain, one.version) for one in model_file.read(path).opset_import] == [("", 20)]
+    assert model_file.summary(path).opset == 20
+
+
 def test_signature_reads_no_weights(tmp_path: Path) -> None:
     path = saved(tmp_path, linear(), external=True)
     (tmp_path / "model.onnx.data").unlink()

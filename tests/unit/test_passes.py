@@ -109,6 +109,17 @@ def test_a_function_that_is_called_often_does_not_keep_a_graph_as_it_is(tmp_path
     assert not notes
 
 
+def test_a_graph_that_names_the_standard_domain_in_full_is_simplified(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
+    path = saved(tmp_path, nodes, [tensor("x", [3])], [tensor("y", [3])])
+    model = onnx.load(path)
+    model.opset_import[0].domain = "ai.onnx"
+    onnx.save(model, path)
+    changed, notes = simplified(path)
+    assert operators(changed) == ["Relu"]
+    assert not notes
+
+
 @pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
 def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
     weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), **NUMBERS}

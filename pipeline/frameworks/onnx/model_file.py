@@ -54,7 +54,7 @@ class Summary(BaseModel, frozen=True):
 
 
 def read(path: Path) -> "onnx.ModelProto":
-    """Parse a file, its external weights left on disk.
+    """Parse a file, its external weights left on disk; ONNX's own domain is imported under its empty name.
 
     Raises:
         InvalidGraph: there is no such file, or it is not a whole ONNX model.
@@ -74,6 +74,8 @@ def read(path: Path) -> "onnx.ModelProto":
     try:
         model = onnx.load_model_from_string(data)
         if model.ir_version and model.HasField("graph"):
+            for entry in model.opset_import:
+                entry.domain = "" if entry.domain == "ai.onnx" else entry.domain
             return model
     except DecodeError as error:
         cause = error
@@ -105,7 +107,7 @@ def check(path: Path) -> None:
     if model.ir_version > onnx.IR_VERSION:
         given, known = model.ir_version, onnx.IR_VERSION
         raise InvalidGraph(f"{path} has IR version {given}, and the installed onnx knows up to {known}", remedy)
-    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    opset = max((entry.version for entry in model.opset_import if not entry.domain), default=0)
     if opset > newest:
         raise InvalidGraph(f"{path} needs opset {opset}, and the installed onnx knows up to {newest}", remedy)
     if not model.graph.output:

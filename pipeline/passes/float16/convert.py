@@ -76,8 +76,7 @@ def lower(
 
     target = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
     _prepare(model, keep)
-    opset = max(model.opset_imports.get(domain, 1) for domain in ("", "ai.onnx"))
-    judged = judge(model.graph, opset, target.name.lower(), keep, largest)
+    judged = judge(model.graph, model.opset_imports.get("", 1), target.name.lower(), keep, largest)
     low = judged.low | choose(model.graph, judged, keep_io=keep_io)
     order = [node for node in model.graph if node in low]
     kept = {node.name or "": reason for node, reason in judged.kept.items()}

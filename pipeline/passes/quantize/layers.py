@@ -248,10 +248,7 @@ def require_opset(model: "ir.Model", least: int, precision: str) -> None:
     """
     from onnxscript import version_converter
 
-    def opset() -> int:
-        return max(model.graph.opset_imports.get(domain, 0) for domain in STANDARD)
-
-    given = opset()
+    given = model.opset_imports.get("", 0)
     if given >= least:
         return
     cause: Exception | None = None
@@ -259,7 +256,7 @@ def require_opset(model: "ir.Model", least: int, precision: str) -> None:
         version_converter.convert_version(model, target_version=least, fallback=True)
     except (ValueError, RuntimeError) as error:
         cause = error
-    if cause or opset() < least:
+    if cause or model.opset_imports.get("", 0) < least:
         raise InvalidGraph(
             f"the graph has opset {given}, {precision} needs opset {least}, and it cannot be converted",
             f"export it with --opset {least} or later",
