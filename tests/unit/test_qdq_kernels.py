@@ -10,9 +10,10 @@ import pytest
 
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart, keep_weights_floating
 from enginesmith.pipeline.passes.quantize.qdq import Settings
+from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.tensors import Array
 from graphs import count_kernels, parse_graph, run_model, sqnr_db
-from qdq_graphs import CPU, GPU, RUNNABLE, exact_values, feeds, grid, make_quantized, make_random, residual
+from qdq_graphs import CPU, GPU, RUNNABLE, exact_values, feeds, find_node, grid, make_quantized, make_random, residual
 
 random = make_random()
 
@@ -152,7 +153,25 @@ def test_a_clamp_keeps_the_kernels(tmp_path: Path, keep: frozenset[str], written
     assert sqnr_db(simulated, run_model(model, feeds(model))["y"]) > 30
 
 
-BETWEEN = """net (float[n, 8, 8, 8] x) => (float[n, 8, 8, 8] y) {
+@pytest.mark.parametrize("read", ["Relu(g)", "Add(g, b)"])
+def test_what_a_branch_does_with_a_product_is_no_part_of_it(read: str) -> None:
+    text = f"""net (float[1, 8] x) => (float[1, 4] y) {{
+        g = MatMul(x, w)
+        y = If (c) <then_branch = t () => (float[1, 4] p) {{ p = {read} }},
+            else_branch = e () => (float[1, 4] q) {{ q = Neg(z) }}>
+    }}"""
+
+    def make() -> ir.Model:
+        return parse_graph(text, w=random(8, 4), b=random(4), z=random(1, 4), c=np.array(True))
+
+    model, found = make_quantized(make, RUNNABLE)
+    assert [group.bias for group in found.done] == [None]
+    assert not add_to_bias(find_node(model, "g"), np.ones(4))
+    assert keep_clamps_apart(model) == 0
+    run_model(model, feeds(model))
+
+
+BETWEEN = """net (float[1, 8, 8, 8] x) => (float[1, 8, 8, 8] y) {
     a = Conv(x, w0, b0)
     r = Relu(a)
     c = KEPT

@@ -147,9 +147,13 @@ def read_weight(node: "ir.Node", index: int = WEIGHT) -> Array:
 
 
 def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
-    """Return the node that alone reads a value, and at which input; None if others do, or if it is an output."""
+    """Return the node of the same graph that alone reads a value, and at which input.
+
+    None if others do, a subgraph does, or it is an output.
+    """
     uses = tuple(value.uses())
-    return (uses[0].node, uses[0].idx) if len(uses) == 1 and not value.is_graph_output() else (None, 0)
+    alone = len(uses) == 1 and uses[0].node.graph is value.graph and not value.is_graph_output()
+    return (uses[0].node, uses[0].idx) if alone else (None, 0)
 
 
 def _describe_group(node: "ir.Node") -> QuantizableOp:
