@@ -254,6 +254,31 @@ def test_a_graph_without_such_weights(nodes: Any, weights: Weights, words: str, 
         sparsified(save_graph(tmp_path, nodes, weights, x=(2, 6)), tmp_path / "out")
 
 
+def test_transposed_weights_need_no_shapes(tmp_path: Path) -> None:
+    nodes = [
+        node("Transpose", "two", "a"),
+        node("MatMul", "x a", "b"),
+        node("Transpose", "three", "c"),
+        node("MatMul", "b c", "d"),
+        node("Transpose", "vector", "e"),
+        node("MatMul", "d e", "y"),
+    ]
+    weights = {"two": normal(12, 8), "three": normal(4, 12, 3), "vector": normal(4)}
+    given = save_graph(tmp_path, nodes, weights, x=("n", 8))
+    model = onnx.load(given)
+    model.graph.ClearField("value_info")
+    onnx.save(model, given)
+    path, effect = sparsified(given, tmp_path / "out")
+    assert effect.summary.startswith("2:4 in 2 of 3 weights")
+    assert eligible(arrays(path)["two"])
+    assert eligible(arrays(path)["three"])
+    assert [(one.name, one.two_of_four) for one in check.sparse_weights(path)] == [
+        ("two", True),
+        ("three", True),
+        ("vector", False),
+    ]
+
+
 def test_facts_of_a_file(tmp_path: Path) -> None:
     path, _ = sparsified(mixed(tmp_path), tmp_path / "out", protect=("gemm",))
     facts = {one.name: one for one in check.sparse_weights(path)}

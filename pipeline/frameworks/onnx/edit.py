@@ -256,6 +256,9 @@ class Names:
         return name
 
 
-def transpose_order(node: "ir.Node", rank: int) -> list[int]:
-    """Return the axes of a Transpose's input, in the order of its output."""
-    return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
+def find_transposed_axis(node: "ir.Node", axis: int) -> int:
+    """Return the axis of a Transpose's input that an axis of its output is; negative ones count from the end."""
+    if "perm" not in node.attributes:
+        return -1 - axis
+    order = node.attributes["perm"].as_ints()
+    return order[axis % len(order)]

@@ -64,8 +64,8 @@ def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = N
 
 def follow_transpose(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Transpose."""
-    order = edit.transpose_order(node, len(sizes(place.value)))
-    return same(place, node.inputs[0], (order[axis] for axis in place.axes))
+    rank = len(sizes(place.value))
+    return same(place, node.inputs[0], (edit.find_transposed_axis(node, axis) % rank for axis in place.axes))
 
 
 def follow_reshape(node: "ir.Node", place: Place) -> Place | None:

@@ -83,10 +83,9 @@ def _weight(node: "ir.Node") -> StoredWeight | None:
     value = _input(node, form.weight)
     if value is None:
         return None
-    rank = len(value.shape or ())
     outputs_first = form.convolution or node.attributes.get_int("transB", 0) == 1
     zero = edit.read(_input(node, form.zero))
-    walked = _walk(value, 1 if outputs_first else max(rank - 2, 0), zero, 0 if outputs_first else -1)
+    walked = _walk(value, 1 if outputs_first else -2, zero, 0 if outputs_first else -1)
     if walked is None:
         return None
     blocked = node.domain == "com.microsoft.nchwc"
@@ -107,6 +106,7 @@ class _Walked:
 
     value: "ir.Value"
     axis: int
+    """Counted modulo the rank: -2 is the last but one, or the only one of a vector."""
     zero: Array | None
     zero_axis: int
     """The axis that several zero points lie along."""
@@ -119,7 +119,7 @@ class _Walked:
             numbers = numbers.astype(np.float32)
         nonzero = np.not_equal(numbers, self._zeros(numbers.ndim))
         if not blocked:
-            yield _rows(nonzero, self.axis)
+            yield _rows(nonzero, self.axis % nonzero.ndim)
             return
         for size in _BLOCKS:
             yield from (_rows(reading, 1) for reading in _unblock(nonzero, size))
@@ -142,7 +142,7 @@ def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _
         if node is None or not node.inputs or node.inputs[0] is None:
             return None
         if node.op_type == "Transpose":
-            axis = edit.transpose_order(node, len(value.shape or ()))[axis]
+            axis = edit.find_transposed_axis(node, axis)
         elif node.op_type in ("DequantizeLinear", "QuantizeLinear"):
             point = _input(node, 2)
             zero = edit.read(point)

@@ -209,10 +209,10 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
         if node.domain not in _STANDARD or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
             continue
         weight = node.inputs[1]
-        if weight is None or (weight.shape is None and not weight.is_initializer()):
+        if weight is None:
             continue
         summed = {"Conv": 1, "ConvTranspose": 0, "Gemm": int(bool(node.attributes.get_int("transB", 0)))}
-        traced = _trace(weight, summed.get(node.op_type, max(len(weight.shape or ()) - 2, 0)))
+        traced = _trace(weight, summed.get(node.op_type, -2))
         if traced is None:
             continue
         known = candidates.setdefault(traced[0], Candidate(*traced))
@@ -226,7 +226,10 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
 
 
 def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
-    """Return the initialiser behind a value and what its axis is there; None for what is computed."""
+    """Return the initialiser behind a value and what its axis is there; None for what is computed.
+
+    The given axis counts modulo the rank: -2 is the last but one, or the only one of a vector.
+    """
     while not value.is_initializer():
         node = value.producer()
         if node is None or node.domain not in _STANDARD or node.op_type not in (*_LAYOUT, *_QUANTISED):
@@ -235,9 +238,9 @@ def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
         if source is None:
             return None
         if node.op_type == "Transpose":
-            axis = edit.transpose_order(node, len(value.shape or ()))[axis]
+            axis = edit.find_transposed_axis(node, axis)
         value = source
-    return value, axis
+    return value, axis % max(len(value.shape or ()), 1)
 
 
 def _reason(candidate: Candidate) -> str:
