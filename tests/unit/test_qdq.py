@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from enginesmith.calibration.ranges import METHODS
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
@@ -166,6 +167,11 @@ def test_weights_have_a_scale_for_each_output_channel() -> None:
         (GPU, {"tensors": {"x": {"minimum": 0.0, "maximum": 0.0}}}, "its input 'x' never varies"),
         (GPU, {"tensors": {"x": {"finite": False}}}, "'x' is not finite"),
         (CPU, {"tensors": {"r0": None}}, "its output 'r0' has no range"),
+        (
+            replace(GPU, rest="fp16"),
+            {"tensors": {"x": {"amax": dict.fromkeys(METHODS, 8.4e6)}}},
+            "too large for a scale",
+        ),
         (GPU, {"weight": np.zeros((8, 3, 3, 3), np.float32)}, "all zero"),
         (GPU, {"weight": np.full((8, 3, 3, 3), np.inf, np.float32)}, "not finite"),
     ],

@@ -58,6 +58,8 @@ class Scales:
             return f"{value.name!r} is not finite on the calibration data"
         if known.minimum == known.maximum or not known.amax[self._method] > 0:
             return f"{value.name!r} never varies on the calibration data"
+        if self._rest == "fp16" and known.amax[self._method] > LARGEST[self._number] * float(np.finfo(np.float16).max):
+            return f"{value.name!r} is too large for a scale in float16"
         return ""
 
     def grid(self, values: "Iterable[ir.Value]") -> Grid:
