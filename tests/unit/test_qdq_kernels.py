@@ -229,6 +229,24 @@ def test_a_float_gemm_between_pairs_stays_one(tmp_path: Path) -> None:
     assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 1
 
 
+def test_a_float_gemm_of_a_transposed_input_reads_a_scale_for_each_row() -> None:
+    text = """net (float[4, 8, 4, 4] x) => (float[8, 5] y) {
+        a = Conv(x, w0, b0)
+        g = GlobalAveragePool(a)
+        f = Flatten(g)
+        c = Gemm <transA = 1> (f, w1)
+        y = Gemm (c, w2)
+    }"""
+    weights = {"w0": random(8, 8, 1, 1), "b0": random(8), "w1": random(4, 6), "w2": random(6, 5)}
+    model, _ = make_quantized(
+        lambda: parse_graph(text, named=True, **weights), replace(RUNNABLE, keep=frozenset(["c"]))
+    )
+    simulated = exact_values(model, feeds(model))["y"]
+    assert keep_weights_floating(model) == 1
+    assert sqnr_db(simulated, exact_values(model, feeds(model))["y"]) > 100
+    run_model(model, feeds(model))
+
+
 @pytest.mark.parametrize(("shape", "quantised"), [((4, 1), False), ((1, 4), True), ((4,), True)])
 def test_a_bias_is_one_number_for_each_column(shape: tuple[int, ...], quantised: bool) -> None:
     weights = {"w": random(8, 4), "c": 10 * np.arange(4, dtype=np.float32).reshape(shape)}

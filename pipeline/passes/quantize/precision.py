@@ -334,7 +334,8 @@ def keep_weights_floating(model: "ir.Model") -> int:
             if each is not None
         ]
         name = f"{restore.outputs[0].name}_by_channel"
-        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes={"axis": 1}, like=node)
+        attributes = {"axis": 0 if node.attributes.get_int("transA", 0) else 1}
+        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes=attributes, like=node)
         own.outputs[0].type, own.outputs[0].shape = restore.outputs[0].type, restore.outputs[0].shape
         model.graph.insert_before(node, own)
         node.replace_input_with(0, own.outputs[0])
@@ -352,7 +353,7 @@ def _is_read_rounded(node: "ir.Node") -> bool:
 
 
 def _count_inputs(node: "ir.Node", weight: tuple[int, ...]) -> int:
-    """Count the channels that a product reads, along axis 1 of its input."""
+    """Count the channels that a product reads, along axis 1 of its input, or 0 where Gemm transposes it."""
     match node.op_type:
         case "Conv":
             return weight[1] * node.attributes.get_int("group", 1)
