@@ -33,8 +33,9 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.samples import find_spans
 from enginesmith.pipeline.measure.fidelity import Thresholds
-from enginesmith.pipeline.measure.prosecution.judging import make_judge, measure_scales, measure_sensitivity
+from enginesmith.pipeline.measure.prosecution.judging import make_judge, measure_sensitivity
 from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.export.attention import DecomposeAttention
 from enginesmith.pipeline.passes.float16.emulation import emulate
@@ -201,7 +202,7 @@ class Subject:
         if trial.step.model_dump().get("keep_io_types", True) and sides[0] != sides[1]:
             return f"the signature became {sides[1]}"
         precision = trial.precision or "int4"
-        judge = make_judge(self.artifact.signature, precision, measure_scales(self.wanted))
+        judge = make_judge(self.artifact.signature, precision, find_spans(self.wanted))
         if precision in _COARSE:
             judge = replace(judge, thresholds=_BROKEN)
         for feeds, wanted in zip(self.feeds, self.wanted, strict=True):
@@ -317,7 +318,7 @@ def package(subject: Subject, out: Path) -> Outcome:
     assert subject.artifact.signature is not None
     infer = importlib.util.module_from_spec(script)
     script.loader.exec_module(infer)
-    judge = make_judge(subject.artifact.signature, "fp32", measure_scales(subject.wanted))
+    judge = make_judge(subject.artifact.signature, "fp32", find_spans(subject.wanted))
     bundled = infer.Model()
     for feeds, wanted in zip(subject.feeds, subject.wanted, strict=True):
         step = "fp16" if subject.chooses else "fp32"

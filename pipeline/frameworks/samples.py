@@ -220,8 +220,13 @@ def find_ends(outputs: Feeds) -> dict[str, tuple[float, float]]:
     return ends
 
 
-def find_spans(ends: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """Find the range (max − min) of each output over several calls, from its ends in each."""
+def find_spans(answers: Iterable[Feeds]) -> dict[str, float]:
+    """Find the range (max − min) of each floating-point output over several calls."""
+    return join_ends(map(find_ends, answers))
+
+
+def join_ends(ends: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Find the range of each output over several calls, from its ends in each."""
     known: dict[str, list[float]] = {}
     for call in ends:
         for name, pair in call.items():

@@ -141,7 +141,7 @@ class Sample(Task):
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 samples.write_arrays(out, "outputs", index, outputs, call)
-        return {key: count / sizes[key] for key, count in odd.items()}, samples.find_spans(ends)
+        return {key: count / sizes[key] for key, count in odd.items()}, samples.join_ends(ends)
 
 
 def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:
@@ -159,9 +159,7 @@ def _describe_interaction(session: Session, cases: Sequence[samples.Case], folde
     alone = session.run(samples.take_last(samples.read_arrays(folder, "feeds", index), signature.inputs, symbol))
     expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
     given = {name: alone[name] for name in expected}
-    compared = compare(
-        given, expected, thresholds_for("fp16"), ranges=samples.find_spans([samples.find_ends(together)])
-    )
+    compared = compare(given, expected, thresholds_for("fp16"), ranges=samples.find_spans([together]))
     different = [output.name for output in compared.outputs if not output.passed]
     return [
         f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "

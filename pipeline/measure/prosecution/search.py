@@ -85,7 +85,7 @@ class Subject:
 
     @cached_property
     def _scales(self) -> dict[str, float]:
-        return samples.find_spans(samples.find_ends(self.model(feeds)) for feeds in self.space.samples)
+        return samples.find_spans(self.model(feeds) for feeds in self.space.samples)
 
 
 @dataclass

@@ -102,7 +102,7 @@ def differ(precision: str, before: Stage, wanted: Feeds, given: Feeds, feeds: Fe
 def make_stage_judge(wanted: Feeds, precision: str) -> Judge:
     outputs = tuple(TensorSpec(name=name, dtype=str(value.dtype), shape=value.shape) for name, value in wanted.items())
     signature = Signature(inputs=(), outputs=outputs)
-    return make_judge(signature, precision, samples.find_spans([samples.find_ends(wanted)]))
+    return make_judge(signature, precision, samples.find_spans([wanted]))
 
 
 def is_wrong(engine: Engine, part: "onnx.ModelProto", feeds: Feeds, precision: str, device: Device, place: Path) -> str:
