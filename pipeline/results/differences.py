@@ -97,6 +97,17 @@ def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
     return _list_changed(_machine(before, _PROCESSOR, ()), _machine(after, _PROCESSOR, ()))
 
 
+def compare_runtimes(before: Run, after: Run, engine: str) -> tuple[Changed, ...]:
+    """List the versions that differ and decide how fast an engine's files run; empty where they are equal."""
+    return _list_changed(_runtime(before, engine), _runtime(after, engine))
+
+
+def _runtime(run: Run, engine: str) -> dict[str, Any]:
+    packages = run.environment.get("packages", {})
+    tools = {name: packages.get(name) for name in engine_class(engine).tools}
+    return tools | (_gpus(run, ("driver",)) if device_kind(run) == "cuda" else {})
+
+
 def device_kind(run: Run) -> str:
     """Return the kind of device that a run measured on, or would have: cpu or cuda."""
     measured = (record.memory.device for record in run.records if record.memory)

@@ -233,6 +233,10 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
         said = f"latency was measured on different machines ({where}); --any-machine compares it anyway"
         return _make_latency_check("unjudged", said)
     if remeasure.same(before, after):
+        if changed := differences.compare_runtimes(before.run, after.run, after.record.engine):
+            what = ", ".join(f"{version.name} is {version.after}, and was {version.before}" for version in changed)
+            why = f"the engine is the baseline's, and measured now, both would run on the same runtime: {what}"
+            return _compare_stored_latency(before, after, demands, why)
         said = "the engine is the baseline's, byte for byte: its latency is the same"
         return _make_latency_check("passed", said, basis="the same engine")
     why = remeasure.why_not(before, after, any_machine=demands.any_machine) if demands.measure else "--no-measure"

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith import cli
-from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.artifact import HistoryEntry, file_digest, folder_digest
 from enginesmith.pipeline.commands.context import budgets_of
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
@@ -263,6 +263,44 @@ def test_what_the_history_says_unreadably_is_refused(tmp_path: Path, fields: dic
     before, run = (write(tmp_path / name, record(history=(made,))) for name in ("before", "run"))
     with pytest.raises(UsageError, match=words):
         gate.gate(run, Demands(budgets=Budgets()), baseline=before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "words"),
+    [
+        ("cpu", {}, "byte for byte"),
+        ("cpu", {"packages": {"onnxruntime": "1.31.1"}}, "onnxruntime is 1.31.1, and was 1.23.0"),
+        ("cuda", {"gpus": [{"driver": "600"}]}, "gpus[0].driver is 600, and was 500"),
+        ("cpu", {"gpus": [{"driver": "600"}]}, "byte for byte"),
+    ],
+)
+def test_the_same_file_on_another_runtime_is_judged_by_what_was_stored(
+    tmp_path: Path, kind: str, changed: dict[str, object], words: str
+) -> None:
+    """Measured again, both would run on the runtime that is installed now, and take the same time."""
+    versions = {"packages": {"onnxruntime": "1.23.0"}, "gpus": [{"driver": "500"}]}
+    made = HistoryEntry(
+        step="build",
+        parameters={"fields": {"engine": {}, "device": {"kind": kind}}},
+        tools={},
+        seconds=1.0,
+        host_peak_bytes=None,
+        effect="",
+    )
+    runs = []
+    for name, p50_ms, more in (("before", 1.0, versions), ("run", 3.0, versions | changed)):
+        file = tmp_path / name / "variants" / "a" / "model.onnx"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"graph")
+        sha256 = folder_digest({"model.onnx": file_digest(file)})
+        stored = StoredArtifact(path="variants/a/model.onnx", sha256=sha256, bytes=5)
+        memory = MemoryRow(device=kind, batch=1, peak_bytes=10 << 20)
+        winner = record("a", p50_ms, artifact=stored, history=(made,), memory=memory)
+        eager = record("eager", 10.0, artifact=None, engine="eager", memory=memory)
+        runs.append(write(tmp_path / name, winner, baseline=eager, environment=MACHINE | more))
+    found = gate.gate(runs[1], Demands(budgets=Budgets()), baseline=runs[0])
+    assert words in found.verdicts[0].text
+    assert judged(found)["latency_ms"] is (words == "byte for byte")
 
 
 def test_engines_that_are_not_there_are_not_measured(tmp_path: Path) -> None:
