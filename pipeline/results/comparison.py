@@ -176,6 +176,8 @@ class MetricDelta(BaseModel, frozen=True):
     """Ends of the 95 % interval of ``after - before``, where it has one."""
     significant: bool | None = None
     """True where it differs by more than the number's own spread; None where that is not known."""
+    comparable: bool = True
+    """False where both are known and their difference says nothing: at other batch sizes, of other metrics or data."""
     note: str = ""
     """The reason why a number is missing, or how it was judged."""
 
@@ -217,7 +219,7 @@ def _compare_memory(earlier: VariantRecord, later: VariantRecord, sides: tuple[s
     delta = MetricDelta(name="peak_bytes", before=before, after=after)
     if first != second:
         where = f"it was measured at batch {first} in {sides[0]}, at batch {second} in {sides[1]}"
-        return delta.model_copy(update={"note": f"{where}; {_SAME_BATCHES}"})
+        return delta.model_copy(update={"comparable": False, "note": f"{where}; {_SAME_BATCHES}"})
     spread = max(MEMORY_SPREAD * before, MEMORY_GRAIN_BYTES)
     return delta.model_copy(update={"significant": abs(after - before) > spread})
 
@@ -234,7 +236,8 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
     sides = ((old, before.model.data), (other, after.model.data))
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         said = (f"{quality.metric} on {quality.samples} samples of {data or 'unknown'} data" for quality, data in sides)
-        return delta.model_copy(update={"note": f"{' and '.join(said)} cannot be compared"})
+        note = f"{' and '.join(said)} cannot be compared"
+        return delta.model_copy(update={"comparable": False, "note": note})
     if old == other:
         return delta.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})
     ends = [end for end in (old.drop_low, old.drop_high, other.drop_low, other.drop_high) if end is not None]

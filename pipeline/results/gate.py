@@ -209,16 +209,20 @@ def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Itera
 def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> GateCheck:
     """Check memory and size by the tolerance, and quality by its interval alone, as a loss may be near 0."""
     title, shown = _COMPARED[metric.name]
+    allowed = 0.0 if metric.name == "drop" else tolerance * abs(before)
+    worse = metric.after is None or not metric.comparable or metric.after - before > allowed
     if metric.after is None or metric.significant is None:
         state: CheckState = "unjudged"
         said = f"{title} cannot be compared with the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
     else:
-        allowed = 0.0 if metric.name == "drop" else tolerance * abs(before)
-        state = "failed" if metric.significant and metric.after - before > allowed else "passed"
+        state = "failed" if metric.significant and worse else "passed"
         said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
         if metric.name != "drop" and before:
             said += f" ({metric.after / before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
-    return GateCheck(name=metric.name, against="baseline", state=state, text=said, before=before, actual=metric.after)
+    required, after = worse or state != "unjudged", metric.after
+    return GateCheck(
+        name=metric.name, against="baseline", state=state, required=required, text=said, before=before, actual=after
+    )
 
 
 def _make_latency_check(state: CheckState, text: str, **more: Any) -> GateCheck:

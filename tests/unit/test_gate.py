@@ -213,6 +213,21 @@ def test_memory_size_and_quality_are_held_against_the_baseline(tmp_path: Path) -
     assert judged(gate.gate(run, wide, baseline=before))["peak_bytes"], "20 % more is within 30 %"
 
 
+@pytest.mark.parametrize(
+    ("changes", "code"), [({"drop": 0.005}, 0), ({"drop": 0.02}, 3), ({"drop": 0.005, "metric": "top5"}, 3)]
+)
+def test_a_drop_without_an_interval_fails_where_its_estimate_is_worse(
+    tmp_path: Path, changes: dict[str, Any], code: int
+) -> None:
+    old = Quality(metric="net.py:mine", value=0.9, baseline=0.9, drop=0.01, samples=1000)
+    before = write(tmp_path / "before", record(quality=old))
+    run = write(tmp_path / "run", record(quality=old.model_copy(update=changes)))
+    found = gate.gate(run, demands(), baseline=before)
+    assert found.verdicts[-1].state == "unjudged"
+    assert found.exit_code == code
+    assert gate.gate(run, replace(demands(), strict=True), baseline=before).exit_code == 3
+
+
 def test_what_the_run_does_not_know_any_more_is_broken(tmp_path: Path) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record(memory=None))
     found = gate.gate(run, demands(), baseline=before)
