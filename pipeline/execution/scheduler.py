@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
-from enginesmith.pipeline.planning.plan import Step, ends_search, is_optional
+from enginesmith.pipeline.planning.plan import Step, ends_search, is_optional, only_judges
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.tasks.base import Task
 
@@ -216,9 +216,9 @@ class Runner:
             with retry.notifications_to(note):
                 result = work(request)
         except EnginesmithError as error:
-            late = isinstance(error, StepTimeout) and (share <= _LEAST_SECONDS or time.monotonic() >= deadline)
-            if late and self.search_seconds is not None:
-                return Outcome(step.id, "skipped", reason=NO_TIME)
+            if isinstance(error, StepTimeout) and self.search_seconds is not None:
+                if share <= _LEAST_SECONDS or time.monotonic() >= deadline or only_judges(step):
+                    return Outcome(step.id, "skipped", reason=NO_TIME)
             return Outcome(step.id, "failed", error=error, reason=str(error))
         return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
 

@@ -223,6 +223,11 @@ def is_optional(step: Step) -> bool:
     return step.id.kind in ("prosecute", "memory", "profile")
 
 
+def only_judges(step: Step) -> bool:
+    """Tell whether a variant whose latency is known can be used without what a step tells of it."""
+    return is_optional(step) or step.id.kind in ("quality", "choice")
+
+
 def ends_search(step: Step) -> bool:
     """Tell whether a search has no result without a step: the race, and what leads from it to the latencies."""
     tuned = step.id.kind == "verify" and "tuned" in step.id.subject

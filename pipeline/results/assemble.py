@@ -10,7 +10,7 @@ from typing import Any
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import TUNING
-from enginesmith.pipeline.errors import NO_TIME, WrongEngine
+from enginesmith.pipeline.errors import NO_TIME, StepOutOfMemory, StepTimeout, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
@@ -30,7 +30,7 @@ from enginesmith.pipeline.measure.rows import (
 )
 from enginesmith.pipeline.passes.finetune.options import read as read_recovery
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Variant
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, StepRef, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.explain import Circumstances, explain_gain, narrowest_type
 from enginesmith.pipeline.results.run import (
@@ -49,6 +49,7 @@ from enginesmith.pipeline.results.run import (
 from enginesmith.pipeline.results.verdicts import find_best_reference, judge_compression, judge_precision, select_winner
 from enginesmith.pipeline.tasks.base import read_models, read_records
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT, read_limits, read_work
+from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.tasks.race import RACE, STAY
 
@@ -267,6 +268,8 @@ def explain_end(
     for name in own:
         outcome = outcomes.get(name)
         if outcome and outcome.status == "failed":
+            if name == variant.prosecuted and _is_passed_over(name, plan, outcome):
+                continue
             return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", missing
         if outcome and outcome.status == "skipped":
             if rows and outcome.reason == NO_TIME:  # what is left is not needed to use it
@@ -282,6 +285,13 @@ def explain_end(
     if rows and all(row.failure == NO_TIME for row in rows):
         return "", "", NO_TIME
     return _partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing
+
+
+def _is_passed_over(prosecuted: StepRef, plan: Plan, outcome: Outcome) -> bool:
+    """Tell whether a prosecution that nobody asked for ended for want of time or memory: no fault of the engine."""
+    (task,) = (step.task for step in plan.steps if step.id == prosecuted)
+    asked = isinstance(task, Prosecute) and task.required
+    return not asked and isinstance(outcome.error, StepTimeout | StepOutOfMemory)
 
 
 def _find_cut(variant: Variant, outcomes: Outcomes) -> tuple[str, str, str] | None:

@@ -12,14 +12,16 @@ from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.errors import NO_TIME, UsageError
+from enginesmith.pipeline.errors import NO_TIME, StepCrashed, StepError, StepKilled, StepTimeout, UsageError
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRef, Variant, VariantName, audit_steps
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import Header, assemble
+from enginesmith.pipeline.results.assemble import Header, assemble, explain_end
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
@@ -190,6 +192,26 @@ def test_a_search_that_was_cut_short_is_no_wrong_result(
     found = outcomes.record(replace(INT8, verified=(StepRef("assign"),)))
     assert "search" not in found.reasons
     assert reached or (found.status, found.failure) == ("failed", "wrong result")
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "failed"),
+    [
+        (StepTimeout("it ran past its time limit"), {}, False),
+        (StepKilled("it was killed"), {}, False),
+        (StepCrashed("it crashed"), {}, True),
+        (StepTimeout("it ran past its time limit"), {"prosecute_seconds": 3}, True),
+    ],
+)
+def test_a_prosecution_that_nobody_asked_for_fails_nothing_where_it_ends_early(
+    error: StepError, asked: dict[str, Any], failed: bool
+) -> None:
+    made = plan(resolve_recipe(make({"model": "digits", "device": "cpu", "engines": ["onnxruntime"], **asked})))
+    tried = made.variants[0]
+    assert tried.prosecuted
+    outcomes = {step.id: Outcome(step.id, "done") for step in made.steps}
+    outcomes[tried.prosecuted] = Outcome(tried.prosecuted, "failed", error=error, reason=str(error))
+    assert bool(explain_end(tried, made, outcomes)[0]) is failed
 
 
 def test_audits_are_planned_for_what_can_be_seen() -> None:

@@ -269,6 +269,25 @@ def test_what_the_time_was_too_short_for_can_be_tried_again(monkeypatch: pytest.
     assert (outcomes["hangs"].status, outcomes["hangs"].reason) == ("skipped", NO_TIME)
 
 
+@pytest.mark.parametrize(("kind", "status"), [("build", "failed"), ("quality", "skipped"), ("prosecute", "skipped")])
+def test_a_search_goes_on_without_what_only_judges_where_that_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, kind: str, status: str
+) -> None:
+    """It had its share of the time that was left, and the variant is as usable as before."""
+
+    class Hanging(Clock):
+        def execute(self, request: StepRequest) -> Result:
+            self.seconds += request.timeout_seconds or 0.0
+            raise StepTimeout("it ran past its time limit")
+
+    desk, step = Hanging(), Step(StepRef(kind, "a"), Half())
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    for seconds, end in ((60.0, status), (None, "failed")):
+        desk.seconds = 0.0
+        outcomes = Runner(desk, lambda step: Path(step.id), 60.0, search_seconds=seconds).run([step])
+        assert (desk.seconds, outcomes[step.id].status) == (30, end)
+
+
 def test_what_is_done_again_has_the_time_that_is_left(desk: Desk) -> None:
     request = StepRequest(Step(StepRef("a"), Idle()), {}, Path("log"), lambda: None, lambda text: None)
     assert request.after(5.0) is request
