@@ -31,7 +31,7 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.measure.quality import explain_few_samples
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, libraries_of
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
 from enginesmith.pipeline.planning.race import searching_seconds
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
@@ -130,11 +130,18 @@ class _ActiveRun:
             requested = [variant for variant in self.plan.variants if not variant.reference]
             named = str(self.plan.baseline.name) in self.request.recipe.engines
             variants = [*requested, *([self.plan.baseline] if named or not requested else [])]
-            ends = [explain_end(variant, self.plan, self.outcomes) for variant in variants]
-            failures = [failure or (unfinished if unfinished == NO_TIME else "") for failure, _, unfinished in ends]
+            failures = [self._why_lost(variant) for variant in variants]
             reason = failures[0].partition("\n")[0]
             self.over = f"no variant can win any more: {reason}" if all(failures) else ""
         self.directory.update(self.outcomes)
+
+    def _why_lost(self, variant: Variant) -> str:
+        """Explain why a variant cannot win any more; empty if it can, also where no time is left to judge it."""
+        verified = tuple(step for step in variant.verified if step != variant.prosecuted)
+        made = replace(variant, verified=verified, quality=None, memory=None)
+        failure, _, unfinished = explain_end(made, self.plan, self.outcomes)
+        unmade = unfinished if unfinished == NO_TIME else ""
+        return failure or unmade or explain_end(variant, self.plan, self.outcomes)[0]
 
     @property
     def ended(self) -> bool:

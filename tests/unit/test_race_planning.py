@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -11,7 +12,7 @@ from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.openvino import engine as openvino
 from enginesmith.pipeline.engines.torch import eager
 from enginesmith.pipeline.errors import NO_TIME, UsageError
-from enginesmith.pipeline.execution.events import Outcome
+from enginesmith.pipeline.execution.events import Outcome, Status
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.planning.planner import plan
@@ -29,6 +30,7 @@ from enginesmith.pipeline.tasks.race import (
     STAY,
     Race,
 )
+from enginesmith.pipeline.workflows.optimize import RunRequest, _ActiveRun
 
 
 @pytest.fixture(autouse=True)
@@ -314,3 +316,21 @@ def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(
     outcomes[variant.memory] = Outcome(variant.memory, "skipped", reason=NO_TIME)
     rows = tuple(LatencyRow(batch=1, failure=failure) for failure in failures)
     assert explain_end(variant, made, outcomes, rows) == end
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "over"),
+    [("quality", "skipped", ""), ("memory", "skipped", ""), ("build", "skipped", NO_TIME), ("quality", "failed", "no")],
+)
+def test_latency_is_measured_although_no_time_is_left_to_judge(kind: str, status: Status, over: str) -> None:
+    """What no time was left to make cannot win, nor can any variant where the metric cannot be computed."""
+    engines = ["onnxruntime", "openvino"]
+    recipe = make({"model": "digits", "data": "digits", "time_seconds": 60, "engines": engines})
+    made, directory = plan(resolve_recipe(recipe)), SimpleNamespace(update=lambda outcomes: None)
+    active = _ActiveRun(RunRequest("demo", recipe, Path("demo")), made, directory)  # type: ignore[arg-type]
+    ends = {"status": status, "reason": NO_TIME if status == "skipped" else "no class"}
+    for step in made.steps:
+        ended = {"status": "done"} if step.id.kind != kind else ends
+        active.add({step.id: Outcome(step.id, **ended)})  # type: ignore[arg-type]
+    assert bool(active.over) is bool(over)
+    assert over in active.over
