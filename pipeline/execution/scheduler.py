@@ -216,9 +216,11 @@ class Runner:
             with retry.notifications_to(note):
                 result = work(request)
         except EnginesmithError as error:
-            if isinstance(error, StepTimeout) and self.search_seconds is not None:
-                if share <= _LEAST_SECONDS or time.monotonic() >= deadline or only_judges(step):
-                    return Outcome(step.id, "skipped", reason=NO_TIME)
+            late = isinstance(error, StepTimeout) and (
+                share <= _LEAST_SECONDS or time.monotonic() >= deadline or only_judges(step)
+            )
+            if late and self.search_seconds is not None:
+                return Outcome(step.id, "skipped", reason=NO_TIME)
             return Outcome(step.id, "failed", error=error, reason=str(error))
         return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
 
