@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from enginesmith.pipeline.measure.statistics import Interval
 
 SAMPLES = "samples.npz"
+WHOLE_RUN = "the time of the whole run"
+"""Reason why measuring stopped before its own time was over."""
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -76,6 +78,8 @@ class Tuning(BaseModel, frozen=True):
     trials: tuple[TuningTrial, ...]
     untried: tuple[str, ...]
     """Options that no time was left for."""
+    cut: bool = False
+    """True where that is because the time of the whole run was over, and not the time for tuning."""
     confirmation: Interval | None = None
     """Speed-up of all that seemed faster together against the recipe's options, measured once more at the end."""
     dropped: str = ""
@@ -156,6 +160,11 @@ class LatencyRow(BaseModel, frozen=True):
     oom: OutOfMemory | None = None
     """Set where it failed because memory ran out."""
     reasons: dict[str, str] = {}
+
+    @property
+    def cut(self) -> bool:
+        """Tell whether the time of the whole run ended it before its own time was over."""
+        return self.stopped_because == WHOLE_RUN
 
     @property
     def speedup_too_noisy(self) -> bool:

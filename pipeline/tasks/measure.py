@@ -142,12 +142,13 @@ class Latency(Measurement):
         write_records(out, rows)
         np.savez_compressed(out / SAMPLES, **result.samples)  # type: ignore[arg-type]
         failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
+        cut = any(row.cut for rows in result.rows.values() for row in rows)
         measured = sorted({row.batch for rows in result.rows.values() for row in rows})
         variants = "variant" if len(candidates) == 1 else "variants"
         summary = f"{len(candidates)} {variants} at batch {', '.join(map(str, measured))}"
         groups = max((row.group or 0 for rows in result.rows.values() for row in rows), default=0)
         grouped = [f"in {groups} groups, as they do not fit on the GPU together"] if groups else []
-        return Effect(file=RECORDS, summary="; ".join([summary, *grouped, *failed]), incomplete=bool(failed))
+        return Effect(file=RECORDS, summary="; ".join([summary, *grouped, *failed]), incomplete=bool(failed) or cut)
 
 
 def _within_free(limit_bytes: int | None, device: Device) -> int | None:

@@ -59,14 +59,18 @@ class Tune(Measurement):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         deadline, built = time.monotonic() + min(self.seconds, self.measuring_seconds), inputs[ENGINE]
         best, tuning = self._search(inputs, deadline, progress)
+        if tuning.untried and self.measuring_seconds < self.seconds:
+            tuning = tuning.model_copy(update={"cut": True})
         if tuning.kept:
             tuning = self._confirm(best, tuning, inputs, max(_LEAST_SECONDS, deadline - time.monotonic()), progress)
         shutil.copytree(built.folder, out, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
         (out / TUNING).write_text(tuning.model_dump_json(indent=1))
         summary = f"{', '.join(tuning.kept) or 'nothing'} was measurably faster, of {len(tuning.trials)} values"
         notes = [f"the recipe's options are used instead of {tuning.dropped}"] if tuning.dropped else []
-        notes += [f"no time was left to try {', '.join(tuning.untried)}: give --tune more"] if tuning.untried else []
-        return Effect(file=built.path.name, summary=summary, notes=tuple(notes), signature=built.signature)
+        more = f"give {'--time' if tuning.cut else '--tune'} more"
+        notes += [f"no time was left to try {', '.join(tuning.untried)}: {more}"] if tuning.untried else []
+        file, signature = built.path.name, built.signature
+        return Effect(file=file, summary=summary, notes=tuple(notes), signature=signature, incomplete=tuning.cut)
 
     def _search(self, inputs: Inputs, deadline: float, progress: Progress) -> tuple[Engine, Tuning]:
         """Try one option after another beside the best ones so far."""

@@ -472,7 +472,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     """
     here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
     same = not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
-    rows = (row for record in (run.baseline, *run.requested) for row in record.latency)
+    rows = [row for record in (run.baseline, *run.requested) for row in record.latency]
     beside = tuple(f"-{record.id}" for record in run.variants if record.reference)
     failed = any(step.status == "failed" and not step.id.endswith(beside) for step in run.steps) or any(
         row.failure and not (row.oom and row.oom.limit_bytes) for row in rows
@@ -482,7 +482,8 @@ def is_finished(run: Run, folder: Path) -> bool:
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     late = any(step.effect == NO_TIME for step in run.steps) or any(record.untried for record in run.requested)
-    return run.complete and same and not failed and not older and whole and not late
+    cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
+    return run.complete and same and not (failed or older or late or cut) and whole
 
 
 def resume(

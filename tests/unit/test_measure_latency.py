@@ -17,6 +17,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate, Session
 from enginesmith.pipeline.errors import NO_TIME, ModelError, StepCrashed, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.measure.latency import benchmark, timer
+from enginesmith.pipeline.measure.latency import rows as latency_rows
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark, LatencyResult, measure_latency
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, ConcurrentClients, Ready
@@ -24,6 +25,7 @@ from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import GpuState
+from enginesmith.pipeline.tasks import measure as tasks
 from enginesmith.pipeline.tasks.race import drop_slow
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
@@ -278,6 +280,43 @@ def test_ends_with_the_time_of_the_whole_run(measure: Callable[..., LatencyResul
     first, second = rows["fast"]
     assert (first.launches, first.stopped_because, second.failure) == (2, "the time of the whole run", NO_TIME)
     assert first.p50_ms
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "stopped"),
+    [
+        (6.0, "the time of the whole run"),
+        (12.0, "the time limit of 10 s"),
+        (99.0, "the time limit of 20 s, 2 times what was asked for"),
+    ],
+)
+def test_only_what_had_less_than_its_own_time_was_cut_short(
+    measure: Callable[..., LatencyResult], ends_at: float, stopped: str
+) -> None:
+    """Where launches disagree, it would go on for twice as long."""
+    slow = lambda block: 6e-3 * 100 ** (FakeWorker.opened.count("latency-eager") % 2)  # noqa: E731
+    settings = {"time_limit_seconds": 10.0, "noisy_extension": 2, "ends_at": ends_at}
+    (row,) = measure({"eager": slow}, **settings).rows["eager"]
+    assert (row.stopped_because, row.cut) == (stopped, ends_at == 6.0)
+
+
+@pytest.mark.parametrize(("seconds", "cut"), [(0.5, True), (1000.0, False)])
+def test_a_latency_that_was_cut_short_is_measured_again(
+    measure: Callable[..., LatencyResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, cut: bool
+) -> None:
+    for module in (tasks, latency_rows):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: FakeWorker.now))
+    monkeypatch.setattr(tasks, "measured_feeds", lambda reference: {1: {}})
+    monkeypatch.setattr(tasks, "_make_larger_feeds", lambda reference, model: None)
+    task = tasks.Latency.model_construct(
+        engines={"eager": lambda block: 0.01 + 0.01 * (block % 7)},  # type: ignore[dict-item]
+        device=Device(),
+        settings=LatencySettings(time_limit_seconds=10.0),
+        dense={},
+        left_seconds=seconds,
+    )
+    made = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
+    assert task.run({"eager": made, "reference": made}, tmp_path, lambda text: None).incomplete is cut
 
 
 def test_every_round_has_one_block_of_each_in_shuffled_order(measure: Callable[..., LatencyResult]) -> None:

@@ -189,3 +189,16 @@ def test_packages_have_what_was_chosen(engine: Any, parameters: dict[str, str], 
     text = " ".join(Message(backend.configure(options, "cpu")).lines())
     assert parameters.items() <= dict(re.findall(r'key: "(\w+)"\s+value {\s+string_value: "(\w+)"', text)).items()
     assert len(backend.remark({"options": options})) == remarks
+
+
+@pytest.mark.parametrize(("seconds", "left", "cut"), [(1.0, 60.0, False), (60.0, 1.0, True), (60.0, 60.0, False)])
+def test_options_that_the_whole_run_left_no_time_for_are_tried_again(
+    tuned: Tuned, seconds: float, left: float, cut: bool
+) -> None:
+    reference = Artifact(kind="reference", path=tuned.reference / "x", sha256="", bytes=0)
+    task = tune.Tune(engine=OnnxRuntime(), device=Device(threads=4), seconds=seconds, left_seconds=left)
+    effect = task.run({"model": tuned.graph, "engine": tuned.graph, "reference": reference}, tuned.out, print)
+    record = json.loads((tuned.out / "tuning.json").read_text())
+    assert (effect.incomplete, record["cut"]) == (cut, cut)
+    assert bool(record["untried"]) is (1.0 in (seconds, left))
+    assert any("give --time more" in note for note in effect.notes) is cut

@@ -8,6 +8,7 @@ import pytest
 from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
+from enginesmith.pipeline.measure.rows import Tuning
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
@@ -105,6 +106,24 @@ def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> N
         run = run_of(variant("a", artifact=None), variant("b", status="skipped", untried=untried, artifact=None))
         run = run.model_copy(update={"environment": environment().model_dump(mode="json")})
         assert is_finished(run, tmp_path) is not untried
+
+
+@pytest.mark.parametrize(
+    ("changes", "finished"),
+    [
+        ({}, True),
+        ({"latency": [{"batch": 1, "stopped_because": "the time limit of 3 s"}]}, True),
+        ({"latency": [{"batch": 1, "stopped_because": "the time of the whole run"}]}, False),
+        ({"tuning": Tuning(fields={}, kept=(), trials=(), untried=("x",))}, True),
+        ({"tuning": Tuning(fields={}, kept=(), trials=(), untried=("x",), cut=True)}, False),
+    ],
+)
+def test_measurements_that_were_cut_short_are_not_finished(
+    tmp_path: Path, changes: dict[str, Any], finished: bool
+) -> None:
+    run = run_of(variant("a", artifact=None, **changes))
+    run = run.model_copy(update={"environment": environment().model_dump(mode="json")})
+    assert is_finished(run, tmp_path) is finished
 
 
 @pytest.mark.parametrize(

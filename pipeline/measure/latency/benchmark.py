@@ -21,7 +21,7 @@ from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepCrashed, 
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready, serve_session
 from enginesmith.pipeline.measure.memory.limits import describe_out_of_memory, try_batch
 from enginesmith.pipeline.measure.memory.usage import used_besides
-from enginesmith.pipeline.measure.rows import OutOfMemory
+from enginesmith.pipeline.measure.rows import WHOLE_RUN, OutOfMemory
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
@@ -250,13 +250,14 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
         if width <= settings.precision and (launch >= _LAUNCHES or not several):
             return f"every median's 95 % interval is within ±{settings.precision:.0%}"
         noisy = any(interval.too_noisy for interval in intervals)
-        limit = settings.time_limit_seconds * (settings.noisy_extension if noisy else 1)
-        if time.monotonic() + starting > settings.ends_at:
-            return "the time of the whole run"
-        over = time.monotonic() - begun + starting / 2 > limit
-        if not several or (over and launch >= LEAST_LAUNCHES):
-            more = f", {settings.noisy_extension:g} times what was asked for" if noisy and several else ""
-            return f"the time limit of {limit if several else settings.time_limit_seconds:g} s{more}"
+        asked, spent = settings.time_limit_seconds, time.monotonic() - begun + starting / 2
+        enough, ended = launch >= LEAST_LAUNCHES or not several, time.monotonic() + starting > settings.ends_at
+        if ended and not (enough and spent > asked):
+            return WHOLE_RUN
+        extension = settings.noisy_extension if noisy and several and not ended else 1
+        if ended or not several or (enough and spent > extension * asked):
+            more = f", {extension:g} times what was asked for" if extension > 1 else ""
+            return f"the time limit of {extension * asked:g} s{more}"
         if launch == settings.launches:
             return f"{launch} launches, the most that there are"
         progress(f"launch {launch + 1}; so far {_describe_width('median', width)}")
