@@ -17,6 +17,7 @@ from enginesmith.pipeline.tasks.finetune import Recover
 from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.prosecute import GIVEN, GraphStage, Prosecute
 from enginesmith.pipeline.tasks.prune import Prune
+from enginesmith.pipeline.tasks.race import Race
 
 PROSECUTE = StepRef("prosecute")
 _SECONDS = 3.0
@@ -32,15 +33,26 @@ def choose_seconds(recipe: Recipe, device: Device) -> float:
 
 
 def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Variant, seconds: float) -> tuple[Step, ...]:
-    """Plan to compare a variant with its run's model; what leads to it comes from the store where it is there."""
-    steps = {step.id: step for step in plan.steps}
+    """Plan to compare a variant with its run's model; what leads to it comes from the store where it is there.
+
+    No other variant is needed for that: those that the variant raced with are neither made nor measured.
+    """
+    steps = {step.id: _without_rivals(step) for step in plan.steps}
     step = replace(prosecute_step(resolved, plan.steps, replace(variant, verified=()), seconds), id=PROSECUTE)
     wanted, waiting = set[StepRef](), list(step.sources)
     while waiting:
         if (ref := waiting.pop()) not in wanted:
             wanted.add(ref)
             waiting += steps[ref].sources
-    return (*(replace(each, search=False) for each in plan.steps if each.id in wanted), step)
+    return (*(replace(each, search=False) for each in steps.values() if each.id in wanted), step)
+
+
+def _without_rivals(step: Step) -> Step:
+    """Let everyone stay in a race, which then needs no variant; other steps are as they were."""
+    if not isinstance(step.task, Race):
+        return step
+    nobody = {"engines": {}, "unmade": {}, "dense": {}, "originals": ()}
+    return replace(step, task=step.task.model_copy(update=nobody), inputs={}, optional_inputs={})
 
 
 def prosecute_step(

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import replace_folder
-from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
+from enginesmith.pipeline.errors import ModelError, SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.prosecution.evidence import FINDING
@@ -70,6 +70,9 @@ def prosecute_variant(
         able = {each.id: each for each in planned.variants}
         if chosen is None or chosen not in able:
             reason = f"{run} has no variant {chosen!r}" if chosen else f"{run} has no winner"
+            if chosen == planned.baseline.id:
+                which = "" if variant else "the winner "
+                reason = f"{which}{chosen} is the model as it is given, which engines are compared with"
             raise UsageError(reason, f"name one of {', '.join(able)}")
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds)
         result = _run(chosen, steps, found.recipe, out, settings)
@@ -94,11 +97,11 @@ def _check_output(out: Path) -> None:
 def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, settings: Settings) -> ProsecutionResult:
     _check_output(out)
     outcomes = try_steps(steps, settings, recipe)
-    for outcome in outcomes.values():
-        if outcome.error:
-            raise outcome.error
-    made = outcomes[PROSECUTE].artifact
-    assert made is not None
+    end = outcomes[PROSECUTE]
+    if (made := end.artifact) is None:
+        errors = (outcome.error for outcome in outcomes.values() if outcome.reason == end.reason)
+        unusable = ModelError(f"{subject} cannot be prosecuted: {end.reason}", "name another variant or file")
+        raise next(filter(None, errors), unusable)
     (prosecution,) = read_models(made, Prosecution)
     if prosecution.finding is None:
         if (out / FINDING).is_file():  # of an earlier engine

@@ -1,5 +1,6 @@
 """What `prosecute` is asked for: options that have no meaning, times, and the precision of a file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,26 @@ from enginesmith import cli
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.errors import ModelError, SignatureError
+from enginesmith.pipeline.execution.events import Outcome
+from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.planning.plan import StepRef
 from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.prosecution import PROSECUTE
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import read_models
+from enginesmith.pipeline.tasks.base import read_models, write_records
 from enginesmith.pipeline.tasks.prosecute import Prosecute
+from enginesmith.pipeline.tasks.race import Race, Stay
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.workflows import prosecute as workflow
+from runs import small, variant
 
 
 def run(*words: object) -> Result:
@@ -76,6 +84,71 @@ def test_variants_are_prosecuted_for_some_seconds_on_the_cpu(
     made = plan(resolve_recipe(make({"model": "digits", "engines": ["onnxruntime"], **asked})))
     found = [step.task for step in made.steps if isinstance(step.task, Prosecute)]
     assert [(task.seconds, task.required) for task in found] == tasks
+
+
+@pytest.mark.parametrize("name", ["onnxruntime-fp32", "openvino-int8", "onnxruntime-fp32-prune-macs50"])
+def test_of_a_search_only_what_leads_to_the_variant_is_made(name: str) -> None:
+    """What lets it stay in the race leaves the same, so that its tuning is found in the store."""
+    budgets = {"max_drop": 0.01}
+    asked = {"data": "digits", "budgets": budgets, "time_seconds": 600, "device": "cpu", "prosecute_seconds": 0}
+    resolved = resolve_recipe(make({"model": "digits", **asked}))
+    made = plan(resolved)
+    chosen = next(variant for variant in made.variants if variant.id == name)
+    found = {step.id: step for step in prosecute_variant_steps(resolved, made, chosen, 60)}
+    assert [ref for ref in found if ref.kind == "tune"] == [StepRef("tune", chosen.name)]
+    assert {ref.subject[0].engine for ref in found if ref.kind == "build"} == {chosen.engine.name}  # type: ignore[attr-defined]
+    assert (found[StepRef("race")].sources, found[StepRef("race")].task.tools) == ((), ())
+    original = {step.id: step for step in made.steps}
+    assert all(
+        found[ref] == replace(original[ref], search=False) for ref in found if ref.kind not in ("race", PROSECUTE)
+    )
+
+
+def test_a_race_without_variants_lets_everyone_stay(tmp_path: Path) -> None:
+    race = Race(engines={}, device=Device(), lossless=(), seconds=1, most=3, max_drop=0.01, largest=False)
+    effect = race.run({}, tmp_path, print)
+    found = Artifact(kind="record", path=tmp_path / effect.file, sha256="", bytes=0)
+    assert not Stay(variants=("a",)).run({"race": found}, tmp_path, print).rejected
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ({"audit": ModelError("no audit"), "prosecute": ModelError("no engine")}, "no engine"),
+        ({"audit": ModelError("no audit"), "build": ModelError("no kernel"), "prosecute": "no kernel"}, "no kernel"),
+        ({"prosecute": "it is wrong"}, "a cannot be prosecuted: it is wrong"),
+        ({"audit": ModelError("no audit")}, None),
+    ],
+)
+def test_only_what_keeps_an_engine_from_being_prosecuted_is_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: dict[str, Any], words: str | None
+) -> None:
+    write_records(tmp_path, [Prosecution(seconds=1, attempts=3, walks={})])
+    record = Artifact(kind="record", path=tmp_path / "records.json", sha256="", bytes=0)
+    outcomes = {PROSECUTE: Outcome(PROSECUTE, "done", record)} | {
+        StepRef(name): Outcome(name, "skipped", reason=end)
+        if isinstance(end, str)
+        else Outcome(name, "failed", error=end, reason=str(end))
+        for name, end in ends.items()
+    }
+    monkeypatch.setattr(workflow, "try_steps", lambda *_: outcomes)
+    if words is None:
+        assert workflow._run("a", [], make({"model": "digits"}), tmp_path / "out", Settings()).prosecution.attempts == 3
+    else:
+        with pytest.raises(ModelError, match=words):
+            workflow._run("a", [], make({"model": "digits"}), tmp_path / "out", Settings())
+
+
+@pytest.mark.parametrize(
+    ("named", "words"), [((), "the winner eager is the model"), (("eager",), "eager is the model")]
+)
+def test_the_model_itself_is_no_engine(tmp_path: Path, named: tuple[str, ...], words: str) -> None:
+    winner = variant("eager", engine="eager")
+    documents.write(small(winner, variant("onnxruntime-fp32"), winner="eager"), tmp_path)
+    refused = run(tmp_path, *named)
+    assert refused.exit_code == 2
+    assert words in refused.output
+    assert "name one of onnxruntime-fp32" in refused.output
 
 
 @pytest.mark.parametrize("output", ["y", "z"])
