@@ -25,13 +25,21 @@ def verify(file: Path, model: str | None, trust: bool, as_json: bool, quiet: boo
 
     Example: enginesmith verify net.onnx --against net.py:build; enginesmith verify net-bundle
     """
+    from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.workflows import stages
 
+    min_sqnr_db = options["min_sqnr_db"]
+    given = parameters.list_given_options({**options, "min_sqnr_db": None})
+    if model is None and given and file.is_dir():
+        raise UsageError(
+            f"{', '.join(given)} cannot be given with a bundle, which has its inputs and the device with it",
+            f"omit {'it' if len(given) == 1 else 'them'}; or give an ONNX file and the model: --against MODEL",
+        )
     with context.open_settings(options, quiet) as settings:
         result = (
             stages.verify(context.recipe_of(model, None, options), file, settings)
             if model
-            else stages.verify_bundle(file, settings, trust=trust)
+            else stages.verify_bundle(file, settings, trust=trust, min_sqnr_db=min_sqnr_db)
         )
     context.terminal().show_stage(result, as_json)
     return 0 if result.passed else 1

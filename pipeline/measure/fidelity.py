@@ -7,6 +7,7 @@ judged apart: the fill of masked places, and probabilities beside coordinates in
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Self
 
 import numpy as np
 from pydantic import BaseModel
@@ -29,6 +30,11 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
     """Greatest absolute error as a share of the reference's range (max − min)."""
     min_agreement: float = 0.9999
     """Share of equal elements of integer and bool outputs: of 10 000 classes of pixels, one may lie on an edge."""
+
+    def with_sqnr(self, min_sqnr_db: float | None) -> Self:
+        """Put an SQNR, if one was asked for, in the place of the first two."""
+        asked = {} if min_sqnr_db is None else {"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0}
+        return self.model_copy(update=asked)
 
     @property
     def row_tolerance(self) -> float:
@@ -87,8 +93,7 @@ def thresholds_for(precision: str, min_sqnr_db: float | None = None) -> Threshol
     """
     if precision not in THRESHOLDS:
         raise UsageError(f"there is no precision {precision!r}", f"use one of {', '.join(THRESHOLDS)}")
-    asked = {} if min_sqnr_db is None else {"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0}
-    return THRESHOLDS[precision].model_copy(update=asked)
+    return THRESHOLDS[precision].with_sqnr(min_sqnr_db)
 
 
 def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:

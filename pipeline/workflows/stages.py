@@ -191,7 +191,9 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
 
 
-def verify_bundle(folder: Path, settings: Settings, *, trust: bool = False) -> StageResult:
+def verify_bundle(
+    folder: Path, settings: Settings, *, trust: bool = False, min_sqnr_db: float | None = None
+) -> StageResult:
     """Check that a bundle is what was packaged, and that it answers its test vector.
 
     Raises:
@@ -203,7 +205,7 @@ def verify_bundle(folder: Path, settings: Settings, *, trust: bool = False) -> S
             f"{folder} is a file, and nothing says what its outputs have to equal",
             "give the model: --against MODEL; or a bundle, which is a folder",
         )
-    summary, fidelity = verification.verify(folder, settings.time_limit_seconds, trust=trust)
+    summary, fidelity = verification.verify(folder, settings.time_limit_seconds, trust=trust, min_sqnr_db=min_sqnr_db)
     return StageResult(summary=summary, fidelity=(fidelity,))
 
 

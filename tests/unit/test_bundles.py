@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import packaged_runs
-from enginesmith import load
+from enginesmith import cli, load
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
@@ -91,6 +93,27 @@ def test_machine_code_is_loaded_only_where_its_maker_is_trusted(made: ExampleRun
         assert "--trust" in caught.value.remedy
     with pytest.raises(ModelError, match=r"engine\.json"):
         load(tmp_path / "b", trust=True)
+
+
+@pytest.mark.parametrize(("words", "code"), [(("--min-sqnr", "40"), 0), (("--min-sqnr", "300"), 1)])
+def test_a_bundle_is_verified_by_the_sqnr_that_is_asked_for(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int
+) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    vector = samples.read_vector(tmp_path / "b" / manifest.VECTOR)
+    near = {name: value * np.float32(1.0001) for name, value in vector.outputs.items()}
+    monkeypatch.setattr(verify, "answer", lambda *_: near)
+    done = CliRunner().invoke(cli.main, ["verify", str(tmp_path / "b"), *words, "--quiet"])
+    assert done.exit_code == code, done.output
+
+
+def test_options_of_a_model_are_refused_for_a_bundle(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    words = ["verify", str(tmp_path / "b"), "--device", "cuda", "--batch", "64"]
+    refused = CliRunner().invoke(cli.main, words)
+    assert refused.exit_code == 2
+    for word in ("--batch", "--device", "cannot be given with a bundle", "omit them; or give an ONNX file"):
+        assert word in refused.output
 
 
 def test_only_bundles_can_be_verified(made: ExampleRun, tmp_path: Path) -> None:

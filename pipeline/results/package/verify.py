@@ -31,10 +31,12 @@ _UNABLE, _DIFFERS = "this machine cannot run the engine: ", "does not match the 
 _SCRIPT_SECONDS = 900
 
 
-def verify(folder: Path, timeout_seconds: float | None = None, *, trust: bool = False) -> tuple[str, StageFidelity]:
+def verify(
+    folder: Path, timeout_seconds: float | None = None, *, trust: bool = False, min_sqnr_db: float | None = None
+) -> tuple[str, StageFidelity]:
     """Check every digest, then run the test vector; gives a sentence, and how close the answer is.
 
-    ``trust`` allows to load machine code.
+    ``trust`` allows to load machine code. ``min_sqnr_db`` stands instead of the SQNR that the run asked for.
 
     Raises:
         UsageError: it is no bundle, or its manifest is damaged or of another schema.
@@ -57,7 +59,8 @@ def verify(folder: Path, timeout_seconds: float | None = None, *, trust: bool = 
         answers = answer(folder, manifest, vector.feeds, timeout_seconds)
     except MissingCapability as error:
         raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
-    fidelity = compare(vector.outputs, answers, manifest.thresholds, manifest.signature, vector.ranges)
+    thresholds = manifest.thresholds.with_sqnr(min_sqnr_db)
+    fidelity = compare(vector.outputs, answers, thresholds, manifest.signature, vector.ranges)
     result = _result(manifest, fidelity)
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
