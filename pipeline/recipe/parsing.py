@@ -28,6 +28,16 @@ _READERS = {"inputs": "specs", "shapes": "ranges", "device": "named_device", "wo
 """Field → the property of a recipe that reads its text."""
 _NOT_FOR_NNCF = ("ranges", "percentile", "placement", "smooth", "smooth_insert", "equalise", "bias_correction")
 """Options of quantisation that NNCF's graphs do not depend on."""
+_JUDGED_BY = {
+    "memory": ("budgets.max_memory_bytes",),
+    "latency": (
+        *("budgets.max_latency_ms", "budgets.max_p99_ms", "budgets.min_throughput_per_s"),
+        *("measure.concurrency", "measure.sweep"),
+    ),
+}
+"""What is measured → the fields that have no effect without it."""
+_OBJECTIVES = {"memory": "memory", "throughput": "latency"}
+"""Objective → what it is judged by. The default is left out: without latency, engines are built and not compared."""
 _YAML_WORDS = {"Value": "", "Input": "must", "tuple": "list", "dicti": "mapping"}
 _IN_PYTHON_WORDS = re.compile(r"^Value error, |^Input should|tuple|dictionary or instance of \w+|dictionary")
 """Python's words in messages of pydantic, which are replaced by those of YAML."""
@@ -47,6 +57,7 @@ def make(values: dict[str, Any], options: Mapping[str, Any] | None = None, *, li
         recipe = parsed(fill_variants(values, recipe), options)
     _check_smaller(recipe, options or {})
     _check_metric(recipe, options or {})
+    _check_measured(recipe, options or {})
     for check in (_check_passes, _check_engines, _check_quantizers, _check_data):
         check(recipe)
     return recipe
@@ -251,6 +262,22 @@ def _check_metric(recipe: Recipe, options: Mapping[str, Any]) -> None:
     if recipe.evaluation_data is None and (metric or recipe.budgets.max_drop is not None):
         asked = f"the metric {metric}" if metric else _name_place(("budgets", "max_drop"), options)
         raise UsageError(f"{asked} needs labeled data, and there is none", "give some with --eval DATA")
+
+
+def _check_measured(recipe: Recipe, options: Mapping[str, Any]) -> None:
+    """Refuse budgets, an objective and numbers of callers that need a measurement which the recipe switches off."""
+    values = recipe.model_dump()
+    for measurement, fields in _JUDGED_BY.items():
+        if value_at(values, ("measure", measurement)):
+            continue
+        asked = [_name_place(field.split("."), options) for field in fields if value_at(values, field.split("."))]
+        if _OBJECTIVES.get(recipe.objective) == measurement:
+            asked.insert(0, f"{_name_place(['objective'], options)} {recipe.objective}")
+        if asked:
+            off = _name_place(("measure", measurement), options)
+            raise UsageError(
+                f"{asked[0]} needs {measurement} to be measured, which {off} switches off", "omit one of them"
+            )
 
 
 # Recipes as YAML.

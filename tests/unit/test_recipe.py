@@ -166,6 +166,42 @@ def test_a_bad_value_is_named_as_it_was_given(values: dict[str, Any], field: str
             make({"model": "digits", **values}, options)
 
 
+@pytest.mark.parametrize(
+    ("values", "off", "options", "words"),
+    [
+        (
+            {"objective": "memory"},
+            "memory",
+            True,
+            "^--objective memory needs memory to be measured, which --no-memory switches off",
+        ),
+        (
+            {"objective": "memory"},
+            "memory",
+            False,
+            "^objective memory needs memory to be measured, which measure.memory switches off",
+        ),
+        ({"budgets": {"max_memory_bytes": "1GiB"}}, "memory", True, "^--max-memory needs memory"),
+        ({"budgets": {"max_latency_ms": "5ms"}}, "latency", False, "^budgets.max_latency_ms needs latency"),
+        ({"budgets": {"min_throughput_per_s": 5}}, "latency", True, "^--min-throughput needs latency"),
+        ({"measure": {"concurrency": [1, 2]}}, "latency", True, "^--concurrency needs latency"),
+        ({"batch": "sweep"}, "latency", True, "needs latency"),
+        ({"objective": "throughput"}, "latency", True, "^--objective throughput needs latency"),
+        ({}, "latency", True, ""),
+        ({"objective": "size", "budgets": {"max_size_bytes": "1GiB"}}, "latency", True, ""),
+        ({"budgets": {"max_latency_ms": "5ms"}}, "memory", True, ""),
+    ],
+)
+def test_what_is_judged_has_to_be_measured(values: dict[str, Any], off: str, options: bool, words: str) -> None:
+    """Only to build is no contradiction: the objective is then the default."""
+    given = {**values, "measure": {**values.get("measure", {}), off: False}}
+    if not words:
+        assert make({"model": "digits", **given}, listed=True)
+        return
+    with pytest.raises(UsageError, match=words):
+        make({"model": "digits", **given}, given if options else None, listed=True)
+
+
 def test_runs_of_earlier_versions_that_asked_for_no_graphs_can_be_read() -> None:
     """Each of their run.json has the two fields that became one."""
     plain = make({"model": "digits", "eager": {"cuda_graphs": False}, "tensorrt_run": {"cuda_graphs": False}})
