@@ -153,7 +153,7 @@ def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
 
 
 def _list_changes(packages: Mapping[str, str], then: EntryRecord, run: Run, entry: Entry, now: State) -> Iterator[str]:
-    before, after = run.recipe, entry.recipe
+    before, after = run.requested_recipe, entry.recipe
     if before != after:
         fields = [name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)]
         yield f"its recipe changed: {', '.join(fields)}"

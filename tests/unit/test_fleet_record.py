@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 import fleets
+from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
 from enginesmith.pipeline.recipe.fleet import Entry
 from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.earlier_fleet import Earlier, State
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, Found, entry_record
-from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.run import Run, Workaround
 
 ROOT = Path(__file__).parents[2]
 
@@ -281,6 +282,15 @@ def test_changes_are_done_again(before: Earlier, change: dict[str, Any], words: 
 def test_only_winners_stand(asked: Entry, tmp_path: Path, kind: str, words: str) -> None:
     found = fleets.breached(asked) if kind == "breached" else fleets.run(asked, complete=False)
     assert earlier_fleet.find_unchanged(fleet_in(asked, tmp_path, found), asked, STATE) == words
+
+
+def test_an_option_that_was_added_against_a_wrong_engine_is_no_change_of_the_recipe(
+    asked: Entry, tmp_path: Path
+) -> None:
+    option = AddedOption(field="onnxruntime.disabled_optimizers", value="X", words="--ort-disable X")
+    added = (Workaround(option=option, variant=fleets.INT8, fault="wrong"),)
+    found = fleets.run(asked, recipe=asked.recipe.with_option(option), workarounds=added)
+    assert earlier_fleet.find_unchanged(fleet_in(asked, tmp_path, found), asked, STATE) == found
 
 
 def test_a_run_that_stands_is_linked(before: Earlier, asked: Entry, tmp_path: Path) -> None:
