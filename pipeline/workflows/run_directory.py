@@ -227,10 +227,15 @@ def move_earlier_run(out: Path, recipe: Recipe) -> Path | None:
     An unfinished run of the same recipe stays, to be continued; then, and where there is no run, return None.
 
     Raises:
-        UsageError: another process is at work in the folder.
+        UsageError: another process is at work in the folder, or this one is.
     """
     if not (out / "run.json").exists():
         return None
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise UsageError(
+            f"--out {out} is the current folder or one above it, which cannot be moved away",
+            "start from another folder, or choose another --out",
+        )
     with lock_folder(out), storage_errors(f"the folder {out.parent}"):
         with contextlib.suppress(UsageError):  # a run that cannot be read is moved, too
             run = runs.read(out)

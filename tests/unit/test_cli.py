@@ -132,6 +132,18 @@ def test_an_interrupt_is_told(command: str, begun: bool, tmp_path: Path, monkeyp
     assert (result.exit_code, result.stderr.strip()) == (130, f"interrupted{hint}")
 
 
+@pytest.mark.parametrize("out", [".", "..", "folder"])
+def test_the_current_folder_is_not_moved_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in" if out == ".." else tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    named = str(tmp_path) if out == "folder" else out
+    refused = CliRunner().invoke(cli.main, ["optimize", "digits", "--out", named, "--replace", "--quiet"])
+    assert refused.exit_code == 2
+    assert f"--out {named} is the current folder or one above it, which cannot be moved away" in refused.output
+    assert (tmp_path / "run.json").read_text() == "{}"
+
+
 def test_what_options_are_called_in_a_recipe_is_known() -> None:
     """Errors name options; those who have a fleet file are told the field, which is there."""
     whole = make({"model": "digits"}).model_dump()
