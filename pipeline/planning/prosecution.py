@@ -51,7 +51,7 @@ def _without_rivals(step: Step) -> Step:
     """Let everyone stay in a race, which then needs no variant; other steps are as they were."""
     if not isinstance(step.task, Race):
         return step
-    nobody = {"engines": {}, "unmade": {}, "dense": {}, "originals": ()}
+    nobody: dict[str, Any] = {"engines": {}, "unmade": {}, "dense": {}, "originals": ()}
     return replace(step, task=step.task.model_copy(update=nobody), inputs={}, optional_inputs={})
 
 
