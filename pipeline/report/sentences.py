@@ -126,8 +126,12 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     yield from (workaround.sentence for workaround in run.workarounds)
     given = [(record.id, record.prosecution) for record in run.requested if record.prosecution]
     yield from (f"{name}: {prosecution.reason}" for name, prosecution in given if prosecution.reason)
-    late = {step.id for step in run.steps if step.id.startswith("prosecute-") and step.effect == NO_TIME}
-    if left := [each.id for each in run.requested if each.status == "measured" and f"prosecute-{each.id}" in late]:
+    ends = {step.id.removeprefix("prosecute-"): step for step in run.steps if step.id.startswith("prosecute-")}
+    ends = {each.id: ends[each.id] for each in run.requested if each.status == "measured" and each.id in ends}
+    for name, step in ends.items():
+        if step.status == "failed":
+            yield f"inputs beside the samples: none could be tried on {name}: {step.effect.splitlines()[0]}"
+    if left := [name for name, step in ends.items() if step.effect == NO_TIME]:
         again = "`enginesmith resume` or `enginesmith prosecute RUN VARIANT` does"
         yield f"inputs beside the samples: no time was left to try any on {', '.join(left)}; {again}"
     tried = [(name, prosecution) for name, prosecution in given if prosecution.attempts]

@@ -10,7 +10,7 @@ from typing import Any
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import TUNING
-from enginesmith.pipeline.errors import NO_TIME, StepOutOfMemory, StepTimeout, WrongEngine
+from enginesmith.pipeline.errors import NO_TIME, StepCrashed, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
@@ -288,10 +288,10 @@ def explain_end(
 
 
 def _is_passed_over(prosecuted: StepRef, plan: Plan, outcome: Outcome) -> bool:
-    """Tell whether a prosecution that nobody asked for ended for want of time or memory: no fault of the engine."""
+    """Tell whether a prosecution that nobody asked for had no result; an engine that crashed on an input is at fault."""
     (task,) = (step.task for step in plan.steps if step.id == prosecuted)
     asked = isinstance(task, Prosecute) and task.required
-    return not asked and isinstance(outcome.error, StepTimeout | StepOutOfMemory)
+    return not asked and not isinstance(outcome.error, StepCrashed)
 
 
 def _find_cut(variant: Variant, outcomes: Outcomes) -> tuple[str, str, str] | None:

@@ -199,6 +199,7 @@ def test_a_search_that_was_cut_short_is_no_wrong_result(
     [
         (StepTimeout("it ran past its time limit"), {}, False),
         (StepKilled("it was killed"), {}, False),
+        (StepError("AxisError: axis -1 is out of bounds"), {}, False),
         (StepCrashed("it crashed"), {}, True),
         (StepTimeout("it ran past its time limit"), {"prosecute_seconds": 3}, True),
     ],

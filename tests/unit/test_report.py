@@ -284,6 +284,9 @@ def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixt
     told = "inputs beside the samples: no time was left to try any on onnxruntime-fp32; `enginesmith resume`"
     assert told in printed(run(steps=(step,)), capsys)
     assert told not in printed(run(), capsys)
+    failed = step.model_copy(update={"status": "failed", "effect": "AxisError: out of bounds\n  in a line below"})
+    told = "inputs beside the samples: none could be tried on onnxruntime-fp32: AxisError: out of bounds\n"
+    assert told in printed(run(steps=(failed,)), capsys)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "two\nlines"])
