@@ -288,7 +288,7 @@ def explain_end(
 
 
 def _is_passed_over(prosecuted: StepRef, plan: Plan, outcome: Outcome) -> bool:
-    """Tell whether a prosecution that nobody asked for had no result; an engine that crashed on an input is at fault."""
+    """Tell whether a prosecution that nobody asked for had no result; a crash is the engine's fault."""
     (task,) = (step.task for step in plan.steps if step.id == prosecuted)
     asked = isinstance(task, Prosecute) and task.required
     return not asked and not isinstance(outcome.error, StepCrashed)
