@@ -141,13 +141,12 @@ def _scale(columns: list[Array], scales: list[NDArray[np.float64] | None]) -> ND
 
 def _find_partners(ours: NDArray[np.float64], theirs: NDArray[np.float64], tolerance: float) -> NDArray[np.int64]:
     """Pair rows one to one by the greatest difference of their numbers, the nearest first; return [pairs, 2]."""
-    if not len(ours) or not len(theirs):
-        return np.empty((0, 2), np.int64)
-    apart = np.array([np.abs(theirs - row).max(axis=1) for row in ours])
-    left, right = np.nonzero(apart <= tolerance)
-    order = np.argsort(apart[left, right], kind="stable")
+    near: list[tuple[float, int, int]] = []  # the pairs that are near enough, not all that there are
+    for row, numbers in enumerate(ours):
+        apart = np.abs(theirs - numbers).max(axis=1, initial=0)
+        near += ((float(apart[partner]), row, int(partner)) for partner in np.flatnonzero(apart <= tolerance))
     taken_left, taken_right, pairs = set[int](), set[int](), []
-    for row, partner in zip(left[order].tolist(), right[order].tolist(), strict=True):
+    for _, row, partner in sorted(near):
         if row not in taken_left and partner not in taken_right:
             taken_left.add(row)
             taken_right.add(partner)
