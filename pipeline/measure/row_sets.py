@@ -142,9 +142,12 @@ def _scale(columns: list[Array], scales: list[NDArray[np.float64] | None]) -> ND
 def _find_partners(ours: NDArray[np.float64], theirs: NDArray[np.float64], tolerance: float) -> NDArray[np.int64]:
     """Pair rows one to one by the greatest difference of their numbers, the nearest first; return [pairs, 2]."""
     near: list[tuple[float, int, int]] = []  # the pairs that are near enough, not all that there are
+    order = np.argsort(theirs[:, 0], kind="stable")
+    ordered, reach = theirs[order], tolerance * (1 + 1e-9) + 1e-12  # a little further, as sums are rounded
     for row, numbers in enumerate(ours):
-        apart = np.abs(theirs - numbers).max(axis=1, initial=0)
-        near += ((float(apart[partner]), row, int(partner)) for partner in np.flatnonzero(apart <= tolerance))
+        low, high = np.searchsorted(ordered[:, 0], (numbers[0] - reach, numbers[0] + reach))
+        apart = np.abs(ordered[low:high] - numbers).max(axis=1, initial=0)
+        near += ((float(apart[at]), row, int(order[low + at])) for at in np.flatnonzero(apart <= tolerance))
     taken_left, taken_right, pairs = set[int](), set[int](), []
     for _, row, partner in sorted(near):
         if row not in taken_left and partner not in taken_right:
