@@ -146,7 +146,7 @@ def _onnxruntime(file, engine):
         ort.preload_dlls()  # CUDA's libraries lie in packages of their own, where only torch or this call finds them
     for name in chosen.get("imports", ()):  # packages that load the libraries of the provider
         __import__(name)
-    options.intra_op_num_threads = chosen["intra_op_num_threads"]
+    options.intra_op_num_threads = chosen["intra_op_num_threads"] or len(os.sched_getaffinity(0))
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, chosen["graph_optimization_level"])
     for name, value in chosen.get("config_entries", {}).items():
         options.add_session_config_entry(name, value)

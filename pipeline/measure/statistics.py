@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 Samples = NDArray[np.float64]
 
-SAMPLE_FLOORS = {90.0: 64, 99.0: 662, 99.9: 6_636}
+SAMPLE_FLOORS = {90.0: 64, 95.0: 130, 99.0: 662, 99.9: 6_636}
 """Samples needed before a percentile is reported: MLPerf's early stopping at 99 % confidence, tolerance 0, for a run in
 which one query is over the latency bound (mlcommons/inference_policies, "Early Stopping Criterion")."""
 

@@ -202,6 +202,14 @@ class Recipe(EngineOptions, ModelOptions):
         return by_speed and (self.variants == "found" or self.time_seconds is not None)
 
     @property
+    def speed_decides(self) -> bool:
+        """True if the fastest variant wins that is accurate enough: with one caller, at the batch size of a race."""
+        budgets, largest = self.budgets, self.objective == "throughput"
+        elsewhere = budgets.max_latency_ms or budgets.max_p99_ms if largest else budgets.min_throughput_per_s
+        space = budgets.max_memory_bytes is not None or budgets.max_size_bytes is not None
+        return not (space or elsewhere or set(self.measure.concurrency) - {1})
+
+    @property
     def trains(self) -> bool:
         """True if graphs are trained that are sparse or in int8; where something is pruned, that alone is."""
         return self.recover and (not self.prune or "qat" in self.quantisation.quantizers)

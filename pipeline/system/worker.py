@@ -158,9 +158,13 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._connection.close()
         if error[0] is not None:
             self.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Let the process end, which removes what its libraries unpacked; it is killed if that takes seconds."""
+        self._connection.close()
         with self._ending:
             self._process.join(_STOP_SECONDS)
         self.kill()

@@ -49,6 +49,8 @@ _HARDLY = 0.25
 """Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
 """Gain that the options of a slower variant may still bring, so that a smaller distance drops nobody."""
+_DISTURBED_GAIN = 3.0
+"""The same where threads of one of both waited for a core: several threads wait more often than one."""
 
 
 class Race(Measurement):
@@ -68,6 +70,8 @@ class Race(Measurement):
     """Time of all laps together."""
     most: int
     """Variants that are measured in full."""
+    by_speed: bool = True
+    """False where a slower variant may win, by its memory or its other latencies: none is dropped for its speed."""
     kept: tuple[str, ...] = ()
     """Variants that are not dropped: they were measured in full before others could be tried."""
     unmade: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -168,7 +172,7 @@ class Race(Measurement):
             running = [name for name in running if name not in self.originals and name not in failed]
             rows = {name: known[name] for name in running if name in known}
             last = lap == _LAPS or benchmark.late
-            reasons = drop_slow(rows, (self.lossless, safe), self.most, self.dense, last=last)
+            reasons = drop_slow(rows, (self.lossless, safe), self.most, self.dense, last=last) if self.by_speed else {}
             reasons = {name: reason for name, reason in reasons.items() if name not in self.kept}
             unknown = [name for name in running if name not in rows and name not in self.kept]
             unknown.sort(key=lambda name: brief.get(name, math.inf))
@@ -212,9 +216,10 @@ def drop_slow(
 ) -> dict[str, str]:
     """Choose the variants that drop out after a lap, with the reason.
 
-    Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval;
-    after the ``last`` lap also the slowest ones above the number ``most``. The fastest one of each ``safe`` list stays,
-    and so do the ``dense`` ones of pruned ones that stay.
+    Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval, and
+    by more than that where calls of one of both waited for a core; after the ``last`` lap also the slowest ones above
+    the number ``most``. The fastest one of each ``safe`` list stays, and so do the ``dense`` ones of pruned ones that
+    stay.
     """
     speeds = {name: row.speedup for name, row in rows.items() if row.speedup}
     order = sorted(speeds, key=lambda name: -speeds[name].median)
@@ -224,7 +229,8 @@ def drop_slow(
         ratio = divide(speeds[order[0]], speeds[name])
         if name in staying:
             continue
-        if ratio.low > _GAIN:
+        disturbed = rows[order[0]].speedup_disturbed or rows[name].speedup_disturbed
+        if ratio.low > (_DISTURBED_GAIN if disturbed else _GAIN):
             reasons[name] = f"{order[0]} is {_write_times(ratio)} faster"
         elif last and place > most:
             reasons[name] = f"it is number {place} in speed, and {most} are measured in full"

@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,6 +82,17 @@ class Products(nn.Module):
 def products() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Products(), torch.randn(2, 8, 6, 6)
+
+
+def serve_with_a_file(connection: Any, file: Path) -> None:
+    """Answer requests; the file is there until the process ends by itself."""
+    from enginesmith.pipeline.system import worker
+
+    file.touch()
+    try:
+        worker.serve(connection, lambda name, progress: name)
+    finally:
+        file.unlink()
 
 
 def family(log: str, progress: object, *, nested: bool = True) -> list[tuple[object, ...]]:

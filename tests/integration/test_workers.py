@@ -72,6 +72,16 @@ def test_a_killed_worker_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
         load("killed", tmp_path)
 
 
+def test_a_worker_that_is_closed_removes_what_it_unpacked(tmp_path: Path) -> None:
+    import nets
+
+    for end, left in (("close", False), ("kill", True)):
+        started = worker.Worker(nets.serve_with_a_file, tmp_path / end, log=tmp_path / "step.log")
+        assert started.request("asked") == "asked"
+        getattr(started, end)()
+        assert (tmp_path / end).exists() == left
+
+
 def test_a_kill_leaves_the_exit_code_to_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = multiprocessing.connection.wait
 

@@ -240,6 +240,24 @@ def test_the_script_takes_lists_of_numbers_that_fit(dtype: str, given: list[floa
             fit(np.asarray(given), "x", dtype, ["n"])
 
 
+def test_the_script_uses_the_cores_that_the_process_may_use(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's own default counts those of the machine."""
+    import onnxruntime
+
+    package(made.write(), "bundle", tmp_path / "b")
+    real, seen = onnxruntime.InferenceSession, list[int]()
+    monkeypatch.setattr(
+        onnxruntime,
+        "InferenceSession",
+        lambda file, given, **more: seen.append(given.intra_op_num_threads) or real(file, given, **more),
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6})
+    runpy.run_path(str(tmp_path / "b/infer.py"))["Model"](tmp_path / "b")
+    assert seen == [3]
+
+
 def test_the_script_warns_at_the_first_size_that_was_not_verified(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "bundle", tmp_path / "b")
     model = runpy.run_path(str(tmp_path / "b/infer.py"))["Model"](tmp_path / "b")

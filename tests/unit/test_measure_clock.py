@@ -263,7 +263,7 @@ def early_stopping_queries(share: float, over_latency: int) -> int:
         queries += 1
 
 
-@pytest.mark.parametrize("rank", [90.0, 99.0, 99.9])
+@pytest.mark.parametrize("rank", [90.0, 95.0, 99.0, 99.9])
 def test_sample_floors_are_mlperfs(rank: float) -> None:
     assert SAMPLE_FLOORS[rank] == early_stopping_queries(rank / 100, over_latency=1)
 

@@ -73,7 +73,7 @@ class FakeWorker:
         FakeWorker.now += float(seconds.sum())
         return Block(seconds, np.array(self.waited), float(seconds.sum()), None, 0.004, 0.1, 0.001, preemptions=0)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         self.open_now.remove(self.log.stem)
 
 
@@ -154,8 +154,8 @@ class CardWorker(FakeWorker):
             self._take(self.takes | self.grows)
         return super().request(name, *arguments, timeout_seconds=timeout_seconds)
 
-    def kill(self) -> None:
-        super().kill()
+    def close(self) -> None:
+        super().close()
         self.taken.pop(self.log.stem, None)
 
 

@@ -81,6 +81,14 @@ def test_the_fastest_that_hardly_loses_anything_stays_beside_the_lossless_one(tm
         assert task._hardly_loses(name, inputs) is (name == "found")
 
 
+@pytest.mark.parametrize(("speed", "dropped"), [(2, False), (3.1, True)])
+@pytest.mark.parametrize("waits", ["a", "b"])
+def test_a_variant_whose_threads_waited_has_to_be_much_slower(speed: float, dropped: bool, waits: str) -> None:
+    measured = {"a": row(1, 1, 1), "b": row(speed, speed, speed)}
+    measured[waits] = measured[waits].model_copy(update={"speedup_disturbed": True})
+    assert bool(drop_slow(measured, (), 3, {})) == dropped
+
+
 def test_a_noisy_ratio_is_told_by_its_near_end() -> None:
     reasons = drop_slow({"a": row(1, 1, 1), "b": row(2, 6, 20)}, (), 3, {})
     assert reasons == {"a": "b is at least 2.00× faster"}
@@ -202,6 +210,19 @@ def test_what_an_earlier_lap_found_counts_where_the_time_was_over(
     rows = list(task._run_laps(Laps(laps, len(laps)), [*"abcd"], [], 1, {}, print))  # type: ignore[arg-type]
     found = {each.variant: each.dropped or each.failure for each in rows if each.dropped or each.failure}
     assert found == ends
+
+
+def test_where_something_else_decides_too_nobody_is_dropped_for_speed() -> None:
+    task = Race(engines={}, lossless=(), seconds=1, most=4, by_speed=False, max_drop=None, largest=False,
+                device=Device())  # fmt: skip
+    laps: Any = Laps([{"a": 1, "b": 5, "c": "it crashed", "d": 4.9}], 2)
+    rows = list(task._run_laps(laps, [*"abcd"], [], 1, {}, print))
+    assert {each.variant: each.dropped or each.failure for each in rows} == {
+        "a": "",
+        "b": "",
+        "c": "it crashed",
+        "d": "",
+    }
 
 
 def test_too_large_a_loss_drops_a_variant_before_the_first_lap(tmp_path: Path) -> None:

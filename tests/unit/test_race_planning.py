@@ -142,6 +142,27 @@ def test_what_does_not_go_by_speed_is_measured_in_full(decides: dict[str, Any]) 
     assert RACE not in {step.id for step in planned(time_seconds=60, **decides).steps}
 
 
+@pytest.mark.parametrize(
+    ("asked", "by_speed"),
+    [
+        ({}, True),
+        ({"budgets": {"max_latency_ms": 5.0}, "measure": {"concurrency": [1]}}, True),
+        ({"budgets": {"max_memory_bytes": 1 << 30}}, False),
+        ({"budgets": {"max_size_bytes": 1 << 30}}, False),
+        ({"budgets": {"min_throughput_per_s": 5.0}}, False),
+        ({"budgets": {"min_throughput_per_s": 5.0}, "objective": "throughput"}, True),
+        ({"budgets": {"max_p99_ms": 5.0}, "objective": "throughput"}, False),
+        ({"measure": {"concurrency": [1, 4]}}, False),
+    ],
+)
+def test_a_race_drops_the_slower_ones_only_where_speed_decides(asked: dict[str, Any], by_speed: bool) -> None:
+    steps = {step.id: step for step in planned(time_seconds=100, engines=["onnxruntime", "openvino"], **asked).steps}
+    race = steps[RACE].task
+    assert isinstance(race, Race)
+    assert race.by_speed == by_speed
+    assert by_speed or race.most == len(race.engines)
+
+
 # The plan.
 
 

@@ -195,7 +195,7 @@ class MeasuredSession:
     def close(self) -> None:
         """End the session's process."""
         if self.worker:
-            self.worker.kill()
+            self.worker.close()
         self.worker = None
 
     @contextlib.contextmanager

@@ -121,7 +121,7 @@ def _measure_what_ends_with(worker: Worker, device: Device, log: Path) -> int:
             return int(observer.request(timeout_seconds=_START_SECONDS))
 
         before = read()
-        worker.kill()
+        worker.close()
         after, deadline = read(), time.monotonic() + _RETURN_SECONDS
         while time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
