@@ -22,7 +22,7 @@ from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import nvidia, worker
-from enginesmith.pipeline.system.cpu import available_bytes
+from enginesmith.pipeline.system.cpu import free_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Done, execute
 
@@ -116,7 +116,7 @@ class LocalExecutor(Executor):
 
     def _has_memory(self) -> bool:
         if time.monotonic() - self._memory_read_at > _POLL_SECONDS:
-            free = available_bytes()
+            free = free_bytes()
             self._memory_read_at, self._enough_memory = time.monotonic(), free is None or free >= _ROOM_BYTES
         return self._enough_memory
 

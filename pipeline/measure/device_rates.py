@@ -24,6 +24,7 @@ from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.measure.rows import DeviceLimits, Rate
+from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.device import Device
 
@@ -186,9 +187,7 @@ def _describe(device: Device) -> tuple[str, int | None, int, dict[str, str]]:
         }
     else:
         name, cache = f"{device.thread_count} thread{'s'[: device.thread_count > 1]}", cpu_cache_bytes(_CPU_FOLDER)
-        machine = devices.environment()
-        available = machine.available_memory_bytes or machine.memory_bytes
-        free = min(available, machine.memory_limit_bytes or available)
+        free = cpu.free_bytes() or devices.environment().memory_bytes
         no_fp8 = f"torch and {evaluator.TITLE} have no such products on the CPU"
         reasons = {"tf32": "a type of CUDA devices", "fp8": no_fp8}
     if cache is None:

@@ -242,16 +242,24 @@ def quota_cores() -> float | None:
 
 def memory_limit() -> MemoryLimit | None:
     """Read the limits of all groups; None where no limit is set."""
-    files = [(folder, "memory.max", "memory.current", "inactive_file") for folder in _folders("")]
-    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    files = [(folder, "memory.max", "memory.current", "") for folder in _folders("")]
+    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     files += [(folder, *old_names) for folder in _folders("memory")]
     limits = []
-    for folder, limit_file, use_file, cached in files:
+    for folder, limit_file, use_file, prefix in files:
         limit, used = text(folder / limit_file), text(folder / use_file)
         if limit and limit != "max" and int(limit) < _UNLIMITED_BYTES:
-            reclaimable = numbers(folder / "memory.stat").get(cached, 0)
+            counts = numbers(folder / "memory.stat")
+            reclaimable = sum(counts.get(f"{prefix}{cached}", 0) for cached in ("inactive_file", "active_file"))
             limits.append(MemoryLimit(int(limit), max(0, int(limit) - int(used) + reclaimable) if used else None))
     return min(limits, key=lambda row: row.limit_bytes if row.left_bytes is None else row.left_bytes, default=None)
+
+
+def free_bytes() -> int | None:
+    """Read the bytes that this process could still take: of the machine, and of its container's limit."""
+    limit = memory_limit()
+    sizes = (available_bytes(), limit.left_bytes if limit else None)
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def throttling() -> tuple[int, int, float] | None:

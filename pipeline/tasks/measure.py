@@ -34,7 +34,7 @@ from enginesmith.pipeline.measure.roofline import count_work
 from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, LatencyRow, Work
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system import machine as devices
-from enginesmith.pipeline.system.cpu import available_bytes
+from enginesmith.pipeline.system.cpu import free_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
@@ -153,7 +153,7 @@ class Latency(Measurement):
 
 def _within_free(limit_bytes: int | None, device: Device) -> int | None:
     """Lower a limit on the CPU to a share of the memory that is free, so that the kernel ends no other process."""
-    free = available_bytes() if device.kind == "cpu" else None
+    free = free_bytes() if device.kind == "cpu" else None
     if free is None:
         return limit_bytes
     share = int(_SHARE_OF_FREE * free)

@@ -124,14 +124,13 @@ class Prosecute(Task):
         Raises:
             StepOutOfMemory: there is not.
         """
-        limit = cpu.memory_limit()
-        free = [size for size in (cpu.available_bytes(), limit and limit.left_bytes) if size is not None]
+        free = cpu.free_bytes()
         roles = (GIVEN, "model", *(graph.role for graph in self.graphs))
         needed = _COPIES * sum(inputs[role].bytes for role in roles if role in inputs)
-        if free and needed > min(free):
+        if free is not None and needed > free:
             raise StepOutOfMemory(
                 f"the model, its graphs and its engine take about {format_bytes(needed)} at once, and "
-                f"{format_bytes(min(free))} are free"
+                f"{format_bytes(free)} are free"
             )
 
     def _open_stages(self, inputs: Inputs) -> "Iterator[contextlib.AbstractContextManager[Stage]]":

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
+from enginesmith.pipeline.measure.device_rates import _describe
+from enginesmith.pipeline.measure.memory.limits import _read_free
+from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system import machine as device
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.machine import Environment, environment, fingerprint, interference, warnings_of
 from enginesmith.pipeline.system.nvidia import CudaDevice, Driver, GpuProcess, GpuState
+from enginesmith.pipeline.tasks.measure import _within_free
 
 QUIET = {
     "load_average": 0.1,
@@ -204,7 +210,7 @@ def test_limits_of_both_cgroup_versions(groups: Path) -> None:
     assert cpu.quota_cores() == 1.5
     assert cpu.memory_limit() == (1 << 30, None)
     write(groups / "box/memory.current", "1000000000\n")
-    write(groups / "box/memory.stat", "anon 1\ninactive_file 500000000\n")
+    write(groups / "box/memory.stat", "anon 1\ninactive_file 300000000\nactive_file 200000000\n")
     assert cpu.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
     write(groups / "cpu/cpu.cfs_quota_us", "-1")
     write(groups / "cpu/cpu.cfs_period_us", "100000")
@@ -213,6 +219,18 @@ def test_limits_of_both_cgroup_versions(groups: Path) -> None:
     write(groups / "memory/memory.limit_in_bytes", str((1 << 63) - 4096))
     assert cpu.quota_cores() == 0.5
     assert cpu.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
+
+
+@pytest.mark.parametrize(("limit", "free"), [(None, 5 << 30), (100 << 20, 100 << 20), (9 << 30, 5 << 30)])
+def test_a_container_may_take_what_its_limit_leaves(
+    limit: int | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sweep, beside other steps, where memory ran out, and where products are timed."""
+    monkeypatch.setattr(cpu, "available_bytes", lambda: 5 << 30)
+    monkeypatch.setattr(cpu, "memory_limit", lambda: limit and cpu.MemoryLimit(12 << 30, limit))
+    assert _within_free(None, Device()) == int(0.8 * free)
+    assert LocalExecutor(Store(tmp_path), 2, Gpus(0))._has_memory() == (free >= 2 << 30)
+    assert (_read_free(Device()), _describe(Device())[2]) == (free, free)
 
 
 def test_throttling_of_both_cgroup_versions(groups: Path) -> None:

@@ -22,7 +22,7 @@ from enginesmith.pipeline.measure.memory import usage
 from enginesmith.pipeline.measure.memory.usage import killed_by_kernel, used_bytes
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system import oom
-from enginesmith.pipeline.system.cpu import available_bytes, text
+from enginesmith.pipeline.system.cpu import free_bytes, text
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Progress, Worker, run
 from enginesmith.pipeline.tensors import Feeds
@@ -116,7 +116,7 @@ def _read_free(device: Device) -> int | None:
 
         return int(torch.cuda.mem_get_info(device.index)[0])
     gap = _read_gap("self")
-    return available_bytes() if gap is None else gap
+    return free_bytes() if gap is None else gap
 
 
 class HeadroomMonitor:
