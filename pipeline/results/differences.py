@@ -13,7 +13,8 @@ _PROCESSOR = ("processor", "architecture", "vector_units", "threads_per_core", "
 """Facts that tell processors apart, and how much of one may be used."""
 _MACHINE = (
     *_PROCESSOR,
-    *("memory_bytes", "virtual", "numa_nodes", "governor", "turbo", "system", "kernel", "thread_variables"),
+    *("memory_bytes", "virtual", "numa_nodes", "governor", "turbo", "transparent_huge_pages", "system", "kernel"),
+    *("thread_variables", "other_variables"),
 )
 _GPU = ("name", "compute_capability", "memory_bytes", "mig")
 _GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
@@ -158,7 +159,7 @@ def _lasting(run: Run) -> dict[str, Any]:
         **{name: packages.get(name) for name in tools},
         "device": device_kind(run),
         "threads": run.recipe.threads,
-        "thread_variables": run.environment.get("thread_variables", {}),
+        **{name: run.environment.get(name, {}) for name in ("thread_variables", "other_variables")},
         "shapes": {name: sizes for name, sizes in run.model.shapes.items() if name != batch},
     }
 

@@ -50,6 +50,7 @@ class _FieldTypes(BaseModel):
     python: str | None = None
     packages: dict[str, str] = {}
     thread_variables: dict[str, str] = {}
+    other_variables: dict[str, str] = {}
     gpus: tuple[dict[str, Any], ...] | None = None
     warnings: tuple[str, ...] = ()
 

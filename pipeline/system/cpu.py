@@ -111,7 +111,10 @@ def _read_first_core(name: str) -> str | None:
 
 
 def model() -> str:
-    return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
+    """Read the processor's name; Arm's have numbers in its place, which tell Graviton 2, 3 and 4 apart, say."""
+    facts = fields(_CPUINFO)
+    codes = [f"{name} {facts[f'CPU {name}']}" for name in ("implementer", "part") if f"CPU {name}" in facts]
+    return facts.get("model name") or ", ".join(codes) or platform.processor() or platform.machine()
 
 
 def count_others() -> float:

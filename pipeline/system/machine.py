@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,13 @@ PACKAGES = (
     *("enginesmith", "numpy", "torch", "onnx", "onnxscript"),
     *("nvidia-modelopt", "transformers", "timm", "safetensors"),
 )
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_THREAD_VARIABLES = re.compile(r"(OMP|GOMP|MKL)_\w+|KMP_(AFFINITY|BLOCKTIME|HW_SUBSET|LIBRARY)")
+"""Not all of KMP_…: libraries set some of those as they are imported."""
+_OTHER_VARIABLES = re.compile(
+    r"ATEN_CPU_CAPABILITY|(ONEDNN|DNNL)_\w+|LD_PRELOAD|(MALLOC|TCMALLOC)_\w+|GLIBC_TUNABLES"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|PYTORCH_NO_CUDA_MEMORY_CACHING"
+    r"|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDA_LAUNCH_BLOCKING|CUDA_DEVICE_MAX_CONNECTIONS"
+)
 _NOT_SHOWN = "the kernel does not show it here"
 _NO_LIMIT = "no limit is set"
 _STOLEN_SHARE = 0.01
@@ -78,6 +85,9 @@ class Environment(BaseModel, frozen=True):
     python: str
     packages: dict[str, str]
     thread_variables: dict[str, str]
+    """Environment variables that decide how threads work."""
+    other_variables: dict[str, str] = {}
+    """Those that decide which instructions are used, and how memory is allocated."""
     gpus: tuple[GpuState, ...] | None = None
     """In CUDA's order."""
     warnings: tuple[str, ...] = ()
@@ -128,12 +138,17 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
         kernel=platform.release(),
         python=platform.python_version(),
         packages=software.versions(packages),
-        thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
+        thread_variables=_read_variables(_THREAD_VARIABLES),
+        other_variables=_read_variables(_OTHER_VARIABLES),
         gpus=gpus,
     )
     others = cpu.count_others() if machine.load_average > machine.usable_cores / 2 else 0.0
     reasons = _explain_unknown(machine, no_gpus)
     return machine.model_copy(update={"warnings": tuple(warnings_of(machine, others)), "reasons": reasons})
+
+
+def _read_variables(names: re.Pattern[str]) -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if names.fullmatch(name)}
 
 
 def _explain_unknown(machine: Environment, no_gpus: str) -> dict[str, str]:
@@ -148,8 +163,9 @@ def _explain_unknown(machine: Environment, no_gpus: str) -> dict[str, str]:
 def fingerprint(machine: Environment) -> str:
     """Digest what decides how fast things run: measurements of machines that share it may be reused."""
     lasting = (
-        *("processor", "architecture", "usable_cores", "threads_per_core", "quota_cores", "governor", "turbo"),
-        *("memory_bytes", "kernel", "python", "packages", "thread_variables"),
+        *("processor", "architecture", "vector_units", "affinity", "threads_per_core", "quota_cores", "governor"),
+        *("turbo", "memory_bytes", "transparent_huge_pages", "kernel", "python", "packages"),
+        *("thread_variables", "other_variables"),
     )
     facts = {name: getattr(machine, name) for name in lasting}
     gpus = [

@@ -359,7 +359,11 @@ def _describe_processor(machine: Environment) -> Facts:
         "clock": ", ".join(clocks) or _UNKNOWN,
         "lost since the start": ", ".join(lost) or "nothing that is counted here",
         "vector units": ", ".join(machine.vector_units),
-        "thread variables": ", ".join(f"{name}={value}" for name, value in machine.thread_variables.items()) or "none",
+        **{
+            kind.replace("_", " "): ", ".join(f"{name}={value}" for name, value in getattr(machine, kind).items())
+            or "none"
+            for kind in ("thread_variables", "other_variables")
+        },
     }
 
 

@@ -120,6 +120,10 @@ def test_intervals_hold_the_true_change_and_find_large_ones() -> None:
         ({"environment": {"python": "3.12"}}, "python: 3.11.7 and 3.12"),
         ({"recipe": {"threads": 1}}, "threads: 0 and 1"),
         ({"environment": {"thread_variables": {"OMP_NUM_THREADS": "1"}}}, "thread_variables.OMP_NUM_THREADS: none and"),
+        (
+            {"environment": {"other_variables": {"LD_PRELOAD": "libjemalloc.so"}}},
+            "other_variables.LD_PRELOAD: none and",
+        ),
         ({"environment": {"gpus": [{"name": "X", "driver": "1"}]}}, "gpus"),
     ],
 )

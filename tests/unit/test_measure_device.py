@@ -93,8 +93,25 @@ def test_fingerprint_holds_what_lasts(here: Environment) -> None:
     on_gpu = here.model_copy(update={"gpus": (GPU,)})
     assert fingerprint(on_gpu) == fingerprint(here.model_copy(update={"gpus": (busy(sm_clock_mhz=1980),)}))
     assert fingerprint(on_gpu) != fingerprint(here.model_copy(update={"gpus": (busy(power_limit_watts=300.0),)}))
-    assert fingerprint(here) != fingerprint(here.model_copy(update={"packages": {}}))
-    assert fingerprint(here) != fingerprint(here.model_copy(update={"usable_cores": 99}))
+    changes = {"packages": {}, "vector_units": ("sse",), "affinity": (98, 99), "transparent_huge_pages": "[always]"}
+    for name, value in changes.items():
+        assert fingerprint(here) != fingerprint(here.model_copy(update={name: value}))
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("OMP_PROC_BIND", "KMP_AFFINITY", "MKL_DYNAMIC", "LD_PRELOAD", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+        *("MALLOC_ARENA_MAX", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE"),
+    ],
+)
+def test_the_fingerprint_has_variables_that_change_speed_or_memory(
+    variable: str, here: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")  # libraries set it as they are imported
+    assert fingerprint(environment()) == fingerprint(here)
+    monkeypatch.setenv(variable, "1")
+    assert fingerprint(environment()) != fingerprint(here)
 
 
 def test_own_load_does_not_make_the_machine_busy(here: Environment) -> None:
@@ -258,6 +275,13 @@ def test_a_machine_that_shows_nothing(machine: Path) -> None:
     told = (cpu.frequency_mhz(), cpu.thermal_throttles(), cpu.time(), cpu.is_virtual())
     assert told == (None, None, None, None)
     assert cpu.frequency_limits_mhz() == (None, None)
+
+
+def test_the_processors_name(machine: Path) -> None:
+    write(machine / "cpuinfo", "processor : 0\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd40\n")
+    assert cpu.model() == "implementer 0x41, part 0xd40"
+    write(machine / "cpuinfo", "processor : 0\nmodel name\t: AMD EPYC\n")
+    assert cpu.model() == "AMD EPYC"
 
 
 def test_clocks_of_the_cores_that_may_be_used(machine: Path) -> None:
