@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import get_args
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
-from enginesmith.pipeline.errors import MissingEntry, storage_errors
+from enginesmith.pipeline.errors import MissingEntry, StoreError, storage_errors
 from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord, export_candidate, publish_candidate
 from enginesmith.pipeline.store.manifest import (
@@ -155,12 +155,13 @@ class Store:
             StoreError: it cannot be made.
         """
         folder = self.root / "tmp" / _workspace_name()
-        with storage_errors(f"the store {self.root}"):
-            folder.mkdir(parents=True)
+        lock = _try_claim(folder)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
 
     @contextlib.contextmanager
     def partial_work(self, name: str) -> Iterator[Path]:
@@ -401,7 +402,10 @@ class Store:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _remove_abandoned(self) -> None:
-        """Remove the workspaces of processes of this machine that are gone; put back what they did not replace."""
+        """Remove the workspaces of processes of this machine that are gone; put back what they did not replace.
+
+        A process in another container is not seen here, and may have the same host name: its lock tells that it lives.
+        """
         for folder in self.root.glob(f"tmp/{_EARLIER}*"):
             key = folder.name.removeprefix(_EARLIER).rpartition("-")[0]
             if _read_intact(folder) is not None:
@@ -411,7 +415,10 @@ class Store:
         for folder in self.root.glob("tmp/*"):
             owner, _, host = folder.name.rpartition("-")[0].partition("@")
             if host == platform.node() and not Path("/proc", owner).exists():
-                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(StoreError):  # another user's
+                    if (lock := _try_claim(folder)) is not None:
+                        shutil.rmtree(folder, ignore_errors=True)
+                        os.close(lock)
 
 
 def _measure(folder: Path) -> int:
@@ -463,7 +470,7 @@ def _read_intact(folder: Path, *, every_byte: bool = False) -> Manifest | None:
 def _try_claim(folder: Path) -> int | None:
     """Lock a folder, which is made if needed, for this process; returns a descriptor, or None if another one has it."""
     with storage_errors(f"the folder {folder}"):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

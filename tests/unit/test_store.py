@@ -166,6 +166,15 @@ def test_opening_clears_up_after_dead_processes_of_this_machine_only(store: Stor
     assert elsewhere.exists()
 
 
+def test_work_of_a_process_in_another_container_is_left_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers on the host's network have its name, and process numbers that mean nothing elsewhere."""
+    monkeypatch.setattr("enginesmith.pipeline.store.store._workspace_name", lambda: f"999999999@{platform.node()}-x")
+    with store.workspace() as folder:
+        Store(store.root)
+        assert folder.exists()
+    assert not folder.exists()
+
+
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="not a directory"):
