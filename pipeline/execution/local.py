@@ -33,8 +33,8 @@ class Gpus:
     """GPUs of this machine of the first one's kind, so that any of them serves a step, which sees it as ``cuda:0``."""
 
     def __init__(self, alike: int) -> None:
-        self._free = set(range(alike))
-        self._returned = threading.Condition()
+        self._taken: set[int] = set()
+        self._stopped, self._returned = False, threading.Condition()
         self.count, self.several = alike, alike > 1
 
     @classmethod
@@ -47,21 +47,32 @@ class Gpus:
     def reserve(self, device: Device) -> Iterator[dict[str, str]]:
         """Reserve a GPU; yields the environment in which it is the first one.
 
-        A device with an index was chosen by the user, and is that one.
+        A device with an index was chosen by the user, and is that one, of whatever kind.
+
+        Raises:
+            StepError: the wait for one was ended.
         """
         with self._returned:
             wanted = {device.index} if device.index else set(range(self.count))
-            self._returned.wait_for(lambda: self._free & wanted)
-            index = min(self._free & wanted)
-            self._free.remove(index)
+            self._returned.wait_for(lambda: self._stopped or wanted - self._taken)
+            if self._stopped:
+                raise StepError("it was ended")
+            index = min(wanted - self._taken)
+            self._taken.add(index)
         try:
             # CUDA's name of a device in the environment, where some may be hidden already
             shown = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
             yield {} if device.index else {_VISIBLE: shown[index] if index < len(shown) else str(index)}
         finally:
             with self._returned:
-                self._free.add(index)
+                self._taken.remove(index)
                 self._returned.notify_all()
+
+    def stop(self) -> None:
+        """End waits for a GPU, present and later ones."""
+        with self._returned:
+            self._stopped = True
+            self._returned.notify_all()
 
 
 def show_only(variables: Mapping[str, str]) -> None:
@@ -241,6 +252,7 @@ class LocalExecutor(Executor):
     def stop(self) -> None:
         self._stopped = True
         self._store.stop()
+        self._gpus.stop()
         with self._lock:
             for process in self._active:
                 process.kill()

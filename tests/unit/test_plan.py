@@ -1,6 +1,8 @@
 """The plan: shared prefixes, checks before measurements, and identities that tell tasks apart."""
 
+import queue
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from onnx import TensorProto, helper
 
 from enginesmith import cli
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.errors import ModelError, StepError, UsageError
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
@@ -25,6 +27,7 @@ from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import machine, nvidia
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import Driver
 from enginesmith.pipeline.tasks.build import Build
 from enginesmith.pipeline.tasks.measure import VERIFIED, Quality
@@ -349,6 +352,27 @@ def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
     assert executor.can_start(export, [one, other])
     assert executor.can_start(build, [one])
     assert not executor.can_start(build, [one, other])
+
+
+def test_a_gpu_of_another_kind_is_reserved_and_a_wait_ends_with_the_run(tmp_path: Path) -> None:
+    """Of an A100, another one and a T4, say, the last one was named."""
+    gpus = Gpus(2)
+    third = Device(kind="cuda", index=2)
+    outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def book() -> None:
+        try:
+            with gpus.reserve(third) as variables:
+                outcomes.put(str(variables))
+                with gpus.reserve(third):
+                    outcomes.put("twice")
+        except StepError as error:
+            outcomes.put(error.message)
+
+    threading.Thread(target=book, daemon=True).start()
+    assert outcomes.get(timeout=5) == "{}"
+    LocalExecutor(Store(tmp_path), 1, gpus).stop()
+    assert outcomes.get(timeout=5) == "it was ended"
 
 
 def test_without_labelled_data_fidelity_is_judged_on_data_that_calibration_leaves(tmp_path: Path) -> None:
