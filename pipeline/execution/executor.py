@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -165,14 +166,14 @@ class StepCache:
         return None
 
     def make(self, work: Callable[[Path, Path | None], Done]) -> Artifact:
-        """Execute the step and publish its files.
+        """Execute the step and publish its files; if a file that it read changed meanwhile, no lookup finds them.
 
         ``work`` takes an empty folder, and for a resumable task that of its partial work.
 
         Raises:
             EnginesmithError: as the work raises; the store cannot be written.
         """
-        step = self.step
+        step, begun_ns = self.step, time.time_ns()
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.store.workspace())
             partial = None
@@ -180,7 +181,12 @@ class StepCache:
                 partial = stack.enter_context(self.store.partial_work(self._name))
             done = work(out, partial)
             effect = done.effect
-            read = self.store.dependencies(self._name).record(effect.reads, effect.packages)
+            read = self.store.dependencies(self._name).record(effect.reads, effect.packages, begun_ns)
+            notes, key = effect.notes, self._key(read)
+            if read.changed:
+                others = f" and {len(read.changed) - 1} others" if len(read.changed) > 1 else ""
+                notes = (*notes, f"{read.changed[0]}{others} changed while it ran: it is done again the next time")
+                key = json_digest([key, begun_ns])
             entry = HistoryEntry(
                 step=step.name,
                 parameters=step.task.identity,
@@ -188,10 +194,10 @@ class StepCache:
                 seconds=round(done.seconds, 3),
                 host_peak_bytes=done.host_peak_bytes,
                 effect=effect.summary,
-                notes=effect.notes,
+                notes=notes,
             )
             return self.store.publish(
-                self._key(read),
+                key,
                 out,
                 kind=step.task.produces,
                 file=effect.file,

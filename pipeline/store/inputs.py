@@ -155,6 +155,8 @@ class ReadRecord:
     files: Mapping[str, StoredFile]
     """By portable path."""
     packages: Mapping[str, str]
+    changed: tuple[Path, ...] = ()
+    """Files that were changed while the step ran: nobody knows which content it read."""
 
     @property
     def identity(self) -> dict[str, object]:
@@ -186,8 +188,10 @@ class InputDependencies:
         if self._shared is not None:
             yield from self._shared_candidates(self._shared, seen)
 
-    def record(self, paths: Collection[Path], packages: Mapping[str, str]) -> ReadRecord:
-        """Record the paths that a step read: files, and folders of which every file was.
+    def record(self, paths: Collection[Path], packages: Mapping[str, str], since_ns: int = sys.maxsize) -> ReadRecord:
+        """Record the paths that a step read since a time: files, and folders of which every file was.
+
+        A file that is written again each time, with the content that it had, counts as unchanged.
 
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
@@ -205,10 +209,17 @@ class InputDependencies:
                 packages=tuple(sorted(packages)),
             )
             path = self._folder / f"{candidate.digest}.json"
+            known = _CandidateRecord.load(path)
+            before = {name: file.sha256 for name, file in known.states.items()} if known else {}
+            changed = tuple(
+                Path(from_portable_path(name))
+                for name, file in files.items()
+                if file.inode and file.inode[-1] > since_ns and file.sha256 != before.get(name)
+            )
             _CandidateRecord(candidate=candidate, states=files).save(path)
             for old in self._newest_first()[MOST_CANDIDATES:]:
                 old.unlink(missing_ok=True)
-        return ReadRecord(f"{self._name}/{path.name}", files, dict(packages))
+        return ReadRecord(f"{self._name}/{path.name}", files, dict(packages), changed)
 
     def _shared_candidates(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
         file = _read(shared, self._name)

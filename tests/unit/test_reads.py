@@ -2,14 +2,21 @@
 
 import json
 import os
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy
 import pytest
 
-from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.artifact import Effect, Kind, json_digest
+from enginesmith.pipeline.execution.executor import StepCache
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store import inputs
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord
+from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.tasks.base import Done, Inputs, Task
 
 
 @pytest.fixture
@@ -139,6 +146,33 @@ def test_nothing_is_hashed_twice(reads: InputDependencies, tmp_path: Path, monke
         found = now(reads)
         assert found.identity == before.identity
     assert hashed == [weights]
+
+
+class Copy(Task):
+    title: ClassVar[str] = "copy"
+    produces: ClassVar[Kind] = "record"
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        raise AssertionError
+
+
+def test_a_result_is_not_found_under_content_that_came_while_it_was_made(tmp_path: Path) -> None:
+    data = tmp_path / "metric.py"
+    data.write_text("old")
+    cache = StepCache(Step(StepRef("copy"), Copy()), {}, Store(tmp_path / "store"))
+
+    def work(out: Path, _: Path | None) -> Done:
+        (out / "copy").write_text(data.read_text())
+        time.sleep(0.02)  # the kernel's clock of files has ticks
+        data.write_text("new")
+        return Done(effect=Effect(file="copy", summary="copied", reads=(data,)), seconds=0, host_peak_bytes=None)
+
+    made = cache.make(work)
+    assert made.path.read_text() == "old"
+    assert made.history[-1].notes == (f"{data} changed while it ran: it is done again the next time",)
+    assert cache.lookup() is None
+    assert cache.make(work).path.read_text() == "new"  # it is written again, with the same content
+    assert cache.lookup().path.read_text() == "new"
 
 
 @pytest.mark.parametrize(
