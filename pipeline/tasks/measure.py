@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import platform
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from pydantic import Field, SerializeAsAny
 from enginesmith.calibration.dataset import Dataset, take_labels
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines import environment
+from enginesmith.pipeline.engines import baseline, environment, simulation
 from enginesmith.pipeline.engines.base import Candidate, Engine, Session
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks import samples
@@ -33,8 +34,8 @@ from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
 from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, LatencyRow, Work
 from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.system import cpu, nvidia
 from enginesmith.pipeline.system import machine as devices
-from enginesmith.pipeline.system.cpu import free_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
@@ -153,7 +154,7 @@ class Latency(Measurement):
 
 def _within_free(limit_bytes: int | None, device: Device) -> int | None:
     """Lower a limit on the CPU to a share of the memory that is free, so that the kernel ends no other process."""
-    free = free_bytes() if device.kind == "cpu" else None
+    free = cpu.free_bytes() if device.kind == "cpu" else None
     if free is None:
         return limit_bytes
     share = int(_SHARE_OF_FREE * free)
@@ -248,15 +249,42 @@ def logs_in_own_log() -> Iterator[Path]:
                 sys.stderr.write(f"--- {log.stem}\n{log.read_text(errors='replace')}")
 
 
-class Quality(Task):
-    """Compute the metric of one variant on labeled data, and its drop against the baseline on the same samples."""
+@functools.cache
+def this_hardware(device: Device) -> dict[str, Any]:
+    """Describe what decides which kernels there are for a device, and so the numbers that they compute."""
+    if device.kind == "cuda":
+        here = nvidia.cuda_device(device.index)
+        return {"device": here.model_dump() if here else None, "driver": nvidia.driver().version}
+    return {"processor": [platform.machine(), cpu.model(), *cpu.vector_units()]}
 
-    title: ClassVar[str] = "quality"
+
+class EngineCheck(Task):
+    """Judge what an engine answers, which holds for one kind of hardware: another one has other kernels.
+
+    What computes a model or graph as it is given, on the CPU, is close enough to itself everywhere.
+    """
+
     produces: ClassVar[Kind] = "record"
     time_share: float = Field(0.5, exclude=True)
 
     engine: SerializeAsAny[Engine]
     device: Device
+
+    @property
+    def machine_specific(self) -> bool:
+        plain = self.engine.exact() in (baseline("torch"), baseline("onnx"), simulation())
+        return self.device.kind != "cpu" or not plain
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return this_hardware(self.device) if self.machine_specific else {}
+
+
+class Quality(EngineCheck):
+    """Compute the metric of one variant on labeled data, and its drop against the baseline on the same samples."""
+
+    title: ClassVar[str] = "quality"
+
     data: str
     data_options: SerializeAsAny[DataOptions]
     samples: int | None

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field, SerializeAsAny
 
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import EnginesmithError, SignatureError, StepOutOfMemory
@@ -22,8 +22,9 @@ from enginesmith.pipeline.measure.prosecution.stages import OtherGraph, Stage, S
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, write_records
 from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.measure import EngineCheck
 from enginesmith.pipeline.tasks.other_graphs import list_other_graphs
 from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
@@ -51,17 +52,14 @@ class GraphStage(BaseModel, frozen=True):
     """Roles of what that work took, in it → in this task."""
 
 
-class Prosecute(Task):
+class Prosecute(EngineCheck):
     """Try inputs on an engine until one shows a fault, or the time is up."""
 
     title: ClassVar[str] = "prosecute"
-    produces: ClassVar[Kind] = "record"
     time_share: float = Field(0.8, exclude=True)
 
-    engine: SerializeAsAny[Engine]
     given_engine: SerializeAsAny[Engine]
     """Runs the model as it is given."""
-    device: Device
     precision: str
     graphs: tuple[GraphStage, ...] = ()
     """Graphs on the way, in their order."""

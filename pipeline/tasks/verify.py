@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from pydantic import Field, SerializeAsAny
+from pydantic import SerializeAsAny
 
 from enginesmith.calibration.dataset import Dataset, check_parts, count_parts
 from enginesmith.calibration.options import DataOptions, PartOptions
@@ -26,7 +26,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
-from enginesmith.pipeline.tasks.measure import try_metric
+from enginesmith.pipeline.tasks.measure import EngineCheck, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
 
 _BY_SIZE = (
@@ -168,16 +168,12 @@ def _describe_interaction(session: Session, cases: Sequence[samples.Case], folde
     ]
 
 
-class Verify(Task):
+class Verify(EngineCheck):
     """Compare outputs with the reference's, at min, opt and max, and at every batch that is measured."""
 
     title: ClassVar[str] = "verify"
-    produces: ClassVar[Kind] = "record"
-    time_share: float = Field(0.5, exclude=True)
 
     stage: str
-    engine: SerializeAsAny[Engine]
-    device: Device
     precision: str
     min_sqnr_db: float | None
     judged: bool = True

@@ -12,7 +12,10 @@ import pytest
 
 import shared_stores
 from enginesmith.pipeline.artifact import Effect, json_digest
+from enginesmith.pipeline.engines import baseline, simulation
+from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.executor import StepCache
 from enginesmith.pipeline.execution.ray.executor import RayExecutor
@@ -24,7 +27,10 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import measure, mixed_precision
 from enginesmith.pipeline.tasks.base import Done
+from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.tune import Tune
+from enginesmith.pipeline.tasks.verify import Verify
 from shared_stores import HISTORY, KEY, OTHER, Machine, list_files, put, remote
 
 machine, url = shared_stores.machine, shared_stores.url  # fixtures
@@ -266,6 +272,29 @@ def test_what_one_machine_measured_is_not_taken_by_another(
         found = cache(name).lookup()
         assert found is not None
         assert found.path.read_text() == f"best on {name}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "elsewhere_too"),
+    [
+        *((baseline("torch"), True), (baseline("onnx"), True), (simulation(), True)),
+        *((Eager(dtype="bfloat16"), False), (OnnxRuntime(), False)),
+    ],
+)
+@pytest.mark.parametrize("kind", [Verify, Quality, Prosecute])
+def test_what_an_engine_answered_is_not_taken_by_another_kind_of_processor(
+    kind: type[measure.EngineCheck], engine: Engine, elsewhere_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = kind.model_construct(engine=engine, device=Device())
+    keys = []
+    for units in (("avx2",), ("avx2", "avx512_vnni"), ("avx2",)):
+        monkeypatch.setattr(measure.cpu, "vector_units", lambda units=units: units)
+        measure.this_hardware.cache_clear()
+        keys.append(task.environment_key)
+    measure.this_hardware.cache_clear()
+    assert keys[0] == keys[2]
+    assert (keys[0] == keys[1]) == elsewhere_too
+    assert task.machine_specific != elsewhere_too
 
 
 @pytest.mark.parametrize(("timed", "key"), [(True, {"machine": "here"}), (False, {})])
