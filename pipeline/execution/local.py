@@ -173,7 +173,7 @@ class LocalExecutor(Executor):
 
     def _run_in_worker(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with contextlib.ExitStack() as stack:
-            cores = None if request.step.task.exclusive else stack.enter_context(self._reserve_cores())
+            cores = stack.enter_context(self._reserve_cores(request.step))
             prepare = stack.enter_context(self._reserve_gpu(request.step))
 
             def remember(process: worker.Worker) -> None:
@@ -217,8 +217,11 @@ class LocalExecutor(Executor):
         return done
 
     @contextlib.contextmanager
-    def _reserve_cores(self) -> Iterator[frozenset[int] | None]:
-        """Reserve a share of the cores; all of them, None, for a step that starts while no other one runs."""
+    def _reserve_cores(self, step: Step) -> Iterator[frozenset[int] | None]:
+        """Reserve a share of the cores; all, None, for a measurement and a step that starts while no other one runs."""
+        if step.task.exclusive:
+            yield None
+            return
         with self._lock:
             alone, self._running = not self._running, self._running + 1
         share = None if alone else self._shares.get()

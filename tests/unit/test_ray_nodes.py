@@ -11,7 +11,9 @@ import pytest
 
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.errors import MissingCapability, UsageError
-from enginesmith.pipeline.execution.ray import connection
+from enginesmith.pipeline.execution.executor import StepRequest
+from enginesmith.pipeline.execution.local import Gpus
+from enginesmith.pipeline.execution.ray import connection, remote
 from enginesmith.pipeline.execution.ray.connection import PROJECT, find_named_files, stage_folders
 from enginesmith.pipeline.execution.ray.placement import (
     Node,
@@ -27,6 +29,7 @@ from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.load import Load
 
@@ -111,11 +114,11 @@ def test_a_measurement_takes_a_node_that_others_then_leave_to_it() -> None:
 def test_each_gpu_of_a_node_can_be_measured_on() -> None:
     there = pool(node("a", cpus=16, GPU=4))
     with there.reserve(step(Alone(takes="one"), CUDA)) as reservation:
-        assert reservation.resources == {"CPU": 4, "GPU": 1}
+        assert (reservation.resources, reservation.cores) == ({"CPU": 4, "GPU": 1}, 4)
         with there.reserve(step(General(), CUDA)) as beside:
             assert beside is not None
     with there.reserve(step(General(takes="all"), CUDA)) as reservation:
-        assert reservation.resources == {"CPU": 16, "GPU": 4}
+        assert (reservation.resources, reservation.cores) == ({"CPU": 16, "GPU": 4}, None)
     with there.reserve(step(Alone(), CUDA)) as reservation:
         assert reservation.resources == {"CPU": 16, "GPU": 0}
 
@@ -306,6 +309,17 @@ def test_files_that_a_step_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for given in (f"{project}/net.py", f"{tmp_path}/other.py", "../other.py"):
         named = find_named_files(Load(source=resolve(f"{given}:build")), project)
         assert named == (os.path.normpath(project / given),)
+
+
+def test_a_measurement_runs_on_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a node with several GPUs; alone on a node it has them all."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(remote.worker, "run", lambda *args, cores, **options: cores)
+    executor = remote._NodeExecutor(Store(tmp_path / "store"), jobs=1, gpus=Gpus(0))
+    request = StepRequest(step(Alone()), {}, tmp_path / "log", lambda: None, print)
+    for executor.cores, cores in ((2, {2, 3}), (None, None)):
+        assert executor._run_in_worker(request, tmp_path, None) == cores
 
 
 def test_two_processes_do_not_claim_the_same_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ class Reservation:
     @property
     def cores(self) -> int | None:
         """Number of cores that it may use; None for all."""
-        return None if self.alone else max(1, int(self.resources["CPU"]))
+        return None if self.alone == 1 else max(1, int(self.resources["CPU"]))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class _NodeExecutor(LocalExecutor):
     gpus: tuple[str, ...] = ()
 
     @contextlib.contextmanager
-    def _reserve_cores(self) -> Iterator[frozenset[int] | None]:
+    def _reserve_cores(self, step: Step) -> Iterator[frozenset[int] | None]:
         with claim_cores(self.cores) as cores:
             yield cores
 
