@@ -194,7 +194,8 @@ class Runner:
 
         deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
-        if self.search_seconds is not None and ends_search(step):
+        ends = self.search_seconds is not None and ends_search(step)
+        if ends:
             left = max(left, _LEAST_SECONDS)  # on a busy machine, all was made, and nothing would come of it
         task = self._changed.get(step.id, step.task)
         most = type(task).model_fields["time_share"].default if self._reordered else task.time_share
@@ -207,7 +208,8 @@ class Runner:
             log=self.log_of(step),
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),
-            timeout_seconds=None if share == math.inf else share,
+            # what ends a search keeps to its share by itself, a little late on a busy machine
+            timeout_seconds=None if share == math.inf else left if ends else share,
             on_note=note,
         )
         try:

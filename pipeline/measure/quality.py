@@ -51,7 +51,14 @@ class Quality(BaseModel, frozen=True):
     """True where each sample is right or wrong, and scores are not graded."""
     whole: bool = False
     """True where the metric is one number for all samples; the interval is of samples drawn anew."""
+    batch: int | None = None
+    """Samples that were computed together, where they change each other's answers."""
     reasons: dict[str, str] = {}
+
+    @property
+    def basis(self) -> str:
+        """How many samples it is of, and how they were computed."""
+        return f"{self.samples} samples" + (f" in batches of {self.batch}" if self.batch else "")
 
     @property
     def title(self) -> str:

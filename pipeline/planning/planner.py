@@ -15,7 +15,7 @@ from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.passes import graph_passes
-from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.compression import DensePlan, compress
 from enginesmith.pipeline.planning.plan import (
     LATENCY,
@@ -357,6 +357,7 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName, *, for
         metric=recipe.required_metric,
         batch=max(recipe.batch),
         largest_batch=most,
+        rows_apart=variant.lowering not in RANGES_PER_BATCH,
         seed=recipe.seed,
     )
     step = StepRef(kind, variant.name)

@@ -7,7 +7,7 @@ from typing import Any
 from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, StepRef, Variant
 from enginesmith.pipeline.planning.variants import ResolvedRecipe
 from enginesmith.pipeline.recipe import Recipe
@@ -21,8 +21,6 @@ from enginesmith.pipeline.tasks.race import Race
 
 PROSECUTE = StepRef("prosecute")
 _SECONDS = 3.0
-RANGES_PER_BATCH = ("int8-dynamic",)
-"""Precisions whose ranges are of the whole batch, so that samples are not answered as they are alone."""
 
 
 def choose_seconds(recipe: Recipe, device: Device) -> float:

@@ -11,7 +11,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.passes import passes_for
-from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, KINDS
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.compression import pruning_steps, train_sparse_step
 from enginesmith.pipeline.planning.plan import (
     LOAD,
@@ -36,7 +36,7 @@ from enginesmith.pipeline.planning.planner import (
     shapes_step,
 )
 from enginesmith.pipeline.planning.precision import Lowered, lower_precision
-from enginesmith.pipeline.planning.prosecution import PROSECUTE, RANGES_PER_BATCH, prosecute_task
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_task
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device

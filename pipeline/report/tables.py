@@ -172,7 +172,7 @@ _LONG = 10
 def describe_drop(quality: Quality) -> str:
     """Describe the metric and its loss: ``top1 0.9832 (drop +0.0040 [−0.0010, +0.0090]) on 357 samples``."""
     value = f"{quality.value:.4f}" if abs(quality.value) < _LONG else f"{quality.value:.5g}"
-    return f"{quality.title} {value} (drop {format_drop(quality)}) on {quality.samples} samples"
+    return f"{quality.title} {value} (drop {format_drop(quality)}) on {quality.basis}"
 
 
 def mark_name(record: VariantRecord) -> str:

@@ -235,7 +235,7 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
     delta = MetricDelta(name="drop", before=old.drop, after=other.drop)
     sides = ((old, before.model.data), (other, after.model.data))
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
-        said = (f"{quality.metric} on {quality.samples} samples of {data or 'unknown'} data" for quality, data in sides)
+        said = (f"{quality.metric} on {quality.basis} of {data or 'unknown'} data" for quality, data in sides)
         note = f"{' and '.join(said)} cannot be compared"
         return delta.model_copy(update={"comparable": False, "note": note})
     if old == other:

@@ -86,10 +86,10 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         assert model.signature is not None
         files: tuple[Path, ...] = ()
         if self.data is None:
-            data, batch = self._sample(self._like_reference(model.signature, reference), model.signature)
+            data, batch = self._sample(self._like_reference(model.signature, reference), model.signature, reference)
         else:
             given, files = open_data(self.data, model.signature.inputs, "calibration", self.options)
-            data, batch = self._sample(given, model.signature)
+            data, batch = self._sample(given, model.signature, reference)
             data = validate_for_calibration(data)
         return Feeding(data, data.provenance(self.seed, batch)), files
 
@@ -111,12 +111,16 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         note = f"fidelity is judged on the {len(rest)} of {len(given)} samples that calibration leaves: give more"
         return replace(held_out, notes=(*held_out.notes, note)), files
 
-    def _sample(self, given: Dataset, signature: Signature) -> tuple[Dataset, int]:
+    def _sample(self, given: Dataset, signature: Signature, reference: Artifact | None = None) -> tuple[Dataset, int]:
         """Sample rows, somewhat fewer so that they fill whole batches, whose size is returned, too.
 
-        A batch of more than there are repeats rows.
+        A batch of more than there are repeats rows. Samples that change each other's answers, as the reference tells,
+        are fed in its largest batch.
         """
         batch = 1 if samples.batch_symbol(signature) else samples.fixed_batch(signature)
+        known = samples.read(reference.folder) if reference else None
+        if known and known.interacting:
+            batch = max(case.batch for case in known.cases)
         rows = min(self.samples, len(given))
         return given.sample(max(rows - rows % batch, 1) if rows % batch else self.samples, self.seed), batch
 

@@ -294,6 +294,8 @@ class Quality(EngineCheck):
     """The largest batch that is measured: sessions take it."""
     largest_batch: int
     """The most that sessions may be given: up to it, and within 32 MiB of inputs, samples are judged together."""
+    rows_apart: bool = True
+    """False where the precision depends on the whole batch: the largest one that is measured is judged then."""
     seed: int
 
     @property
@@ -306,21 +308,23 @@ class Quality(EngineCheck):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with self.engine.load(inputs["model"], self.device) as session:
-            judged, outputs, reads = self.judge(session, inputs.get(BASELINE), progress)
+            judged, outputs, reads = self.judge(session, inputs.get(BASELINE), progress, inputs.get("reference"))
         if isinstance(judged, str):
             write_records(out, [])
             return Effect(file=RECORDS, summary=judged, reads=reads)
         np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
         write_records(out, [judged])
-        summary = f"{judged.title} {judged.value:.4f} on {judged.samples} samples"
+        summary = f"{judged.title} {judged.value:.4f} on {judged.basis}"
         return Effect(file=RECORDS, summary=summary, reads=reads)
 
     def judge(
-        self, session: Session, baseline: Artifact | None, progress: Progress
+        self, session: Session, baseline: Artifact | None, progress: Progress, reference: Artifact | None = None
     ) -> tuple[quality.Quality | str, dict[str, Array], tuple[Path, ...]]:
         """Compute a session's metric against an artifact of this task, or against itself; its answers; the files read.
 
-        Where nobody asked for a metric and there is none, the reason is returned instead.
+        Where samples change each other's answers, as the ``reference`` or the baseline's artifact tells, they are
+        computed in batches of the first size that is measured. Where nobody asked for a metric and there is none, the
+        reason is returned instead.
 
         Raises:
             DataError: a metric was asked for, and the data has no labels; or it fails.
@@ -332,7 +336,8 @@ class Quality(EngineCheck):
             data = data.sample(self.samples, self.seed)
         if data.labels is None and self.metric is None:
             return "the data has no labels, so there is no quality", {}, reads
-        outputs = self._answers(session, data, progress)
+        together = self._find_batch(baseline, reference)
+        outputs = self._answers(session, data, progress, together)
         theirs = outputs
         if baseline is not None:
             with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
@@ -346,9 +351,20 @@ class Quality(EngineCheck):
                 if self.metric:
                     raise
                 return f"no metric was named, and {error.message}", {}, reads
+        judged = judged.model_copy(update={"batch": together})
         return judged, outputs, (*reads, *_code_read(self.metric, tracker.files))
 
-    def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
+    def _find_batch(self, baseline: Artifact | None, reference: Artifact | None) -> int | None:
+        """Find how many samples have to be computed together; None where each has its own answer."""
+        known = samples.read(reference.folder) if reference else None
+        if known and known.interacting:
+            return known.cases[0].batch
+        earlier = next(iter(read_models(baseline, quality.Quality)), None)
+        return (earlier.batch if earlier else None) or (None if self.rows_apart else self.batch)
+
+    def _answers(
+        self, session: Session, data: Dataset, progress: Progress, together: int | None = None
+    ) -> dict[str, Array]:
         """Compute outputs for every sample, in batches of one size; the last one wraps round and is cut.
 
         Outputs without a row for each sample are left out, and those whose rows have other sizes in other batches.
@@ -357,7 +373,8 @@ class Quality(EngineCheck):
         size = fixed_batch(session.signature)
         if batch_symbol(session.signature):  # it takes any batch up to the largest
             row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
-            size = max(self.batch, min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
+            most = max(self.batch, min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
+            size = together or most
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
             parts.append(_answer_rows(session, data.batch(start, size), size))

@@ -168,6 +168,16 @@ def test_samples_run_one_at_a_time_or_as_many_as_a_fixed_batch_takes(tmp_path: P
     assert [len(feeds["image"]) for feeds in feeding] == [3]
 
 
+def test_samples_that_change_each_others_answers_run_in_the_largest_batch(tmp_path: Path) -> None:
+    """Alone, their difference from the mean of the batch is zero."""
+    beside = reference(tmp_path)
+    known = samples.read(beside.folder).model_copy(update={"interacting": True})
+    samples.write(beside.folder, known)
+    for data in ("digits", None):
+        feeding, _ = Feeder(data=data, samples=13, seed=0).open(network(tmp_path), beside)
+        assert [len(feeds["image"]) for feeds in feeding] == [6, 6]
+
+
 def test_a_fixed_batch_gives_the_same_ranges(tmp_path: Path) -> None:
     beside = reference(tmp_path)
     single, _ = calibrated(tmp_path, network(tmp_path), beside, count=6)

@@ -96,6 +96,16 @@ def test_requests_are_not_put_together_where_samples_influence_each_other(found:
     assert (parsed.max_batch_size, parsed.HasField("dynamic_batching")) == (64, False)
 
 
+def test_a_precision_whose_ranges_are_of_the_batch_is_not_batched(made: ExampleRun, tmp_path: Path) -> None:
+    made.variants = [made.record("onnxruntime-int8-dynamic", graph=made.graph, artifact=made.graph)]
+    made.changes["winner"] = "onnxruntime-int8-dynamic"
+    wrote = package(made.write(), "triton", tmp_path / "t")
+    assert any("requests in it change each other's answers" in text for text in wrote.cautions)
+    text = (tmp_path / "t/net_py_build/config.pbtxt").read_text()
+    assert "dynamic_batching" not in text
+    assert "# no dynamic batching: the answer to a sample depends on the rest of its batch" in text
+
+
 def test_odd_names_do_not_break_the_configuration(found: manifest.Manifest) -> None:
     name = 'a"b\\c\n} é'
     specs = Signature(

@@ -102,8 +102,9 @@ def test_sizes_are_ends_tiles_and_primes() -> None:
 def test_a_single_number_beside_samples_is_changed_within_its_bounds() -> None:
     signature = Signature(inputs=(*SIGNATURE.inputs, TensorSpec.parse("rate:int64:")), outputs=SIGNATURE.outputs)
     own = {spec.name: np.ones(spec.resolve({"batch": 2}), spec.dtype) for spec in SIGNATURE.inputs}
-    space = InputSpace(signature, {"batch": ShapeRange.parse("1:2:4")}, [{**own, "rate": np.int64(16)}])
-    assert {attempt.feeds["rate"].item() for attempt in itertools.islice(generate(space, 0), 200)} == {16}
+    space = InputSpace(signature, {"batch": ShapeRange.parse("1:2:4")}, [{**own, "rate": np.asarray(16)}])
+    rates = [attempt.feeds["rate"] for attempt in itertools.islice(generate(space, 0), 200)]
+    assert {(type(rate), rate.item()) for rate in rates} == {(np.ndarray, 16)}
 
 
 def test_nan_is_explained_where_the_last_digits_move_the_answer_as_far() -> None:

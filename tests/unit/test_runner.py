@@ -358,6 +358,17 @@ def test_a_search_that_is_late_measures_what_it_has(monkeypatch: pytest.MonkeyPa
     assert set(desk.given.values()) == {10}
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("race", 100), ("latency", 100), ("build", 50)])
+def test_a_race_keeps_to_its_share_by_itself_and_is_not_ended_then(
+    monkeypatch: pytest.MonkeyPatch, desk: Desk, kind: str, limit: float
+) -> None:
+    given = []
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(desk, "execute", lambda request: given.append(request) or Desk.execute(desk, request))
+    Runner(desk, lambda step: Path(step.id), 100.0, search_seconds=100.0).run([Step(StepRef(kind), Half())])
+    assert [(request.step.task.left_seconds, request.timeout_seconds) for request in given] == [(50, limit)]
+
+
 @pytest.mark.parametrize("reordered", [True, False])
 def test_the_last_of_the_plan_has_more_time_unless_the_order_was_changed(
     monkeypatch: pytest.MonkeyPatch, reordered: bool

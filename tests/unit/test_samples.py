@@ -17,7 +17,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample, Verify
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
@@ -234,6 +234,41 @@ def test_the_metric_is_tried_on_two_samples(
     effect = sample.run({"model": model}, reference, lambda _: None)
     assert re.fullmatch(words, "".join(effect.notes))
     assert (Path("own.py").absolute() in effect.reads) is metric.startswith("own")
+
+
+@pytest.mark.parametrize(("interacting", "apart", "batch"), [(False, True, 0), (True, True, 1), (False, False, 3)])
+def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_measured(
+    tmp_path: Path, interacting: bool, apart: bool, batch: int
+) -> None:
+    """In the first one, as the baseline's; in the largest one if only the precision makes them do so."""
+    sizes: list[int] = []
+
+    class Counted:
+        signature = IMAGE.model_copy(update={"outputs": (TensorSpec.parse("y:float32:batch,3"),)})
+
+        def run(self, feeds: Feeds) -> dict[str, Array]:
+            sizes.append(len(feeds["x"]))
+            return {"y": feeds["x"]}
+
+    np.savez(tmp_path / "data.npz", x=np.eye(10, 3, dtype=np.float32), labels=np.zeros(10, np.int64))
+    (place := tmp_path / "reference").mkdir()
+    cases = tuple(Case(sizes={"batch": size}, batch=size) for size in (1, 3))
+    samples.write(place, Samples(data="d", ranges={}, cases=cases, interacting=interacting))
+    reference = Artifact(kind="reference", path=place / samples.RECORD, sha256="", bytes=0)
+    fields = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None, "metric": "top1"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=3, largest_batch=64, seed=0, **fields)
+    judged, answers, _ = quality.judge(Counted(), None, lambda _: None, reference)  # type: ignore[arg-type]
+    assert not isinstance(judged, str)
+    assert sizes[0] == (1 if interacting else 10)
+    (done := tmp_path / "done").mkdir()
+    write_records(done, [judged])
+    np.savez(done / "outputs.npz", **answers)
+    baseline = Artifact(kind="record", path=done / RECORDS, sha256="", bytes=0)
+    sizes.clear()
+    judged, _, _ = quality.model_copy(update={"rows_apart": apart}).judge(Counted(), baseline, lambda _: None)  # type: ignore[arg-type]
+    assert not isinstance(judged, str)
+    assert (judged.batch or 0, sizes[0]) == (batch, batch or 10)
+    assert judged.basis == "10 samples" + (f" in batches of {batch}" if batch else "")
 
 
 def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:

@@ -308,4 +308,4 @@ def _change(kind: str, value: Array, bounds: tuple[float, float], rng: np.random
         changed[:] = changed[:1]
     if value.dtype.kind in "iub":
         changed = np.round(changed)
-    return changed.clip(low, high).astype(value.dtype)
+    return np.asarray(changed.clip(low, high)).astype(value.dtype)  # operations on a single number give no array

@@ -57,3 +57,5 @@ KINDS: Mapping[Name, Kind] = {
     "int4-weights": Kind("weights of products in int4 by blocks, computed in floating point", "int4", searched=True),
 }
 assert set(KINDS) == set(get_args(Name))
+RANGES_PER_BATCH = ("int8-dynamic",)
+"""Precisions whose ranges are of the whole batch, so that samples are not answered as they are alone."""

@@ -300,7 +300,7 @@ def _data(run: Run) -> str:
         parts.append(f"ranges from {'random data' if made_up else describe_calibration(run)}")
     quality = next((record.quality for record in (choose_variant(run), *run.variants) if record.quality), None)
     if quality:
-        parts.append(f"{quality.title} on {quality.samples} samples of {run.recipe.evaluation_data or run.model.data}")
+        parts.append(f"{quality.title} on {quality.basis} of {run.recipe.evaluation_data or run.model.data}")
     parts.append(f"outputs and latency on {run.model.data or 'unknown'} data")
     return f"{'; '.join(parts)}."
 

@@ -13,7 +13,7 @@ from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.fidelity import Thresholds, find_thresholds
-from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.plan import REFERENCE
 from enginesmith.pipeline.planning.variants import device_for
 from enginesmith.pipeline.results import documents
@@ -156,6 +156,9 @@ def check_vector(folder: Path, kept: StoredArtifact) -> Path:
 _SYNTHETIC = "ranges were taken from random data: its accuracy says nothing about real data"
 _GRAPHS = "it was measured with CUDA graphs, which this package does not replay: it is slower than in the run"
 _INTERACTING = "the answer to a sample depends on the rest of its batch: requests must not be put together in one"
+_RANGES_PER_BATCH = (
+    "activations are quantized by the range of the whole batch: requests in it change each other's answers"
+)
 _CHANNELS = (1, 3, 4)
 
 
@@ -177,6 +180,7 @@ def describe(
         *([_SYNTHETIC] if record.synthetic_calibration else []),
         *([record.shortfall] if record.shortfall else []),
         *([_INTERACTING] if run.model.interacting_samples else []),
+        *([_RANGES_PER_BATCH] if record.precision in RANGES_PER_BATCH else []),
     )
     return Manifest.model_validate(
         {
@@ -186,7 +190,7 @@ def describe(
             "engine": _describe_engine(chosen, engine, file),
             "signature": run.model.signature,
             "shapes": {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()},
-            "interacting_samples": run.model.interacting_samples,
+            "interacting_samples": run.model.interacting_samples or record.precision in RANGES_PER_BATCH,
             "preprocessing": _preprocessing(chosen),
             "measured": _summary(record),
             "thresholds": thresholds_of(run, record, engine),
