@@ -350,6 +350,15 @@ class Scale(nn.Module):
         return torch.tanh(x * scale)
 
 
+class Louder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: Tensor, factor: Tensor) -> Any:
+        return self.lstm(factor * x)[0]
+
+
 @pytest.mark.parametrize(
     ("module", "examples", "shapes"),
     [
@@ -357,16 +366,21 @@ class Scale(nn.Module):
         (nn.Conv2d(3, 5, 1), [(3, 9, 9)], [(3, 9, 9)]),
         (nn.Sequential(nn.Linear(4, 2), nn.Flatten(0, 1)), [(1, 5, 4)], [("batch", 5, 4)]),
         (lambda_module(lambda x: x.argmax()), [(4, 8)], [("batch", 8)]),
-        (Scale(), [(32, 10), (10,)], [(32, 10), (10,)]),
+        (Scale(), [(32, 10), (10,)], [("batch", 10), (10,)]),
+        (Scale(), [(32, 10), ()], [("batch", 10), ()]),
+        (Louder(), [(5, 3, 4), ()], [(5, "batch", 4), ()]),
         (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("batch", 0, 8)]),
     ],
-    ids=["attention", "pixels", "flat", "number", "scale", "empty"],
+    ids=["attention", "pixels", "flat", "number", "table", "rate", "rate of time", "empty"],
 )
 def test_a_batch_is_moved_only_where_one_dimension_alone_can_be_it(
     load, module: nn.Module, examples: list[tuple[int, ...]], shapes: list[tuple[int | str, ...]]
 ) -> None:
     loaded = load(module, tuple(torch.randn(shape) for shape in examples))
     assert [spec.shape for spec in loaded.signature.inputs] == shapes
+    tables = [spec.name for spec in loaded.signature.inputs if spec.shape == (10,)]
+    told = [f"the same for all samples, without a batch: {name!r}" for name in tables]
+    assert [note for note in loaded.notes if "for all samples" in note] == told
 
 
 class Deep(nn.Module):

@@ -22,10 +22,10 @@ Shapes = list[tuple[int, ...]]
 
 
 def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """Derive the inputs from the example: the first dimension is the batch, if all inputs agree on it."""
-    ranks = [value.ndim for value in example.values()]
-    batched = all(ranks) and len({value.shape[0] for value in example.values()}) == 1
-    shapes = {name: (BATCH, *value.shape[1:]) if batched else tuple(value.shape) for name, value in example.items()}
+    """Derive the inputs from the example: the first dimension is the batch, if all that are arrays agree on it."""
+    batched = len({value.shape[0] for value in example.values() if value.ndim}) == 1
+    lead = (BATCH,) if batched else ()
+    shapes = {name: (*lead, *value.shape[len(lead) :]) if value.ndim else () for name, value in example.items()}
     return tuple(TensorSpec(name=name, dtype=dtype_name(value), shape=shapes[name]) for name, value in example.items())
 
 
@@ -35,21 +35,26 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
     ``outputs`` is the number of tensors that the module returns.
 
     Of a network that takes time first, it is the second one; of the states of an LSTM, too. Where that holds of several
-    dimensions, as in a network that computes each pixel alone, it is none of them.
+    dimensions, as in a network that computes each pixel alone, it is none of them. Single numbers have no batch, and
+    inputs of fewer dimensions than others may have none, as tables.
     """
     first = default_specs(example)
-    if not first or (BATCH in first[0].shape and _keeps_rows_apart(module, first, example, outputs)):
+    batched = any(BATCH in spec.shape for spec in first)
+    if not first or (batched and _keeps_rows_apart(module, first, example, outputs)):
         return first, ""
     shapes: dict[str, tuple[int | str, ...]] = {name: tuple(value.shape) for name, value in example.items()}
     most = max(map(len, shapes.values()))
     shapes = {name: (BATCH, *shape[1:]) if len(shape) == most else shape for name, shape in shapes.items()}
     own = [spec.model_copy(update={"shape": shapes[spec.name]}) for spec in first]
-    if any(spec.shape[:1] != (BATCH,) for spec in own) and _keeps_rows_apart(module, own, example, outputs):
-        return first, ""  # inputs of fewer dimensions are the same for all samples, as tables are
+    if any(BATCH not in spec.shape for spec in own) and _keeps_rows_apart(module, own, example, outputs):
+        tables = ", ".join(repr(spec.name) for spec in own if spec.shape and BATCH not in spec.shape)
+        return tuple(own), tables and f"the same for all samples, without a batch: {tables}"
     found = []
     for axes in itertools.islice(_list_axes(example), _MOST_TRIED):
         specs = tuple(
             spec.model_copy(update={"shape": (*value.shape[:axis], BATCH, *value.shape[axis + 1 :])})
+            if value.ndim
+            else spec
             for spec, value, axis in zip(first, example.values(), axes, strict=True)
         )
         if any(axes) and _keeps_rows_apart(module, specs, example, outputs):
@@ -63,8 +68,8 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
 def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
     """List a dimension of each input, all of one size; where there are many sets, those that are the last in most."""
     shapes = [value.shape[:_MOST_AXES] for value in example.values()]
-    for size in sorted(set.intersection(*map(set, shapes))):
-        places = [[axis for axis, other in enumerate(shape) if other == size] for shape in shapes]
+    for size in sorted(set.intersection(*([set(shape) for shape in shapes if shape] or [set[int]()]))):
+        places = [[axis for axis, other in enumerate(shape) if other == size] or [0] for shape in shapes]
         if size:
             yield from itertools.product(*(reversed(axes) for axes in places))
 
@@ -73,7 +78,7 @@ def _keeps_rows_apart(
     module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], outputs: int
 ) -> bool:
     """Tell whether two samples are answered together as each of them is alone, by every output: one after the other."""
-    if not all(value.numel() and value.ndim for value in example.values()):
+    if not all(value.numel() for value in example.values()):
         return False
     one, other, both = list[Tensor](), list[Tensor](), list[Tensor]()
     for spec, value in zip(specs, example.values(), strict=True):
