@@ -193,6 +193,17 @@ def test_examples_that_do_not_fit(load, example: Any, inputs: list[str], error: 
         load(Add(), example, *inputs)
 
 
+def test_outputs_called_as_an_input_get_names_of_their_own(load) -> None:
+    class Recurrent(nn.Module):
+        def forward(self, x: Tensor, h: Tensor, h_out: Tensor) -> dict[str, Tensor]:
+            return {"h": h + x, "y": x, "h_out": h_out * 2}
+
+    loaded = load(Recurrent(), {"x": ONE, "h": ONE, "h_out": ONE})
+    assert [spec.name for spec in loaded.signature.outputs] == ["h_out_out", "y", "h_out_out_out"]
+    assert loaded.signature.returns == {"h": "h_out_out", "y": "y", "h_out": "h_out_out_out"}
+    assert [float(value[0, 0]) for value in loaded.module(ONE, ONE, ONE)] == [2.0, 1.0, 2.0]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -254,7 +254,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
             "take out what is random (dropout, sampling) and what the module remembers from call to call",
         )
     module.outputs = tuple(flat)
-    names = built.outputs if len(built.outputs) == len(flat) else module.outputs
+    names = _rename_outputs(built.outputs if len(built.outputs) == len(flat) else module.outputs, example)
     asked = bool(options.inputs or built.inputs)
     outputs = dict(zip(names, flat.values(), strict=True))
     if not asked:
@@ -268,6 +268,18 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     if left_out:
         notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
     return LoadedModel(module, signature, example, tuple(notes), answers=tuple(flat.values()))
+
+
+def _rename_outputs(names: Sequence[str], inputs: Collection[str]) -> list[str]:
+    """Rename outputs that are called as an input is: a graph has one value of each name."""
+    taken, renamed = {*names, *inputs}, list[str]()
+    for name in names:
+        free = name
+        while name in inputs and free in taken:
+            free += "_out"
+        taken.add(free)
+        renamed.append(free)
+    return renamed
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]:
