@@ -85,7 +85,7 @@ class Dataset:
     parts: Mapping[PartName, Array] = field(default_factory=dict)
     """Row numbers in ``source`` of each part, where the set is a part of it."""
     axes: Mapping[str, int] = field(default_factory=dict)
-    """Dimension of the batch in the model's inputs, where that is not the first one."""
+    """Dimension of the batch in each of the model's inputs, in their order."""
     shared: Mapping[str, Array] = field(default_factory=dict)
     """Inputs without a batch, which are fed whole with all samples."""
 
@@ -151,8 +151,9 @@ class Dataset:
         feeds = {
             name: np.moveaxis(np.asarray(array[rows]), 0, self.axes.get(name, 0)) for name, array in self.arrays.items()
         }
+        feeds |= self.shared
         # Mapped rows are read-only, and they lie at any address; engines want neither.
-        return {name: np.require(value, None, ("C", "A", "W")) for name, value in {**feeds, **self.shared}.items()}
+        return {name: np.require(feeds[name], None, ("C", "A", "W")) for name in self.axes or feeds}
 
     def sample(self, count: int, seed: int) -> "Dataset":
         """Draw ``count`` rows without replacement, and keep them in order, each class in proportion to its share.
@@ -337,8 +338,8 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
 
 
 def find_axes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Find the inputs whose batch is not their first dimension, with its place."""
-    return {spec.name: spec.batch_axis for spec in inputs if spec.batch_axis}
+    """Find the dimension of the batch in each input."""
+    return {spec.name: spec.batch_axis for spec in inputs}
 
 
 def _draw_like(

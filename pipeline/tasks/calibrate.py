@@ -140,7 +140,7 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
             _SYNTHETIC if made_up else f"{known.data}, as the reference was run on",
             {name: value for name, value in feeds.items() if name not in shared},
             synthetic=made_up,
-            axes={} if made_up else find_axes(signature.inputs),
+            axes=find_axes(signature.inputs),
             shared={name: feeds[name] for name in shared},
         )
 

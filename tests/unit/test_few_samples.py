@@ -127,6 +127,17 @@ def test_images_are_mirrored_only_if_the_teacher_then_answers_the_same(axis: int
     assert how == Augmentation(inputs=("image",), mirror=mirrored, mix=True)
 
 
+def test_an_input_without_a_batch_is_no_image() -> None:
+    found = work(augment=True)
+    data = dataclasses.replace(
+        found.material.data, axes={"table": 0, "image": 0}, shared={"table": np.ones((2, 1, 8, 8), np.float32)}
+    )
+    found = dataclasses.replace(found, material=dataclasses.replace(found.material, data=data))
+    found.models.teacher.module.call = lambda table, image: image.sum((1, 3)) * table.sum()
+    how = loop._choose_augmentation(found, found.material.batch(np.arange(4)))
+    assert how == Augmentation(inputs=("image",), mirror=True, mix=False)
+
+
 @pytest.mark.parametrize(("fixed", "at_once"), [(None, 8), (1, 1), (5, 5)])
 def test_many_samples_are_mirrored_and_few_at_a_time(fixed: int | None, at_once: int) -> None:
     """They are from all over the data, which may be in order of classes; memory is not planned by then."""

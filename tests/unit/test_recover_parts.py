@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
-from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.calibration.options import PartName
 from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
@@ -136,6 +136,14 @@ def test_samples_are_learnt_from_where_the_model_has_its_batch() -> None:
     assert torch.equal(material.batch(np.array([4, 0])).inputs["h"][:, 0], torch.from_numpy(states[4]))
 
 
+def test_inputs_without_a_batch_keep_their_place() -> None:
+    specs = [TensorSpec.parse("table:float32:2,8,8,8"), TensorSpec.parse("x:float32:batch,3")]
+    data = synthetic(specs, {"table": np.ones((2, 8, 8, 8), np.float32), "x": np.ones((2, 3), np.float32)}, {}, 9, 0)
+    found = split_data(data, 0.3, 0, CPU).batch(np.arange(4))
+    assert {name: len(value) for name, value in found.inputs.items()} == {"table": 2, "x": 4}
+    assert [*found.inputs] == ["table", "x"]
+
+
 @pytest.mark.parametrize(
     "spoil",
     [lambda value: value / 0.0, lambda value: value + math.nan, lambda value: value + (value * 0).sqrt()],
@@ -164,7 +172,7 @@ def test_a_step_that_took_more_than_is_allowed_is_done_in_smaller_parts() -> Non
             raise StepOutOfMemory("9 MiB were taken, of 4 MiB that were allowed", "")
 
     def loss(student: nn.Module, teacher: nn.Module, batch: Batch) -> torch.Tensor:
-        seen.append(len(batch))
+        seen.append(len(batch.inputs["image"]))
         answer: torch.Tensor = student(batch.inputs["image"])[0]
         return answer.square().mean()
 

@@ -39,7 +39,7 @@ def mirror(batch: Batch, names: tuple[str, ...]) -> Batch:
 
 def augment(batch: Batch, how: Augmentation) -> Batch:
     """Shift each image, mirror about half of them, and mix about half with others; torch's seed decides how."""
-    count = len(batch)
+    count = len(batch.inputs[how.inputs[0]])
     down, right, mixed = torch.rand(3, count)
     mirrored = (torch.rand(count) < 0.5) & how.mirror
     share = torch.where(mixed < 0.5, torch.rand(count), torch.ones(count))

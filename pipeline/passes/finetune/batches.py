@@ -38,13 +38,10 @@ LEAST_FOR_NORMS = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs in the order of the signature, and labels where there are some; the first axis is the sample."""
+    """Inputs in the order of the signature, and labels where there are some."""
 
     inputs: dict[str, Tensor]
     labels: Tensor | None
-
-    def __len__(self) -> int:
-        return len(next(iter(self.inputs.values())))
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,11 @@ def _try_plan(work: Work, plan: TrainingPlan, evaluator: Evaluator) -> float:
 
 def _choose_augmentation(work: Work, samples: Batch) -> Augmentation | None:
     """Choose how images are changed; they are mirrored if the teacher then answers nearly the same."""
-    images = list_images(samples.inputs)
+    axes = work.material.data.axes
+    images = list_images({name: samples.inputs[name] for name in work.material.data.arrays if not axes.get(name)})
     if not images or not work.options.augment or work.options.method != "distil":
         return None
-    alike = _agree_mirrored(work, images, len(samples)) >= _ALIKE
+    alike = _agree_mirrored(work, images, len(samples.inputs[images[0]])) >= _ALIKE
     return Augmentation(inputs=images, mirror=alike, mix=len(samples.inputs) == 1)
 
 
@@ -275,13 +276,13 @@ def _reset(work: Work, checkpoints: Checkpoints) -> None:
 
 
 def _choose_samples(work: Work, plan: TrainingPlan) -> TrainingPlan:
-    batch = work.material.batch(np.asarray(work.material.learnt[: plan.micro_batch]))
-    seconds = 0.0
+    rows = np.asarray(work.material.learnt[: plan.micro_batch])
+    batch, seconds = work.material.batch(rows), 0.0
     with torch.no_grad():
         for _ in range(2):  # the first call does what is done once
             start = time.monotonic()
             work.models.teacher.module(*batch.inputs.values())
-            seconds = (time.monotonic() - start) / len(batch)
+            seconds = (time.monotonic() - start) / len(rows)
     affordable = int(_SHARE_OF_ONE_EVALUATION * work.options.seconds / seconds) // _PASSES
     judged = min(len(work.material.held_back), max(_LEAST_JUDGED, affordable))
     return plan.model_copy(update={"judged": judged, "statistics": min(_STATISTICS, max(_LEAST_JUDGED, affordable))})
