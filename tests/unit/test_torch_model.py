@@ -272,6 +272,34 @@ def test_what_a_factory_may_not_give(monkeypatch: pytest.MonkeyPatch, result: An
         factories._call(SOURCE, result)
 
 
+def test_a_tensor_may_be_the_example_of_several_inputs(load, tmp_path: Path) -> None:
+    saved.save(load(Add(), (ONE, ONE)), resolve("digits"), LoadOptions(), tmp_path)
+    assert [value.tolist() for value in saved.read_example(stored(tmp_path)).values()] == [ONE.tolist()] * 2
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "inputs"),
+    [
+        ((ONE, None, 2.0), {}, ["x"]),
+        ((ONE,), {"scale": 3}, ["x"]),
+        (([ONE, ONE * 2],), {}, ["x_0", "x_1"]),
+        (({"a": ONE},), {"extra": ONE}, ["x_a", "extra"]),
+    ],
+)
+def test_an_exported_program_gets_its_tensors_and_what_else_it_was_exported_with(
+    tmp_path: Path, args: Any, kwargs: Any, inputs: list[str]
+) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Any, extra: Tensor | None = None, scale: float = 1.0) -> Tensor:
+            tensors = [x] if isinstance(x, Tensor) else [*x.values()] if isinstance(x, dict) else x
+            return sum([value * scale for value in tensors], torch.zeros(()) if extra is None else extra)
+
+    torch.export.save(torch.export.export(Net(), args, kwargs), tmp_path / "net.pt2")
+    loaded = torch_model.load(resolve(f"{tmp_path}/net.pt2"), LoadOptions())
+    assert [spec.name for spec in loaded.signature.inputs] == inputs
+    torch.testing.assert_close(loaded.answers[0], Net()(*args, **kwargs))
+
+
 NET = """
 import torch
 from torch import nn

@@ -100,6 +100,8 @@ def _module(source: Source) -> Built:
 
 def _pt2(source: Source) -> Built:
     import torch
+    from torch.export.graph_signature import InputKind
+    from torch.utils import _pytree
 
     try:
         program = torch.export.load(source.target)
@@ -109,26 +111,27 @@ def _pt2(source: Source) -> Built:
             "save one with torch.export.save, with the same version of torch",
         ) from error
     specs, names = [], dict[str, str]()  # the file keeps no names of dynamic dimensions, and a symbol for those alike
-    for node in program.graph.nodes:
-        if node.name in program.graph_signature.user_inputs:
-            value = node.meta["val"]
+    found = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    given = {name: value for name, value in found.items() if kinds[name] is InputKind.USER_INPUT}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
             shape = tuple(
-                dim
-                if isinstance(dim, int)
-                else names.setdefault(str(dim), "batch" if axis == 0 else f"{node.name}_dim_{axis}")
+                dim if isinstance(dim, int) else names.setdefault(str(dim), f"{name}_dim_{axis}" if axis else "batch")
                 for axis, dim in enumerate(value.shape)
             )
-            specs.append(TensorSpec(name=node.name, dtype=str(value.dtype).removeprefix("torch."), shape=shape))
-    example = None
-    if program.example_inputs:
-        args, kwargs = program.example_inputs
-        example = dict(zip((spec.name for spec in specs), [*args, *kwargs.values()], strict=True))
-    return Built(_in_order(program), example, tuple(specs))
+            specs.append(TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shape))
+    leaves = _pytree.tree_leaves(program.example_inputs) if program.example_inputs else [*given.values()]
+    example = {name: leaf for name, leaf in zip(given, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    return Built(_in_order(program, leaves), example if program.example_inputs else None, tuple(specs))
 
 
-def _in_order(program: Any) -> "nn.Module":
-    """Return the exported program as a function of its inputs in order, whichever of them were keywords."""
-    from torch import nn
+def _in_order(program: Any, leaves: list[Any]) -> "nn.Module":
+    """Return the exported program as a function of its tensors in order, whichever of them were keywords or in lists.
+
+    Of ``leaves``, all that it was exported with, those that are no tensors are given again.
+    """
+    from torch import Tensor, nn
     from torch.utils import _pytree
 
     class InOrder(nn.Module):
@@ -140,7 +143,9 @@ def _in_order(program: Any) -> "nn.Module":
             return self  # an exported program has its mode fixed, and refuses the call
 
         def forward(self, *tensors: Any) -> Any:
-            args, kwargs = _pytree.tree_unflatten(list(tensors), program.call_spec.in_spec)
+            rest = iter(tensors)
+            given = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = _pytree.tree_unflatten(given, program.call_spec.in_spec)
             return self.program(*args, **kwargs)
 
     return InOrder()

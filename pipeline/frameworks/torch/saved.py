@@ -115,7 +115,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     _write(state, out / _STATE)
     record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
     (out / RECORD).write_text(record.model_dump_json(indent=1))
-    _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+    _write_example(loaded, out)
 
 
 def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surgery | None = None) -> None:
@@ -134,7 +134,7 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
     record = parents.model_copy(update={"tied": tied, "surgery": combined})
     _write(state, out / _STATE)
     (out / RECORD).write_text(record.model_dump_json(indent=1))
-    _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+    _write_example(loaded, out)
     with torch.inference_mode(False):
         model = _build_around(out / _STATE, record)
     before, after = named_tensors(loaded.module.model), named_tensors(model)
@@ -194,6 +194,12 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         if (number := _OS_ERROR.search(str(error))) is None:
             raise
         raise explain_errno(OSError(int(number[1]), str(error)), "the store") from error
+
+
+def _write_example(loaded: LoadedModel, out: Path) -> None:
+    """Write the example, in which one tensor may be several inputs."""
+    example = {name: value.clone(memory_format=torch.contiguous_format) for name, value in loaded.example.items()}
+    _write(example, out / _EXAMPLE)
 
 
 def load_artifact(artifact: Artifact) -> LoadedModel:
@@ -328,7 +334,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         assert loaded.module.extension is not None
         changed = {"processing": loaded.module.extension.processing, "signature": loaded.signature}
         (out / RECORD).write_text(record.model_copy(update=changed).model_dump_json(indent=1))
-        _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+        _write_example(loaded, out)
     own = {path for path in tracker.files if path.is_relative_to(out.absolute())}
     files = {*tracker.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
     return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=tracker.packages())
