@@ -136,6 +136,13 @@ def test_samples_are_learnt_from_where_the_model_has_its_batch() -> None:
     assert torch.equal(material.batch(np.array([4, 0])).inputs["h"][:, 0], torch.from_numpy(states[4]))
 
 
+def test_what_the_user_froze_stays() -> None:
+    models = Models(dataclasses.replace(model(), frozen=("one.0.weight",)), model(), model(seed=1))
+    models.ready(CPU)
+    trained = {name for name, value in models.student.module.model.named_parameters() if value.requires_grad}
+    assert trained == {name for name, _ in Net().named_parameters()} - {"one.0.weight"}
+
+
 def test_inputs_without_a_batch_keep_their_place() -> None:
     specs = [TensorSpec.parse("table:float32:2,8,8,8"), TensorSpec.parse("x:float32:batch,3")]
     data = synthetic(specs, {"table": np.ones((2, 8, 8, 8), np.float32), "x": np.ones((2, 3), np.float32)}, {}, 9, 0)

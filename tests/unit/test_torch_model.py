@@ -347,6 +347,19 @@ def test_parameters_are_listed_and_buffers_are_filled() -> None:
     assert nn.init.constant_(nn.Parameter(torch.zeros(1)), 3.0).item() == 3.0
 
 
+@pytest.mark.parametrize(
+    ("extra", "frozen"),
+    [("self.table = nn.Parameter(torch.ones(4), False)", ("table",)), ("self.layer.requires_grad_(False)", ())],
+)
+def test_parameters_that_the_factory_froze_are_known(tmp_path: Path, extra: str, frozen: tuple[str, ...]) -> None:
+    file = tmp_path / f"frozen_{len(frozen)}.py"
+    file.write_text(NET.format(extra=extra, use=""))
+    source, options = resolve(f"{file}:build"), LoadOptions()
+    loaded = torch_model.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    assert loaded.frozen == saved.load_artifact(stored(tmp_path)).frozen == frozen
+
+
 def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
     before, after = round_trip(tmp_path)
     assert torch.equal(before, after)

@@ -1,6 +1,7 @@
 """From a source to a module: imports the user's code, builds what it names. Runs in a worker only."""
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -37,6 +38,8 @@ class Built:
     example: Any = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not to be trained."""
 
 
 def build(source: Source) -> Built:
@@ -47,9 +50,20 @@ def build(source: Source) -> Built:
         MissingCapability: the library that the source needs is not installed.
     """
     built = _BUILDERS[source.form](source)
+    frozen = _list_frozen(built.module)
     built.module.eval()
     built.module.requires_grad_(False)
-    return built
+    return dataclasses.replace(built, frozen=frozen)
+
+
+def _list_frozen(module: "nn.Module") -> tuple[str, ...]:
+    """List the parameters that the user's code froze: tables of positions, say, or filters.
+
+    None where they are more than half of all: then it froze what an earlier training was not to change.
+    """
+    weights = {name: value for name, value in module.named_parameters() if value.is_floating_point()}
+    frozen = {name: value.numel() for name, value in weights.items() if not value.requires_grad}
+    return tuple(frozen) if 2 * sum(frozen.values()) <= sum(value.numel() for value in weights.values()) else ()
 
 
 def _zoo(source: Source) -> Built:

@@ -162,6 +162,8 @@ class LoadedModel:
     """Files of the user's that were read while it was built: code and weights."""
     packages: dict[str, str] = dataclasses.field(default_factory=dict)
     """Installed packages that it is built with."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not to be trained."""
     answers: tuple[Tensor, ...] = ()
     """Outputs for the example, where it was just loaded."""
 
@@ -267,7 +269,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
         notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
-    return LoadedModel(module, signature, example, tuple(notes), answers=tuple(flat.values()))
+    answers = tuple(flat.values())
+    return LoadedModel(module, signature, example, tuple(notes), frozen=built.frozen, answers=answers)
 
 
 def _rename_outputs(names: Sequence[str], inputs: Collection[str]) -> list[str]:

@@ -136,7 +136,7 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
     (out / RECORD).write_text(record.model_dump_json(indent=1))
     _write_example(loaded, out)
     with torch.inference_mode(False):
-        model = _build_around(out / _STATE, record)
+        model = _build_around(out / _STATE, record).module
     before, after = named_tensors(loaded.module.model), named_tensors(model)
     other = [name for name, value in before.items() if name not in after or not _same_bits(value, after[name])]
     with torch.inference_mode():
@@ -175,7 +175,7 @@ def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
         # without weights that are drawn, the factory itself may fail: what is in their place is no matrix to invert
         with contextlib.suppress(RuntimeError, ValueError, SourceError):
             with torch.inference_mode(False):
-                model = _build_around(state, record.model_copy(update={"draw": draw}))
+                model = _build_around(state, record.model_copy(update={"draw": draw})).module
             if same_answers(loaded.answers, _answer(model, loaded, record)):
                 return not draw
     raise SourceError(
@@ -214,14 +214,14 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
 def _load_files(folder: Path, record: _Record) -> LoadedModel:
     from safetensors.torch import load_file
 
-    model = _build_around(folder / _STATE, record)
+    built = _build_around(folder / _STATE, record)
     example = load_file(folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
-    module = NamedForward(model, tuple(ordered), record.output_names, record.extension)
-    return LoadedModel(module, record.signature, ordered)
+    module = NamedForward(built.module, tuple(ordered), record.output_names, record.extension)
+    return LoadedModel(module, record.signature, ordered, frozen=built.frozen)
 
 
-def _build_around(state: Path, record: _Record) -> nn.Module:
+def _build_around(state: Path, record: _Record) -> factories.Built:
     """Build the factory's module around the stored tensors."""
     from safetensors import safe_open
 
@@ -229,7 +229,8 @@ def _build_around(state: Path, record: _Record) -> nn.Module:
     drawing = contextlib.nullcontext() if record.draw else parameters_left_empty()
     others = {getattr(module, "__file__", None) for module in list(sys.modules.values())}  # data may be code, too
     with drawing, track_files(record.options.allow_pickle) as tracker:
-        model = factories.build(resolve(record.model)).module
+        built = factories.build(resolve(record.model))
+        model = built.module
     _compare_files({path for path in tracker.files if str(path) not in others}, record)
     try:
         if record.surgery is not None:
@@ -254,7 +255,7 @@ def _build_around(state: Path, record: _Record) -> nn.Module:
                 own[name].copy_(value)
             else:  # an expanded buffer: its elements share memory and cannot be written
                 put_module(model, name, value.clone())
-    return model
+    return built
 
 
 def _compare_files(files: Collection[Path], record: _Record) -> None:

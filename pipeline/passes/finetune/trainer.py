@@ -103,7 +103,7 @@ class Models:
     _hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     def ready(self, device: torch.device) -> None:
-        """Put all on the device; the student's weights can change, and no other's. Outputs have the sample first.
+        """Put all on the device; the student's weights can change that are not frozen. Outputs have the sample first.
 
         Raises:
             ModelError: the weights are not of a type that training works in.
@@ -120,7 +120,7 @@ class Models:
                     "train in",
                     "recover the model in float32, and choose its precision afterwards",
                 )
-            value.requires_grad_(value.is_floating_point())
+            value.requires_grad_(value.is_floating_point() and name not in self.student.frozen)
 
     def restore(self) -> None:
         """Let the modules answer with the batch where it was."""
