@@ -289,6 +289,34 @@ def test_masks_and_numbers_are_no_weights(tmp_path: Path, lowest: float) -> None
     assert not list(load_graph(path).module.parameters())
 
 
+@pytest.mark.parametrize(
+    ("nodes", "vector", "trained"),
+    [
+        ([node("MatMul", "x w", "h"), node("Mul", "h v", "y")], (4,), True),
+        ([node("MatMul", "x w", "h"), node("Mul", "v h", "y")], (4, 1), False),
+        ([node("MatMul", "x w", "h"), node("Add", "h b", "i"), node("Mul", "i v", "y")], (4,), True),
+        ([node("MatMul", "x w", "h"), node("Reshape", "h s", "i"), node("Mul", "i v", "y")], (4,), False),
+        (
+            [node("MatMul", "x w", "h"), node("Sqrt", "x", "r"), node("Div", "h r", "i"), node("Mul", "i v", "y")],
+            (4, 1),
+            True,
+        ),
+        ([node("Conv", "x w1", "h"), node("Mul", "h v", "y")], (4, 1), True),
+        ([node("Conv", "x w1", "h"), node("Mul", "h v", "y")], (4,), False),
+        ([node("Cos", "x", "h"), node("Mul", "h v", "y")], (4,), False),
+    ],
+)
+def test_vectors_are_trained_along_channels_only(tmp_path: Path, nodes: Any, vector: Any, trained: bool) -> None:
+    """Not frequencies of positions, or strides of boxes."""
+    constants = {"w": normal(4, 4), "w1": normal(4, 4, 1), "b": normal(4), "s": np.asarray([-1, 4, 4])}
+    used = {name: value for name, value in constants.items() if any(name in one.input for one in nodes)}
+    path = write_graph(tmp_path, nodes, {**used, "v": normal(*vector, seed=3)}, x=("batch", 4, 4))
+    onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)
+    module = load_graph(path).module.model
+    assert isinstance(module, GraphModule)
+    assert (module._constants["v"] in module._parameters) == trained
+
+
 def test_constants_in_nodes_are_trained_too(tmp_path: Path) -> None:
     value = onnx.numpy_helper.from_array(normal(4, 2), "w")
     nodes = [onnx.helper.make_node("Constant", [], ["w"], "c", value=value), node("MatMul", "x w", "y")]

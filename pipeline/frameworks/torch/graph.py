@@ -45,7 +45,11 @@ _WEIGHTS = {
 }
 """Operator → its inputs that are trained where they are constants."""
 _BY_CHANNEL = ("Add", "Mul")
-"""Operators whose constants are trained where they have one number for each channel, and no other axis."""
+"""Operators whose constants are trained where they have one number for each channel of a product, and no other axis."""
+_CHANNELS_SECOND = ("Conv", "ConvTranspose", "BatchNormalization", "InstanceNormalization", "GroupNormalization")
+_CHANNELS_LAST = ("MatMul", "Gemm", "LayerNormalization")
+_ROOTS = ("Sqrt", "Reciprocal")
+"""Operators that make what a normalization divides or multiplies by."""
 _LARGEST = 1e4
 """Constants with larger numbers are masks, and no weights."""
 _SPARSE = 0.45
@@ -366,9 +370,39 @@ def _list_trained(model: "ir.Model") -> Iterator[str]:
                 continue
             numbers = edit.read(value)
             assert numbers is not None
-            along_one = numbers.size > 1 and numbers.size == max(numbers.shape)
-            if (along_one or not by_channel) and np.abs(numbers).max(initial=0.0) < _LARGEST:
+            along_one = by_channel and numbers.size > 1 and numbers.size == max(numbers.shape)
+            axis = numbers.shape.index(numbers.size) - numbers.ndim if along_one else 0
+            fits = along_one and _has_channels(node.inputs[1 - index], axis)
+            if (fits or not by_channel) and np.abs(numbers).max(initial=0.0) < _LARGEST:
                 yield _name(value)
+
+
+def _has_channels(value: "ir.Value | None", axis: int) -> bool:
+    """Tell whether a value has its channels along an axis, counted from the end.
+
+    It is made by a product with weights or a normalization, or by vectors behind one. Along other axes, and elsewhere,
+    vectors are no weights, but strides or frequencies.
+    """
+    node = value.producer() if value is not None else None
+    if value is None or node is None:
+        return False
+    if node.op_type in (_QUANTIZE, _DEQUANTIZE):
+        return _has_channels(node.inputs[0], axis)
+    if node.op_type in _BY_CHANNEL and any(map(edit.is_weight, node.inputs)):
+        return any(_has_channels(each, axis) for each in node.inputs)
+    if node.op_type in _CHANNELS_SECOND:
+        return value.shape is not None and axis == 1 - len(value.shape)
+    if node.op_type in _CHANNELS_LAST:
+        return axis == -1 and _is_constant(node.inputs[1])
+    producers = [each.producer() for each in node.inputs if each is not None]
+    return node.op_type in ("Div", "Mul") and any(each is not None and each.op_type in _ROOTS for each in producers)
+
+
+def _is_constant(value: "ir.Value | None") -> bool:
+    """Tell whether a value is a constant, be it in few bits."""
+    node = value.producer() if value is not None else None
+    source = node.inputs[0] if node is not None and node.op_type == _DEQUANTIZE else value
+    return source is not None and source.is_initializer()
 
 
 def _read_scale(node: "ir.Node") -> Array:
