@@ -143,6 +143,17 @@ def test_what_the_user_froze_stays() -> None:
     assert trained == {name for name, _ in Net().named_parameters()} - {"one.0.weight"}
 
 
+def test_whole_numbers_among_the_parameters_stay() -> None:
+    steps = trainer(lambda student, teacher, batch: student(batch.inputs["image"])[0].square().mean())
+    places = [nn.Parameter(torch.arange(3), requires_grad=False) for _ in range(2)]
+    for loaded, own in zip((steps.models.student, steps.models.average), places, strict=True):
+        loaded.module.model.places = own
+    before = steps.models.average.module.model.head.weight.clone()
+    steps.advance()
+    assert places[1].tolist() == [0, 1, 2]
+    assert not torch.equal(steps.models.average.module.model.head.weight, before)
+
+
 def test_inputs_without_a_batch_keep_their_place() -> None:
     specs = [TensorSpec.parse("table:float32:2,8,8,8"), TensorSpec.parse("x:float32:batch,3")]
     data = synthetic(specs, {"table": np.ones((2, 8, 8, 8), np.float32), "x": np.ones((2, 3), np.float32)}, {}, 9, 0)

@@ -65,10 +65,11 @@ def norms(module: nn.Module) -> list[_BatchNorm]:
 
 @torch.no_grad()
 def update_average(average: NamedForward, module: NamedForward, decay: float, step: int) -> None:
-    """Move the average by one step; buffers are copied, as statistics are computed anew when they are needed."""
+    """Move the average of what is trained by one step; buffers are copied, as statistics are computed anew."""
     weight = 1 - min(decay, (1 + step) / (_WARM + step))
     for mean, value in zip(average.parameters(), module.parameters(), strict=True):
-        mean.lerp_(value.detach().to(mean.dtype), weight)
+        if value.requires_grad:
+            mean.lerp_(value.detach().to(mean.dtype), weight)
     for kept, now in zip(average.buffers(), module.buffers(), strict=True):
         if 0 not in kept.stride() or kept.numel() <= 1:
             kept.copy_(now)
