@@ -127,6 +127,20 @@ def test_images_are_mirrored_only_if_the_teacher_then_answers_the_same(axis: int
     assert how == Augmentation(inputs=("image",), mirror=mirrored, mix=True)
 
 
+def test_single_numbers_among_the_outputs_are_passed_over() -> None:
+    found = work(augment=True)
+    size = TensorSpec(name="size", dtype="float32", shape=())
+    for each in (found.models.student, found.models.average, found.models.teacher):
+        module, signature = each.module.model, each.signature
+        each.module.call = lambda image, module=module: (image.square().mean(), module(image))
+        each.signature = signature.model_copy(update={"outputs": (size, *signature.outputs)})
+    samples = found.material.batch(np.arange(8))
+    plan = PLAN.model_copy(update={"outputs": output_targets(found.models.teacher, samples)})
+    assert [target.name for target in plan.outputs] == ["logits"]
+    assert loop._choose_augmentation(found, samples) is not None
+    assert Evaluator(found, plan).rate().metric == 1.0
+
+
 def test_an_input_without_a_batch_is_no_image() -> None:
     found = work(augment=True)
     data = dataclasses.replace(

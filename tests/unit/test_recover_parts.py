@@ -237,7 +237,7 @@ def test_outputs_without_numbers_cannot_be_distilled() -> None:
     teacher = model()
     teacher.module.model.head = nn.Flatten()  # what it answers then is replaced
     teacher.module.register_forward_hook(lambda module, given, values: (values[0].argmax(1),))
-    with pytest.raises(ModelError, match="no output of the model is of floating point"):
+    with pytest.raises(ModelError, match="no output of the model has floating-point numbers"):
         output_targets(teacher, batch())
 
 

@@ -142,18 +142,17 @@ class Evaluator:
 
     @torch.no_grad()
     def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
-        """Compute outputs for the samples of the evaluation, by name, and the mean loss."""
-        size = self.work.fixed or self._at_once
-        outputs: list[tuple[Tensor, ...]] = []
-        total = 0.0
+        """Compute outputs for the samples of the evaluation, by name, and the mean loss; single numbers are left out."""
+        size, total = self.work.fixed or self._at_once, 0.0
+        outputs: dict[str, list[Tensor]] = {}
         for part in parts(self._rows, size):
             filled = np.resize(part, size) if self.work.fixed else part  # repeats rows
             values, loss = self._run(loaded, self.work.material.batch(filled))
-            outputs.append(tuple(value[: len(part)].float().cpu() for value in values))
+            for spec, value in zip(loaded.signature.outputs, values, strict=True):
+                if value.ndim:
+                    outputs.setdefault(spec.name, []).append(value[: len(part)].float().cpu())
             total += loss * len(part)
-        names = [spec.name for spec in loaded.signature.outputs]
-        joined = (torch.cat(values).numpy() for values in zip(*outputs, strict=True))
-        return dict(zip(names, joined, strict=True)), total / len(self._rows)
+        return {name: torch.cat(rows).numpy() for name, rows in outputs.items()}, total / len(self._rows)
 
     def _run(self, loaded: LoadedModel, batch: Batch) -> tuple[tuple[Tensor, ...], float]:
         """Run one pass for both, unless the loss runs the module in a way of its own."""

@@ -207,8 +207,9 @@ def _agree_mirrored(work: Work, images: tuple[str, ...], at_once: int) -> float:
     name = loaded.signature.outputs[0].name
     answers = []
     for each in (given, [mirror(batch, images) for batch in given]):
-        values = [loaded.module(*batch.inputs.values())[0].float().cpu() for batch in each]
-        answers.append({name: torch.cat(values).numpy()})
+        outputs = (loaded.module(*batch.inputs.values()) for batch in each)
+        first = [next(value for value in values if value.ndim).float().cpu() for values in outputs]
+        answers.append({name: torch.cat(first).numpy()})
     return agreement(answers[1], answers[0], None)
 
 

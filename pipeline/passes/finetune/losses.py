@@ -56,7 +56,7 @@ def tap(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
-    """Describe how each output of floating-point numbers is compared.
+    """Describe how each output of floating-point numbers is compared, but for single numbers.
 
     Classes are what labels number, or what is called logits or scores; everything else is numbers.
 
@@ -68,11 +68,11 @@ def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
     targets = [
         _describe(name, _kind(name, value.float(), batch.labels if not index else None), value.float())
         for index, (name, value) in enumerate(zip(names, values, strict=True))
-        if value.is_floating_point() and value.numel()
+        if value.is_floating_point() and value.numel() and value.ndim
     ]
     if not targets:
         raise ModelError(
-            f"no output of the model is of floating point: {', '.join(map(str, teacher.signature.outputs))}",
+            f"no output of the model has floating-point numbers for each sample: {', '.join(map(str, teacher.signature.outputs))}",
             "have it return what its answer is made of, logits for instance; or recover by a loss of your own",
         )
     return tuple(targets)
