@@ -142,7 +142,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
-        """Compute outputs for the samples of the evaluation, by name, and the mean loss; single numbers are left out."""
+        """Compute outputs by name, but for single numbers, for the samples of the evaluation, and the mean loss."""
         size, total = self.work.fixed or self._at_once, 0.0
         outputs: dict[str, list[Tensor]] = {}
         for part in parts(self._rows, size):

@@ -72,7 +72,8 @@ def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
     ]
     if not targets:
         raise ModelError(
-            f"no output of the model has floating-point numbers for each sample: {', '.join(map(str, teacher.signature.outputs))}",
+            "no output of the model has floating-point numbers for each sample: "
+            + ", ".join(map(str, teacher.signature.outputs)),
             "have it return what its answer is made of, logits for instance; or recover by a loss of your own",
         )
     return tuple(targets)
