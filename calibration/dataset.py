@@ -106,8 +106,9 @@ class Dataset:
 
     @property
     def one_label(self) -> Array | None:
-        """The labels, where they are one array."""
-        return None if isinstance(self.labels, Mapping) else self.labels
+        """The labels, where they are one array of numbers."""
+        labels = self.labels
+        return None if labels is None or isinstance(labels, Mapping) or labels.dtype.kind not in "biuf" else labels
 
     @property
     def class_labels(self) -> Array | None:

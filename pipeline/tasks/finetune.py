@@ -199,7 +199,8 @@ class Recover(ResumableTask):
             data = whole.take(rows, f"{whole.name} (calibration and choice: {len(rows)} of {len(whole)})")
         if self.options.method == "supervised" and data.one_label is None:
             raise DataError(
-                f"{data.name} has {'several' if data.labels else 'no'} labels, and supervised recovery needs one array",
+                f"{data.name} has {'no' if data.labels is None else 'other'} labels, and supervised recovery needs one "
+                "array of numbers",
                 "name it with --labels KEY, or add an array named labels, or recover by distil, which needs none",
             )
         return data if self.samples is None else data.sample(self.samples, self.seed)

@@ -293,6 +293,10 @@ def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, 
         done(task(None), pair, tmp_path / "none")
     with pytest.raises(DataError, match="has no labels, and supervised"):
         done(task(unlabelled, method="supervised"), pair, tmp_path / "supervised")
+    x, words = np.load(unlabelled), tmp_path / "words.npz"
+    np.savez(words, x=x, labels=np.full(len(x), "cat"))
+    with pytest.raises(DataError, match="has other labels, and supervised"):
+        done(task(words, method="supervised"), pair, tmp_path / "words")
     with pytest.raises(DataError, match="no function 'nothing'"):
         done(task(unlabelled, method=f"{NETS}:nothing"), pair, tmp_path / "loss")
 

@@ -154,6 +154,11 @@ def test_whole_numbers_among_the_parameters_stay() -> None:
     assert not torch.equal(steps.models.average.module.model.head.weight, before)
 
 
+def test_labels_that_are_words_are_not_learnt_from() -> None:
+    data = Dataset("set", {"x": np.zeros((9, 1), np.float32)}, np.array(["cat", "dog", "cow"] * 3))
+    assert split_data(data, 0.3, 0, CPU).batch(np.arange(4)).labels is None
+
+
 def test_inputs_without_a_batch_keep_their_place() -> None:
     specs = [TensorSpec.parse("table:float32:2,8,8,8"), TensorSpec.parse("x:float32:batch,3")]
     data = synthetic(specs, {"table": np.ones((2, 8, 8, 8), np.float32), "x": np.ones((2, 3), np.float32)}, {}, 9, 0)
