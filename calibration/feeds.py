@@ -10,7 +10,7 @@ import numpy as np
 from enginesmith.calibration.sources import RawData, Request
 from enginesmith.calibration.user_code import blame_user_code, find
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
 
 MOST_BYTES = 16 << 30
 _FORM = "yield dicts of input name → array, of one sample or of a batch along the first axis; labels are optional"
@@ -23,16 +23,19 @@ def read_feeds(reference: str, request: Request) -> RawData:
         DataError: it is not there, raises, or yields something else.
     """
     notes: tuple[str, ...] = ()
+    (rowed, shared), whole = split_inputs(request.inputs), dict[str, Array]()
     with ExitStack() as stack:
         kept = _Spool(reference, stack)
         for number, feed in _iterate_feeds(reference):
-            kept.add(number, _as_batch(f"{reference}, yield {number}", feed, request.inputs))
+            place = f"{reference}, yield {number}"
+            _take_shared(place, feed, shared, whole)
+            kept.add(number, _as_batch(place, feed, rowed))
             if kept.rows >= request.options.most_rows or kept.bytes >= MOST_BYTES:
                 notes = (f"{reference} was stopped after {kept.rows} rows, and may have more",)
                 break
         if not kept.rows:
             raise DataError(f"{reference} yielded nothing", _FORM)
-        return RawData(reference, kept.arrays(), notes=notes)
+        return RawData(reference, kept.arrays() | whole, notes=notes)
 
 
 def first_feed(reference: str) -> dict[str, Array]:
@@ -114,6 +117,19 @@ def _call(reference: str, found: Any) -> Iterable[Any]:
 
 def _closing(feeds: Any) -> AbstractContextManager[Iterable[Any]]:
     return closing(feeds) if hasattr(feeds, "close") else nullcontext(feeds)
+
+
+def _take_shared(place: str, feed: dict[str, Array], shared: Sequence[TensorSpec], whole: dict[str, Array]) -> None:
+    """Move inputs without a batch out of a feed; in ``whole`` they are as they came first."""
+    for name in [spec.name for spec in shared if spec.name in feed]:
+        array = feed.pop(name)
+        if name not in whole:
+            whole[name] = array.copy()
+        elif not np.array_equal(whole[name], array):
+            raise DataError(
+                f"{place}: {name!r} is another array than before, and the model takes one for all samples",
+                "yield the same one each time, or give the input a batch with --input",
+            )
 
 
 def _as_batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:

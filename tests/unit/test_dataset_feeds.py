@@ -86,6 +86,18 @@ def no_rows():
 def objects():
     yield {"x": [None, None]}
 
+def shared():
+    for row in X:
+        yield {"x": row, "table": np.eye(3, dtype=np.float32), "rate": 8}
+
+def shared_in_batches():
+    yield {"rate": 8, "table": np.eye(3, dtype=np.float32), "x": X[:3], "labels": np.arange(3)}
+    yield {"x": X[3:], "labels": np.arange(3, 6)}
+
+def others():
+    for rate in range(2):
+        yield {"x": X, "table": np.eye(3, dtype=np.float32), "rate": rate}
+
 class Reader:
     closed = []
 
@@ -123,6 +135,17 @@ class TestRows:
         assert (data.name, len(data), data.notes) == (f"{place}:{name}", 6, ())
         assert np.array_equal(data.arrays["x"], np.arange(12, dtype=np.float32).reshape(6, 2))
         assert len(data.labels) == 6
+
+    @pytest.mark.parametrize("name", ["shared", "shared_in_batches"])
+    def test_inputs_without_a_batch_are_one_for_all_samples(self, name):
+        inputs = (TensorSpec.parse("table:float32:3,3"), *INPUTS, TensorSpec.parse("rate:int64:"))
+        data = open_dataset(f"my_data.py:{name}", inputs)
+        feeds = data.batch(4, 2)
+        assert (len(data), [*feeds]) == (6, ["table", "x", "rate"])
+        assert (feeds["table"].tolist(), feeds["rate"].item()) == (np.eye(3).tolist(), 8)
+        assert feeds["x"].tolist() == [[8, 9], [10, 11]]
+        with pytest.raises(DataError, match="yield 1: 'rate' is another array than before"):
+            open_dataset("my_data.py:others", inputs)
 
     def test_a_file_anywhere_with_what_lies_beside_it(self, module, monkeypatch, tmp_path):
         (tmp_path / "elsewhere").mkdir()
