@@ -256,6 +256,26 @@ def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch
         saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
 
 
+class Buffer(nn.Module):
+    """Adds as much of a table as the input is long; where it is too short, it makes a longer one."""
+
+    def __init__(self, table: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = torch.ones(x.shape[1])
+        return x + self.table[: x.shape[1]]
+
+
+@pytest.mark.parametrize("table", [None, torch.ones(2), torch.ones(3)])
+def test_a_tensor_that_is_made_at_the_first_call_is_named(load, table: Tensor | None) -> None:
+    with pytest.raises(SourceError, match=r"makes 'table' when it is called, or changes its size\n.*in __init__"):
+        load(Buffer(table), ONE, "x:float32:batch,length")
+    assert load(Buffer(torch.ones(4)), ONE, "x:float32:batch,3").signature.inputs[0].shape == ("batch", 3)
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -264,6 +284,8 @@ def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch
         (lambda: (nn.Linear(2, 2), ONE, ONE), "returned a tuple"),
         (lambda: nn.Linear(2, 2).state_dict(), "state dict"),
         (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "'0.weight' has no size before the first call"),
+        (lambda: Buffer(torch.eye(2).to_sparse()), "keeps 'table' as sparse_coo"),
         (lambda depth: None, r"missing a required argument: 'depth'\n.*\(depth\)"),
     ],
 )

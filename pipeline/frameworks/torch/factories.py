@@ -247,11 +247,23 @@ def _call(source: Source, factory: Any) -> Built:
             f"the factory {source.text} returned a TorchScript module, whose Python code is gone",
             "return the module it was made from",
         )
-    if any(weight.is_meta for weight in module.parameters()):
-        raise SourceError(
-            f"the factory {source.text} returned a module on the meta device, whose weights have no values",
-            "build it on the CPU, or load weights into it with load_state_dict(…, assign=True)",
-        )
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.is_meta:
+            raise SourceError(
+                f"the factory {source.text} returned a module on the meta device, whose weights have no values",
+                "build it on the CPU, or load weights into it with load_state_dict(…, assign=True)",
+            )
+        if nn.parameter.is_lazy(value):
+            raise SourceError(
+                f"the factory {source.text} returned a module whose {name!r} has no size before the first call",
+                "call the module once on the example before it is returned",
+            )
+        if value.layout is not torch.strided:
+            layout = str(value.layout).removeprefix("torch.")
+            raise SourceError(
+                f"the factory {source.text} returned a module that keeps {name!r} as {layout}",
+                "keep it as a dense tensor: to_dense()",
+            )
     return Built(module, getattr(module, "example_input_array", None) if example is None else example)
 
 

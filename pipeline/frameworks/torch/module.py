@@ -32,6 +32,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
 )
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
+from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
 from enginesmith.pipeline.tensors import Signature, TensorSpec, check_feeds
 
 
@@ -243,7 +244,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         origin = "--input" if options.inputs else "the source"
         message = f"the example input does not fit what {origin} says: {error.message}"
         raise SignatureError(message, "make the two agree") from error
-    module = NamedForward(built.module, tuple(example), ())
+    module, sizes = NamedForward(built.module, tuple(example), ()), _tensor_sizes(built.module)
     with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
         returned = module.call(*example.values())
         flat, left_out = flatten(returned)
@@ -269,8 +270,17 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
         notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
+    if changed := sizes.items() ^ _tensor_sizes(built.module).items():
+        raise SourceError(
+            f"{source.text} makes {min(changed)[0]!r} when it is called, or changes its size",
+            "make it in __init__ (register_buffer), as large as it may become; or call the module once in the factory",
+        )
     answers = tuple(flat.values())
     return LoadedModel(module, signature, example, tuple(notes), frozen=built.frozen, answers=answers)
+
+
+def _tensor_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in named_tensors(module).items()}
 
 
 def _rename_outputs(names: Sequence[str], inputs: Collection[str]) -> list[str]:
