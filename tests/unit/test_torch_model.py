@@ -382,6 +382,17 @@ def test_parameters_that_the_factory_froze_are_known(tmp_path: Path, extra: str,
     assert loaded.frozen == saved.load_artifact(stored(tmp_path)).frozen == frozen
 
 
+def test_a_module_that_changes_its_input_gets_copies(tmp_path: Path) -> None:
+    file = tmp_path / "in_place.py"
+    file.write_text(NET.format(extra="pass", use="+ x.sub_(0.5)"))
+    source, options = resolve(f"{file}:build"), LoadOptions(processing=ProcessingRequest(append=("sigmoid",)))
+    loaded, x = torch_model.load(source, options), torch.zeros(2, 4)
+    saved.save(loaded, source, options, tmp_path)
+    for each in (loaded, loaded.without_processing, saved.load_artifact(stored(tmp_path))):
+        each.module(x)
+        assert x.tolist() == [[0.0] * 4] * 2
+
+
 def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
     before, after = round_trip(tmp_path)
     assert torch.equal(before, after)

@@ -73,10 +73,13 @@ class NamedForward(nn.Module):
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         extension: Extension | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
+        """``copies`` is for a module that changes its inputs in place, as no engine does: it gets copies."""
         super().__init__()
         self.model = model
-        self.extension = extension
+        self.extension, self.copies = extension, copies
         self.training = False
         self.outputs = outputs
         self._keywords = inputs if _takes_keywords(model, inputs) else None
@@ -90,6 +93,7 @@ class NamedForward(nn.Module):
 
     def call(self, *tensors: Tensor) -> Any:
         """Call the user's module, and return what it returns."""
+        tensors = tuple(tensor.clone() for tensor in tensors) if self.copies else tensors
         if self._keywords is None:
             return self.model(*tensors)
         return self.model(**dict(zip(self._keywords, tensors, strict=True)))
@@ -182,7 +186,7 @@ class LoadedModel:
         core, names = extension.processing.core, tuple(self.example)
         with torch.no_grad():
             values = extension.prepare(tuple(self.example.values()))
-        module = NamedForward(self.module.model, names, self.module.outputs)
+        module = NamedForward(self.module.model, names, self.module.outputs, copies=self.module.copies)
         example = dict(zip(names, values, strict=True))
         return dataclasses.replace(self, module=module, signature=core, example=example, answers=())
 
@@ -228,7 +232,8 @@ def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
     if fitted.prepared:
         name = fitted.prepared.core.name
         example[name] = make_raw_example(fitted.prepared, example[name])
-    module = NamedForward(loaded.module.model, tuple(example), loaded.module.outputs, Extension(fitted))
+    core, extension = loaded.module, Extension(fitted)
+    module = NamedForward(core.model, tuple(example), core.outputs, extension, copies=core.copies)
     with torch.inference_mode():
         answers = module(*example.values())
     # sizes in outputs stay as they were found: neither resizing nor a selection changes which of them may vary
@@ -246,8 +251,10 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         raise SignatureError(message, "make the two agree") from error
     module, sizes = NamedForward(built.module, tuple(example), ()), _tensor_sizes(built.module)
     with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
-        returned = module.call(*example.values())
+        given = [value.clone() for value in example.values()]
+        returned = module.call(*given)
         flat, left_out = flatten(returned)
+        module.copies = not all(map(torch.equal, given, example.values()))
         again = flatten(module.call(*example.values()))[0]
     if not flat:
         raise SourceError(f"{source.text} returns no tensor", "its forward has to return tensors")

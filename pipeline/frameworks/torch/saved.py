@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,15 @@ class _Record(BaseModel):
     """The factory has to draw its random weights, although others replace them: something is made of them."""
     surgery: Surgery | None = None
     """Changes that pruning made to the module that the factory builds."""
+    copies: bool = False
+    """The module changes its inputs in place."""
     processing: Processing | None = None
     """Computation before and after the module."""
 
-    @property
-    def extension(self) -> Extension | None:
-        """The module that computes the processing."""
-        return Extension(self.processing) if self.processing else None
+    def wrap(self, model: nn.Module, inputs: Iterable[str]) -> NamedForward:
+        """Make the module with named inputs and outputs of the one that the factory builds."""
+        extension = Extension(self.processing) if self.processing else None
+        return NamedForward(model, tuple(inputs), self.output_names, extension, copies=self.copies)
 
 
 def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -> None:
@@ -110,6 +112,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         output_names=loaded.module.outputs,
         packages=loaded.packages,
         tied=tied,
+        copies=loaded.module.copies,
         processing=loaded.module.extension.processing if loaded.module.extension else None,
     )
     _write(state, out / _STATE)
@@ -160,9 +163,7 @@ def _same_bits(tensor: Tensor, other: Tensor) -> bool:
 def _answer(model: nn.Module, loaded: LoadedModel, record: _Record) -> tuple[Tensor, ...]:
     """Run a rebuilt module on the example."""
     with torch.inference_mode():
-        return NamedForward(model, tuple(loaded.example), record.output_names, record.extension).forward(
-            *loaded.example.values()
-        )
+        return record.wrap(model, loaded.example).forward(*loaded.example.values())
 
 
 def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
@@ -217,8 +218,7 @@ def _load_files(folder: Path, record: _Record) -> LoadedModel:
     built = _build_around(folder / _STATE, record)
     example = load_file(folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
-    module = NamedForward(built.module, tuple(ordered), record.output_names, record.extension)
-    return LoadedModel(module, record.signature, ordered, frozen=built.frozen)
+    return LoadedModel(record.wrap(built.module, ordered), record.signature, ordered, frozen=built.frozen)
 
 
 def _build_around(state: Path, record: _Record) -> factories.Built:
