@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, shapes
 from enginesmith.pipeline.passes.quantize import quantizers
 from enginesmith.pipeline.tensors import Array
 
@@ -149,6 +149,27 @@ def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
     model = linear()
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "2*batch"
     assert model_file.signature(saved(tmp_path, model)).outputs[0].shape == ("output_0_dim_0", 2)
+
+
+@pytest.mark.parametrize("text", ["batch-size", "seq+1"])
+def test_dimensions_of_one_text_are_one(tmp_path: Path, text: str) -> None:
+    model = linear()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = text
+    signature = model_file.signature(saved(tmp_path, model))
+    assert signature.inputs[0].shape[0] == signature.outputs[0].shape[0] == "input_0_dim_0"
+
+
+@pytest.mark.parametrize(("text", "batch"), [("?", "_"), ("None", "None"), ("-1", "input_0_dim_0"), ("unk", "unk")])
+def test_dimensions_without_a_name_are_one_only_as_the_batch(tmp_path: Path, text: str, batch: str) -> None:
+    model = linear()
+    for dim in (*model.graph.input[0].type.tensor_type.shape.dim, model.graph.output[0].type.tensor_type.shape.dim[0]):
+        dim.dim_param = text
+    path = saved(tmp_path, model)
+    signature = model_file.signature(path)
+    assert (signature.inputs[0].shape, signature.outputs[0].shape) == ((batch, "input_0_dim_1"), (batch, 2))
+    values = shapes.view(path, {batch: 3, "input_0_dim_1": 4}).values
+    assert (values["x"].shape, values["y"].shape) == ((3, 4), (3, 2))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ _PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 _IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
 _NAN_ABOVE = {"float16": 0x7C00, "bfloat16": 0x7F80}  # greatest bit pattern, sign aside, that is not NaN
 _EXPRESSION = set("+-*/%()<>, ")
+UNNAMED = ("", "?", "None", "-1", "unk")
+"""Texts that exporters write at dimensions that have no name."""
 
 
 class Summary(BaseModel, frozen=True):
@@ -182,15 +184,15 @@ def signature(path: Path) -> Signature:
     """
     graph = read(path).graph
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    inputs = enumerate(value for value in graph.input if value.name not in weights)
+    inputs, words = enumerate(value for value in graph.input if value.name not in weights), dict[str, str]()
     return Signature(
-        inputs=tuple(_spec("input", position, value) for position, value in inputs),
-        outputs=tuple(_spec("output", position, value) for position, value in enumerate(graph.output)),
+        inputs=tuple(_spec("input", position, value, words) for position, value in inputs),
+        outputs=tuple(_spec("output", position, value, words) for position, value in enumerate(graph.output)),
         unordered=selections.find_unordered(graph),
     )
 
 
-def _spec(side: str, position: int, value: "onnx.ValueInfoProto") -> TensorSpec:
+def _spec(side: str, position: int, value: "onnx.ValueInfoProto", words: dict[str, str]) -> TensorSpec:
     what = f"the {side} {value.name!r}"
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
@@ -203,17 +205,22 @@ def _spec(side: str, position: int, value: "onnx.ValueInfoProto") -> TensorSpec:
         raise SignatureError(f"{what} has the dtype {dtype}", remedy)
     if not tensor.HasField("shape"):
         raise SignatureError(f"{what} has no shape, not even a rank", "write its shape into the file, or export again")
-    shape = (_dim(dim, f"{side}_{position}_dim_{axis}") for axis, dim in enumerate(tensor.shape.dim))
+    shape = (_dim(dim, axis, f"{side}_{position}_dim_{axis}", words) for axis, dim in enumerate(tensor.shape.dim))
     return TensorSpec(name=value.name, dtype=dtype, shape=tuple(shape))
 
 
-def _dim(dim: "onnx.TensorShapeProto.Dimension", fallback: str) -> int | str:
+def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words: dict[str, str]) -> int | str:
+    """Return a dimension's size or word; ``words`` has those of earlier texts, as dimensions of one text are equal.
+
+    Of those without a name the first ones are: the batch.
+    """
     if dim.HasField("dim_value") and dim.dim_value > 0:
         return int(dim.dim_value)
-    if not dim.dim_param or set(dim.dim_param) & _EXPRESSION:
+    text = dim.dim_param
+    if not text or (axis and text in UNNAMED):
         return fallback
-    word = "".join(c if c.isalnum() or c == "_" else "_" for c in dim.dim_param)
-    return word if not word[0].isdigit() else f"_{word}"
+    word = fallback if set(text) & _EXPRESSION else "".join(c if c.isalnum() or c == "_" else "_" for c in text)
+    return words.setdefault(text, f"_{word}" if word[0].isdigit() else word)
 
 
 def dtype_name(elem_type: int) -> str:

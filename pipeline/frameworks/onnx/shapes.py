@@ -281,7 +281,7 @@ def _fix_sizes(path: Path, graph: "onnx.GraphProto", sizes: Mapping[str, int]) -
     for spec in model_file.signature(path).inputs:
         for dim, word in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
             if isinstance(word, str) and word in sizes:
-                if dim.dim_param:
+                if dim.dim_param not in model_file.UNNAMED:
                     by_text[dim.dim_param] = sizes[word]
                 dim.dim_value = sizes[word]
     for body in _graphs(graph):
