@@ -10,6 +10,10 @@ from enginesmith.pipeline.tensors import Array
 Mode = Literal["L", "RGB", "RGBA"]
 Size = tuple[int, int]
 """Height and width in pixels."""
+_OF_16_BITS = ("PNG", "PPM")
+"""Formats whose whole numbers have 16 bits, also where Pillow reads them as 32."""
+_LARGEST_OF_16_BITS = range(1 << 8, 1 << 16)
+"""Largest number of an image of 32 bits that is taken for one of 16."""
 
 
 class Preprocessing(BaseModel, frozen=True):
@@ -103,7 +107,11 @@ def _convert(image: Any, mode: Mode) -> Any:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, whose range nobody knows")
     if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off instead of scaling
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        numbers = np.asarray(image)
+        least, most = int(numbers.min()), int(numbers.max())
+        if image.mode == "I" and image.format not in _OF_16_BITS and (least < 0 or most not in _LARGEST_OF_16_BITS):
+            raise ValueError(f"its pixels are 32-bit whole numbers from {least} to {most}, whose range nobody knows")
+        image = Image.fromarray((numbers >> 8).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)

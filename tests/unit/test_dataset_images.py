@@ -167,6 +167,17 @@ class TestDefaults:
     def test_sixteen_bits_are_scaled_and_not_cut_off(self, tmp_path):
         Image.fromarray(np.full((8, 8), 0x8000, np.uint16)).save(tmp_path / "deep.png")
         assert set(one(tmp_path, RAW).ravel()) == {0x80}
+        (tmp_path / "shade.pgm").write_bytes(b"P5 8 8 65535\n" + bytes([0, 200]) * 64)
+        assert set(open_dataset(str(tmp_path), (RAW,)).batch(1, 1)["x"].ravel()) == {0}
+
+    @pytest.mark.parametrize("most", [0x8000, 255, 70_000, -1])
+    def test_whole_numbers_of_32_bits_have_16_or_no_range(self, tmp_path, most):
+        Image.fromarray(np.full((8, 8), most, np.int32)).save(tmp_path / "deep.tif")
+        if most == 0x8000:
+            assert set(one(tmp_path, RAW).ravel()) == {0x80}
+            return
+        with pytest.raises(DataError, match=rf"deep\.tif: its pixels are 32-bit whole numbers from {most} to {most}"):
+            one(tmp_path, RAW)
 
     def test_palettes_with_transparency(self, tmp_path):
         image = Image.fromarray(pixels()).quantize(8)
