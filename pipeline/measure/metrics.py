@@ -131,12 +131,17 @@ def _are_whole(labels: Array) -> bool:
 def _count_confusions(output: Array, labels: Array) -> Array:
     """Count [samples, classes, classes], truth by answer, over all places whose label counts.
 
-    The classes are the output's second axis; where that has length 1, an answer above 0 is class 1.
+    The classes are the output's second axis; where that has length 1, an answer above 0 is class 1. Whole numbers are
+    the classes themselves.
     """
-    classes = max(2, output.shape[1])
-    found = (output[:, 0] > 0).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
+    if output.dtype.kind in "iu":
+        found = output.reshape(labels.shape).astype(np.int64)
+        classes = 1 + max(1, int(found.max()), int(labels[_is_counted(labels)].max()))
+    else:
+        classes = max(2, output.shape[1])
+        found = (output[:, 0] > 0).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
     truth = labels.reshape(found.shape).astype(np.int64)
-    counted = (truth >= 0) & (truth < classes)
+    counted = _is_counted(truth) & (truth < classes)
     pairs = zip(truth, found, counted, strict=True)
     counts = [np.bincount(wanted[use] * classes + given[use], minlength=classes**2) for wanted, given, use in pairs]
     return np.asarray(counts).reshape(-1, classes, classes)
@@ -165,11 +170,23 @@ def _are_class_maps(output: Array, labels: Array) -> bool:
     """Tell whether there is a class for each place: [samples, classes, ...] and [samples, ...] or [samples, 1, ...]."""
     if output.ndim < 2 or labels.ndim == 0 or not _are_whole(labels):
         return False
+    counted = labels[_is_counted(labels)]
+    if output.dtype.kind in "iu":  # the class itself for each place
+        same = labels.ndim > 1 and _drop_one(output.shape) == _drop_one(labels.shape)
+        return same and counted.size > 0 and int(output.min()) >= 0
     places = output.shape[2:]
     if labels.shape[1:] not in (places, (1, *places)):
         return False
-    counted = labels[(labels >= 0) & ~np.isin(labels, IGNORED)]
     return counted.size > 0 and int(counted.max()) < max(2, output.shape[1])
+
+
+def _is_counted(labels: Array) -> NDArray[np.bool_]:
+    return (labels >= 0) & ~np.isin(labels, IGNORED)
+
+
+def _drop_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without a second axis of length 1."""
+    return (*shape[:1], *shape[2:]) if shape[1:2] == (1,) else shape
 
 
 def _join(output: Array, labels: Array) -> Array:
@@ -514,8 +531,8 @@ _CLASSES = (
     "whole number, counted from 0"
 )
 _MAPS = (
-    "an output of shape [samples, classes, ...], one class for one that is there or not, and for each place a class as "
-    "a whole number, counted from 0; negative ones, 255 and -100 do not count"
+    "an output of shape [samples, classes, ...], one class for one that is there or not, or the class itself for each "
+    "place; and for each place a class as a whole number, counted from 0; negative ones, 255 and -100 do not count"
 )
 _PICTURES = "pictures of shape [samples, channels, height, width] from 0 to 1 or 255, 11 pixels or more along each edge"
 _TEXTS = (

@@ -21,6 +21,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.package import manifest, verify
@@ -272,7 +273,8 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
     good, ones = made.variants[0], np.ones((2, 4), np.float32)
     changes = ({"id": "bad", "status": "failed", "reason": "wrong result"}, {"id": "slow", "rejected": "no faster"})
     skipped = {"id": "none", "artifact": None, "status": "skipped", "reason": "no time was left"}
-    made.variants += [good.model_copy(update=fields) for fields in (*changes, skipped)]
+    out = {**skipped, "id": "out", "race": (RaceRow(variant="out", lap=1, dropped="onnxruntime-fp32 is faster"),)}
+    made.variants += [good.model_copy(update=fields) for fields in (*changes, skipped, out)]
     folder = made.write()
     package(folder, "bundle", tmp_path / "bundle", None)
     for place in (folder, str(tmp_path / "bundle")):
@@ -287,6 +289,13 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
         pytest.raises(UsageError, match="none has no engine: no time was left"),
     ):
         load(folder, "none")
+    with (
+        pytest.warns(UserWarning, match="it was not measured"),
+        pytest.raises(
+            UsageError, match=r"faster(?s:.*)of its own: --engine onnxruntime --precision fp32, with another"
+        ),
+    ):
+        load(folder, "out")
     refusals: list[tuple[Path, dict[str, str], str]] = [
         (tmp_path / "bundle", {"variant": "other"}, "is a bundle package of onnxruntime-fp32"),
         (folder, {"variant": "eager"}, r"net\.py"),

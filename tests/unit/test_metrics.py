@@ -43,6 +43,18 @@ def test_overlap_and_f1_are_those_of_torchmetrics(seed: int) -> None:
         assert compute(name, output, labels) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["miou", "f1"])
+def test_classes_themselves_are_judged_as_their_scores(name: str) -> None:
+    """Of a network that ends with argmax; labels of 255 do not count, whatever is answered there."""
+    output, labels = make_maps(0)
+    labels.reshape(-1)[:5] = 255
+    answers = output.argmax(1)
+    for given in (answers, answers[:, None], answers.astype(np.uint8)):
+        assert compute(name, given, labels) == compute(name, output, labels)
+    with pytest.raises(DataError, match=f"^{name} needs "):
+        evaluate(name, {"y": answers[:, 1:]}, {"y": answers[:, 1:]}, labels)
+
+
 @pytest.mark.parametrize("seed", CASES)
 def test_ranks_are_those_of_scikit_learn_and_scipy(seed: int) -> None:
     sklearn, scipy = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")

@@ -129,6 +129,10 @@ def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
     if record.artifact is None and record.status == "measured":
         told = f"{record.id} is the ONNX file that the run was given, of which it keeps no copy"
         raise UsageError(told, "use that file as it is, or name another variant")
+    if record.artifact is None and record.dropped:
+        told = f"{record.id} has no engine, as it was not measured in full: {record.dropped}"
+        alone = f"--engine {record.engine} --precision {record.precision}"
+        raise UsageError(told, f"make it in a run of its own: {alone}, with another --out")
     if record.artifact is None:
         why = record.reason or record.status
         raise UsageError(f"{record.id} has no engine: {why}", f"`enginesmith resume {folder}` does what is missing")
