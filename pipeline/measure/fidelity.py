@@ -170,7 +170,11 @@ def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds, known_ra
         floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
         if pair[0].shape != pair[1].shape or len(floats) > 1:
             wanted, given = (f"{array.dtype}{list(array.shape)}" for array in pair)
-            raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
+            dropped = pair[0].ndim != pair[1].ndim and pair[0].squeeze().shape == pair[1].squeeze().shape
+            remedy = "squeeze() in a model also drops a batch of 1: name the dimension, such as squeeze(1)"
+            raise FidelityError(
+                f"output {name!r} is {given}, and the reference's is {wanted}", remedy if dropped else ""
+            )
     filled = [pair for pair in pairs if pair[0].size]
     if not filled:
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")

@@ -136,7 +136,7 @@ class Sample(Task):
                 if call:
                     feeds = samples.feeds_for(case, session.signature, given, data, self.seed, call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
-                outputs = session.run(feeds)
+                outputs = _run_case(session, case, feeds)
                 sizes.update({key: value.size for key, value in outputs.items()})
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
@@ -144,10 +144,20 @@ class Sample(Task):
         return {key: count / sizes[key] for key, count in odd.items()}, samples.join_ends(ends)
 
 
+def _run_case(session: Session, case: samples.Case, feeds: Feeds) -> dict[str, Array]:
+    """Run the baseline; ModelError says at which sizes it fails, and what helps where that is a single sample."""
+    try:
+        return session.run(feeds)
+    except ModelError as error:
+        single = "; if the model takes no single sample, measure other batches: --batch 2,8" if case.batch == 1 else ""
+        remedy = f"{error.remedy}{single}"
+        raise ModelError(f"{error.message}, at {_format_sizes(case.sizes)}", remedy) from error
+
+
 def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:
     """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
 
-    Nothing is said of outputs without a batch, or whose rows are chosen by values.
+    Nothing is said of outputs without a batch, or whose rows are chosen by values, or whose sizes are.
     """
     signature = session.signature
     symbol = samples.batch_symbol(signature)
@@ -158,6 +168,12 @@ def _describe_interaction(session: Session, cases: Sequence[samples.Case], folde
     together = samples.read_arrays(folder, "outputs", index)
     alone = session.run(samples.take_last(samples.read_arrays(folder, "feeds", index), signature.inputs, symbol))
     expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
+    # sizes that depend on values, such as the number of boxes, are others for one sample
+    expected = {
+        name: value
+        for name, value in expected.items()
+        if alone[name].ndim != value.ndim or alone[name].shape == value.shape
+    }
     given = {name: alone[name] for name in expected}
     compared = compare(given, expected, thresholds_for("fp16"), ranges=samples.find_spans([together]))
     different = [output.name for output in compared.outputs if not output.passed]

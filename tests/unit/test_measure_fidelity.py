@@ -177,6 +177,15 @@ def test_other_shapes_and_kinds_are_an_error(actual: Array) -> None:
         against(LOGITS, actual)
 
 
+def test_a_dimension_that_squeeze_drops_is_told() -> None:
+    with pytest.raises(FidelityError) as error:
+        against(LOGITS[0], LOGITS[:1])
+    assert "squeeze(1)" in error.value.remedy
+    with pytest.raises(FidelityError) as error:
+        against(LOGITS[:1], LOGITS[:2])
+    assert not error.value.remedy
+
+
 def test_missing_output_is_an_error() -> None:
     with pytest.raises(FidelityError, match="reference's are"):
         compare({"y": LOGITS}, {"z": LOGITS}, FP32)

@@ -21,6 +21,7 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability
+from enginesmith.pipeline.tasks.measure import Quality
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
 from enginesmith.pipeline.tasks.race import (
     CHOICE,
@@ -183,6 +184,14 @@ def test_what_is_dropped_is_not_measured_in_full() -> None:
     assert not by_id["reference"].search
     assert not race.search
     assert not any(step.search for step in made.steps if "tuned" in step.id or step.id.kind in ("tune", "memory"))
+
+
+def test_int8_dynamic_is_judged_in_a_batch_that_is_measured() -> None:
+    recipe = {"evaluation_data": "digits", "precisions": ["fp32", "int8-dynamic"], "engines": ["onnxruntime"]}
+    steps = {step.id: step.task for step in planned(**recipe).steps}
+    apart = {name: task.rows_apart for name, task in steps.items() if isinstance(task, Quality)}
+    assert apart["quality-onnxruntime-fp32"]
+    assert not apart["quality-onnxruntime-int8-dynamic"]
 
 
 def test_a_loss_is_judged_before_the_race_on_samples_for_choosing() -> None:

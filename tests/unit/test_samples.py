@@ -236,6 +236,34 @@ def test_the_metric_is_tried_on_two_samples(
     assert (Path("own.py").absolute() in effect.reads) is metric.startswith("own")
 
 
+def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_other(tmp_path: Path) -> None:
+    """As many places as the sum over the batch has, for each sample."""
+    ends = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 3), ("y", "n"))
+    ]
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0),
+        helper.make_node("Abs", ["total"], ["size"]),
+        helper.make_node("Cast", ["size"], ["n"], to=onnx.TensorProto.INT64),
+        helper.make_node("Min", ["n", "most"], ["few"]),
+        helper.make_node("Range", ["none", "few", "one"], ["places"]),
+        helper.make_node("Cast", ["places"], ["floats"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("ReduceSum", ["x", "axes"], ["sums"], keepdims=1),
+        helper.make_node("Mul", ["sums", "floats"], ["y"]),
+    ]
+    numbers = {"most": np.int64(9), "none": np.int64(0), "one": np.int64(1), "axes": np.int64([1])}
+    stored = [numpy_helper.from_array(np.asarray(value), name) for name, value in numbers.items()]
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    path = tmp_path / "places.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    assert not [note for note in sample.run({"model": model}, reference, lambda _: None).notes if "depends" in note]
+    assert not samples.read(reference).interacting
+
+
 @pytest.mark.parametrize(("interacting", "apart", "batch"), [(False, True, 0), (True, True, 1), (False, False, 3)])
 def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_measured(
     tmp_path: Path, interacting: bool, apart: bool, batch: int
