@@ -148,6 +148,8 @@ class StepTimeout(StepError, failure="timeout"):
 
 NO_TIME = "no time was left to try it"
 """Reason of what was not begun, or was ended, because the time of the whole run was over."""
+NO_TIME_TO_MEASURE = "it was built, and no time was left to measure it"
+"""Likewise of a variant whose engine there is."""
 
 
 def install_command(distribution: str, *flags: str) -> str:

@@ -119,6 +119,8 @@ def show_run(run: "Run", folder: Path, as_json: bool) -> int:
     from enginesmith.pipeline.results import verdicts
 
     code: int = terminal().show_run(run, folder, as_json)
+    if not code and verdicts.lacks_result(run):
+        code = 3 if verdicts.list_unjudged(run) else 1
     if not as_json:
         broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
         announce(run.name, broken, [*sentences.list_warnings(run), *sentences.list_reasons(run)], markdown.render(run))

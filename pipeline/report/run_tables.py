@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE
 from enginesmith.pipeline.frameworks.records import format_percent, format_shares
 from enginesmith.pipeline.measure import profile
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow
@@ -67,12 +68,14 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
         yield {"variant": name, **dict.fromkeys(heads, "–"), **once}
     rows = sorted(record.latency, key=lambda row: (row.batch != run.deciding_batch, row.batch))
     for index, row in enumerate(rows):
-        state = "oom" if row.oom else "failed" if row.failure else ""
+        late = row.failure == NO_TIME
+        state = "oom" if row.oom else "not measured" if late else "failed" if row.failure else ""
         faster = speedup(record, row.batch)
         if record is run.baseline:
             faster = Number("reference", row.speedup.median if row.speedup else None)
         numbers = (number_cell(row.batch), faster, time_cell(row.p50_ms), time_cell(row.p99_ms))
-        rest = once if index == 0 else {**dict.fromkeys(once, ""), "status": state}
+        rest = dict.fromkeys(once, "") if index else once
+        rest = {**rest, "status": state or rest["status"]}
         yield {"variant": "" if index else name, **dict(zip(heads, numbers, strict=True)), **rest}
 
 
@@ -91,7 +94,8 @@ def _status(record: VariantRecord) -> str:
     if record.reference:
         return f"{record.status}, for comparison"
     if record.status == "skipped" and (record.untried or record.dropped):
-        return "not tried" if record.untried else "dropped"
+        built = record.reason == NO_TIME_TO_MEASURE
+        return "dropped" if not record.untried else "not measured" if built else "not tried"
     if not record.shortfall:
         return record.status
     coverage = record.engine_coverage or record.coverage

@@ -4,7 +4,7 @@ variant."""
 from collections.abc import Iterable, Iterator
 
 from enginesmith.pipeline.engines import REFERENCES
-from enginesmith.pipeline.errors import NO_TIME
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE
 from enginesmith.pipeline.frameworks.records import describe_fallback
 from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
@@ -107,13 +107,19 @@ def _describe_search(run: Run) -> Iterator[str]:
     if not raced:
         return
     skipped = [record for record in run.requested if record.status == "skipped"]
+    measured = [record for record in run.requested if record.status == "measured"]
+    late, batch = [record for record in skipped if record.untried], run.deciding_batch
     ends = {
-        "measured in full": [record for record in run.requested if record.status == "measured"],
+        "measured in full": [record for record in measured if record.row(batch)],
+        f"not measured at batch {batch}, which decides": [record for record in measured if not record.row(batch)],
         "dropped": [record for record in skipped if record.dropped],
         "skipped": [record for record in skipped if not (record.dropped or record.untried)],
         "built and not measured": [record for record in run.requested if record.status == "built"],
         "failed": [record for record in run.requested if record.status == "failed"],
-        "not tried, as the time was over": [record for record in skipped if record.untried],
+        "not tried, as the time was over": [record for record in late if record.reason != NO_TIME_TO_MEASURE],
+        "built and not measured, as the time was over": [
+            record for record in late if record.reason == NO_TIME_TO_MEASURE
+        ],
     }
     parts = (f"{len(records)} {end}" for end, records in ends.items() if records)
     yield f"search: {count_words(len(run.requested), 'variant')}: {', '.join(parts)}"

@@ -10,7 +10,7 @@ from typing import Any
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import TUNING
-from enginesmith.pipeline.errors import NO_TIME, StepCrashed, WrongEngine
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
@@ -93,6 +93,8 @@ def make_record(
     race = tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id)
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
         unfinished = unfinished and f"dropped: {dropped}"
+    if (untried := unfinished == NO_TIME) and (build or race):
+        unfinished = NO_TIME_TO_MEASURE
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
         for steps in (variant.pruned, variant.recovered)
@@ -124,7 +126,7 @@ def make_record(
         build=build,
         tuning=_read_tuning(own) if own else None,
         race=race,
-        untried=unfinished == NO_TIME,
+        untried=untried,
         pruning=tuple(map(read_facts, pruned)),
         recovery=tuple(read_recovery(artifact.folder) for artifact in recovered),
         **audits,

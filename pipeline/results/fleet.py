@@ -17,7 +17,7 @@ from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results.comparison import Pair, VariantComparison
 from enginesmith.pipeline.results.run import Run, VariantStatus, Verdict, find_record
-from enginesmith.pipeline.results.verdicts import why_unknown
+from enginesmith.pipeline.results.verdicts import lacks_result, why_unknown
 
 SCHEMA: Literal["enginesmith.fleet/1"] = "enginesmith.fleet/1"
 FILE = "fleet.json"
@@ -291,7 +291,9 @@ def _status(result: Found) -> EntryStatus:
         return "done"
     if any(not verdict.passed for verdict in run.verdicts):
         return "breached"
-    return "done" if run.complete else "lacking"
+    if not run.complete:
+        return "lacking"
+    return "failed" if lacks_result(run) else "done"
 
 
 def winner(run: Run) -> Winner | None:

@@ -375,7 +375,15 @@ def select_winner(
         are = "variant is" if len(waiting) == 1 else "variants are"
         left = f"{len(waiting)} {are} built and not measured: {waiting[0].reason}"
         return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
-    return Selection(None, explain_failure(requested) or f"nothing was measured that has a {objective}", pareto, ())
+    lacking = f"the {objective} of no variant that was asked for is known"
+    if objective == "latency":
+        lacking = f"no variant that was asked for was measured at batch {batch}, which decides"
+    return Selection(None, explain_failure(requested) or lacking, pareto, ())
+
+
+def lacks_result(run: Run) -> bool:
+    """Tell whether a run has neither a winner nor an engine that is built to be measured elsewhere."""
+    return run.winner is None and all(record.status != "built" for record in run.requested)
 
 
 def _prefer_less_loss(

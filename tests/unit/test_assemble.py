@@ -12,7 +12,15 @@ from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.errors import NO_TIME, StepCrashed, StepError, StepKilled, StepTimeout, UsageError
+from enginesmith.pipeline.errors import (
+    NO_TIME,
+    NO_TIME_TO_MEASURE,
+    StepCrashed,
+    StepError,
+    StepKilled,
+    StepTimeout,
+    UsageError,
+)
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
@@ -160,6 +168,16 @@ def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
     assert found.search[1].speedup == 1.5
 
 
+def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: Outcomes) -> None:
+    late = {"batch": 1, "failure": NO_TIME}
+    outcomes.put(LATENCY, [latency("eager", 10), {"variant": "onnxruntime-fp32", "row": late}])
+    (outcomes.folder / LATENCY / "environment.json").write_text("{}")
+    found = outcomes.record(FLOAT)
+    assert (found.status, found.untried, found.reason) == ("skipped", True, NO_TIME_TO_MEASURE)
+    outcomes.change(StepRef("build", "fp32"), kind="module")
+    assert outcomes.record(FLOAT).reason == NO_TIME, "a module is compiled when it is measured"
+
+
 @pytest.mark.parametrize("reached", [False, True])
 @pytest.mark.parametrize(
     ("second", "failed", "why"),
@@ -180,6 +198,8 @@ def test_a_search_that_was_cut_short_is_no_wrong_result(
     else:
         outcomes.change("search-2", incomplete=True)
     outcomes.change("assign", rejected="" if reached else "none of 1 trials reaches the goal")
+    if not reached:
+        del outcomes.found[StepRef("build", "int8")]
     found = outcomes.record(replace(INT8, verified=(StepRef("assign"),)))
     assert found.reasons["search"] == why
     if reached:

@@ -72,7 +72,7 @@ def made(folder: Path, kind: str) -> EntryRecord:
         "usage": fleets.ERRORS[1],
         "failed": fleets.ERRORS[2],
         "built": fleets.run(one, winner=None, winner_reason="2 variants are built", complete=False),
-        "unmeasured": fleets.run(one, winner=None, winner_reason="nothing was measured that has a latency"),
+        "unmeasured": fleets.run(one, winner=None, winner_reason="no variant that was asked for was measured"),
         "waiting": None,
     }
     found = fleets.entry(one, folder, kinds[kind])
@@ -85,7 +85,7 @@ def made(folder: Path, kind: str) -> EntryRecord:
     [
         ("won", "done", 0),
         ("partly", "done", 0),
-        ("unmeasured", "done", 0),
+        ("unmeasured", "failed", 1),
         ("breached", "breached", 3),
         ("lacking", "lacking", 4),
         ("built", "lacking", 4),

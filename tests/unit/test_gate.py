@@ -153,7 +153,9 @@ def test_each_requested_engine_ended_well_or_is_named(
 
 def test_why_nothing_was_measured_is_the_failure(tmp_path: Path) -> None:
     broken = record("eager", status="failed", reason="load: its process crashed\n  → see its log")
-    run = write(tmp_path / "run", baseline=broken, winner_reason="nothing was measured that has a latency")
+    run = write(
+        tmp_path / "run", baseline=broken, winner_reason="the latency of no variant that was asked for is known"
+    )
     (check,) = gate.gate(run, demands(max_latency_ms=5)).verdicts
     assert check.text.startswith(f"nothing was measured in {run}: load: its process crashed; ")
 
@@ -169,7 +171,8 @@ def test_a_run_with_nothing_measured_is_no_use(tmp_path: Path) -> None:
             f"{run}: 1 not judged",
         ],
     )
-    write(run, baseline=record("eager", **unmeasured), winner=None, winner_reason="nothing was measured that has …")
+    unmeasured_reason = "no variant that was asked for was measured at batch 1, which decides"
+    write(run, baseline=record("eager", **unmeasured), winner=None, winner_reason=unmeasured_reason)
     assert f"nothing was measured in {run}: the run is not complete; to" in gate.gate(run, demands()).verdicts[0].text
     good = write(tmp_path / "good", record())
     assert said("gate", str(good), "--baseline", str(run))[0] == 2

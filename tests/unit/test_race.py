@@ -1,13 +1,12 @@
 """The race: which variants drop out, and what a report tells of them."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.errors import NO_TIME, ModelError
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, ModelError
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.run_tables import _status
@@ -26,6 +25,7 @@ from enginesmith.pipeline.tasks.race import (
     drop_slow,
     explain_unmade,
 )
+from runs import small, variant
 
 
 def row(low: float, median: float, high: float) -> LatencyRow:
@@ -314,13 +314,18 @@ def test_the_report_tells_what_became_of_each_variant_and_what_is_left() -> None
         "d": {"status": "failed", "race": [RaceRow(variant="d", lap=1, dropped="a is faster")]},
         "e": {"status": "skipped", "reason": "only 0 % of the multiply-adds have a form in int8-dynamic"},
         "f": {"status": "built", "reason": "no CUDA device here"},
+        "g": {"status": "skipped", "untried": True, "reason": NO_TIME_TO_MEASURE},
+        "h": {"status": "measured"},
     }
     records = [VariantRecord(id=name, engine="openvino", precision="fp32", **end) for name, end in ends.items()]
-    said = list(_describe_search(SimpleNamespace(requested=tuple(records))))  # type: ignore[arg-type]
+    records[0] = records[0].model_copy(update={"latency": (LatencyRow(batch=1, p50_ms=1.0),)})
+    said = list(_describe_search(small(variant("eager"), *records)))
     assert said == [
-        "search: 6 variants: 1 measured in full, 1 dropped, 1 skipped, 1 built and not measured, 1 failed, "
-        "1 not tried, as the time was over",
-        "search: with as much time again, `enginesmith resume` tries c",
+        "search: 8 variants: 1 measured in full, 1 not measured at batch 1, which decides, 1 dropped, 1 skipped, "
+        "1 built and not measured, 1 failed, 1 not tried, as the time was over, "
+        "1 built and not measured, as the time was over",
+        "search: with as much time again, `enginesmith resume` tries c, g",
     ]
     assert records[1].dropped == "a is faster"
-    assert [_status(record) for record in records] == ["measured", "dropped", "not tried", "failed", "skipped", "built"]
+    states = ["measured", "dropped", "not tried", "failed", "skipped", "built", "not measured", "measured"]
+    assert [_status(record) for record in records] == states

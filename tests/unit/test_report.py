@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.commands import context
 from enginesmith.pipeline.errors import NO_TIME
 from enginesmith.pipeline.execution.events import Event, Outcome
 from enginesmith.pipeline.frameworks.records import Coverage
@@ -57,6 +58,28 @@ def test_the_table_has_the_numbers() -> None:
     rows = run_tables.tabulate_variants(run()).rows
     assert rows[0] == ("eager", "1", "reference", "2", "–", "3 MiB", "–", "+0.0050", "measured")
     assert (rows[1][0], rows[1][2]) == ("★ onnxruntime-fp32", "4.00× [3.90, 4.10]")
+
+
+@pytest.mark.parametrize(("failure", "status"), [("it hangs", "failed"), (NO_TIME, "not measured")])
+def test_a_variant_without_the_batch_that_decides_is_not_shown_as_measured(failure: str, status: str) -> None:
+    rows = (LatencyRow(batch=1, failure=failure), LatencyRow(batch=8, p50_ms=1.0))
+    shown = run(variants=(variant("onnxruntime-fp32", latency=rows),), winner=None)
+    assert [row[-1] for row in run_tables.tabulate_variants(shown).rows] == ["measured", status, ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "budgets", "code"),
+    [
+        ({}, {}, 0),
+        ({"winner": None}, {}, 1),
+        ({"winner": None}, {"max_drop": 0.01}, 3),
+        ({"winner": None, "variants": (variant("tensorrt-fp32", status="built"),)}, {"max_drop": 0.01}, 0),
+    ],
+)
+def test_a_run_without_a_winner_is_no_success(changes: dict[str, Any], budgets: dict[str, float], code: int) -> None:
+    """Unless an engine is built that another machine measures."""
+    recipe = make({"model": "digits", "budgets": budgets}, listed=True)
+    assert context.show_run(run(recipe=recipe, **changes), Path("run"), as_json=True) == code
 
 
 def test_on_a_gpu_what_a_deployment_takes_comes_first() -> None:

@@ -171,6 +171,18 @@ def test_what_nobody_asked_for_never_wins_and_is_no_result() -> None:
     assert select_winner([EAGER, failed, beside], Budgets(), "latency", 1).winner is None
 
 
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [
+        ("latency", "no variant that was asked for was measured at batch 4, which decides"),
+        ("memory", "the memory of no variant that was asked for is known"),
+    ],
+)
+def test_why_nothing_won_is_not_said_of_what_was_measured(objective: Any, reason: str) -> None:
+    late = FAST.model_copy(update={"status": "skipped"})
+    assert select_winner([EAGER, late], Budgets(), objective, 4).reason == reason
+
+
 def test_the_best_reference_is_the_fastest_setting_of_pytorch() -> None:
     def fast(name: str, engine: str, times: float | None, **more: Any) -> VariantRecord:
         ratio = None if times is None else Interval(median=times, low=0.9 * times, high=1.1 * times)
