@@ -28,6 +28,7 @@ from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import EngineCheck, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
+from enginesmith.pipeline.units import count_words
 
 _BY_SIZE = (
     "; at other sizes it is right: if the module decides by a size in Python, limit its range with --shape, or use "
@@ -95,7 +96,7 @@ class Sample(Task):
             for key, share in odd.items()
         )
         notes = (*notes, *tried, *strange, *interacting)
-        summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
+        summary = "; ".join([f"{count_words(len(cases), 'set')} of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
     def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
@@ -213,7 +214,7 @@ class Verify(EngineCheck):
         worst = min((entry.sqnr_db for entry in entries if entry.sqnr_db is not None), default=None)
         return Effect(
             file=RECORDS,
-            summary=f"SQNR at least {worst:.0f} dB" if worst is not None else "outputs agree",
+            summary=f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree",
             rejected=f"after {self.stage} at {failed}" if failed else "",
         )
 
@@ -349,4 +350,4 @@ class Answers(Task):
                             )
                     samples.write_arrays(out, "outputs", index, outputs, call)
         samples.write(out, known)
-        return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered")
+        return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")

@@ -20,6 +20,7 @@ from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
+from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import single_stages as plans
@@ -187,8 +188,18 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
     fidelity = tuple(read_models(outcomes[plans.VERIFY_FILE].artifact, StageFidelity))
-    good = all(entry.passed for entry in fidelity)
-    return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
+    return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe)}", fidelity=fidelity)
+
+
+def _describe_closeness(fidelity: Sequence[StageFidelity], recipe: Recipe) -> str:
+    """Describe how close a file is to the recipe's model; what is as close as fp32 has to be equals it."""
+    good, asked = all(entry.passed for entry in fidelity), recipe.min_sqnr_db
+    worst = min((entry.sqnr_db for entry in fidelity if entry.sqnr_db is not None), default=None)
+    short = worst is not None and asked is not None and worst < asked
+    if worst is None or worst >= THRESHOLDS["fp32"].min_sqnr_db or not (good or short):
+        return f"{'equals' if good else 'differs from'} {recipe.model}"
+    least = f", {asked:g} dB asked for" if asked else ""
+    return f"is {'' if good else 'not '}close enough to {recipe.model}: lowest SQNR {worst:.1f} dB{least}"
 
 
 def verify_bundle(

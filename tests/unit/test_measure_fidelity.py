@@ -9,7 +9,10 @@ import pytest
 from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
 from enginesmith.pipeline.measure.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
 from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, explain_few_samples, find_metric
+from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.tensors import Array, find_fill
+from enginesmith.pipeline.workflows.stages import _describe_closeness
 
 FP32 = thresholds_for("fp32")
 RNG = np.random.default_rng(0)
@@ -34,6 +37,27 @@ def test_numbers_are_summed_over_pieces() -> None:
     actual[-1, -1] = 3
     found = against(reference, actual)
     assert (found.max_abs_error, found.sqnr_db) == (2, pytest.approx(10 * np.log10(reference.size / 4)))
+
+
+@pytest.mark.parametrize(
+    ("decibels", "asked", "passed", "words"),
+    [
+        (126.0, None, True, "equals net"),
+        (None, None, True, "equals net"),
+        (43.68, None, True, "is close enough to net: lowest SQNR 43.7 dB"),
+        (10.1, 3.0, True, "is close enough to net: lowest SQNR 10.1 dB, 3 dB asked for"),
+        (10.1, 30.0, False, "is not close enough to net: lowest SQNR 10.1 dB, 30 dB asked for"),
+        (10.1, None, False, "differs from net"),
+        (10.1, 3.0, False, "differs from net"),
+    ],
+)
+def test_only_what_is_as_close_as_float32_equals_the_model(
+    decibels: float | None, asked: float | None, passed: bool, words: str
+) -> None:
+    entry = {"stage": "net.onnx", "point": "min", "batch": 1, "cosine": None, "max_abs_error": None}
+    entry |= {"sqnr_db": decibels, "argmax_agreement": None, "passed": passed}
+    recipe = make({"model": "net", "min_sqnr_db": asked})
+    assert _describe_closeness([StageFidelity.model_validate(entry)], recipe) == words
 
 
 def test_fp32_needs_sqnr_or_a_small_error() -> None:

@@ -402,6 +402,7 @@ def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Pa
     data = str(tmp_path / "data.npz")
     sample = Sample(engine=engine, ranges={}, batches=(1,), data=data, data_options=DataOptions(), seed=0)
     effect = sample.run({"model": graph(tmp_path / "float.onnx", "Identity")}, reference, lambda _: None)
+    assert effect.summary.startswith("1 set of feeds from ")
     judged = Artifact(kind="reference", path=reference / effect.file, sha256="", bytes=0)
     measured = samples.read_arrays(reference, "feeds", 0)["x"]
     assert measured.tolist() == rows[:1].tolist()  # what is measured is one sample as before
@@ -411,6 +412,7 @@ def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Pa
         made = graph(tmp_path / f"{name}.onnx", "Clip", -most, most)
         effect = verify.run({"model": made, "reference": judged}, out, lambda _: None)
         assert (effect.rejected == "") is passed
+        assert effect.summary == f"SQNR at least {'200.0' if passed else '4.7'} dB"
         entries = read_records(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
         assert [entry["passed"] for entry in entries] == [passed] * 3
 
