@@ -25,6 +25,8 @@ from enginesmith.pipeline.units import count_words, format_bytes, ms
 _MOST_NAMED = 3
 LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
+_SLOWEST = 0.01
+"""Share of calls that are slower than p99: if more than these waited for a core, that may be why."""
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
 
@@ -168,14 +170,21 @@ def _compare_with_reference(run: Run) -> str:
 def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
     """Explain why the winner won over another one that it is not measurably faster than; empty if there is none."""
     mine, rules = winner.row(batch), (run.recipe.budgets, batch, run.recipe.min_sqnr_db)
-    if run.recipe.objective != "latency" or mine is None or not mine.speedup:
+    if run.recipe.objective != "latency" or mine is None:
         return ""
-    others = [(row, each) for each in run.variants if each is not winner and (row := each.row(batch)) and row.speedup]
+    others = [(row, each) for each in run.variants if each is not winner and (row := each.row(batch))]
     for theirs, record in sorted(others, key=lambda other: other[0].p50_ms or 0.0):
-        if verdicts.why_ineligible(record) or not theirs.speedup or divide(mine.speedup, theirs.speedup).low > 1:
+        if verdicts.why_ineligible(record):
             continue
         allowed, quality = run.recipe.budgets.max_drop, record.quality
-        holds = quality is not None and all(verdict.passed for verdict in verdicts.judge_budgets(record, *rules))
+        holds = all(verdict.passed for verdict in verdicts.judge_budgets(record, *rules))
+        lower = (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0)
+        if not mine.speedup or not theirs.speedup:
+            if holds and lower:
+                return f"it wins by its lower median; too few rounds to tell whether it is faster than {record.id}"
+            continue
+        if divide(mine.speedup, theirs.speedup).low > 1:
+            continue
         if (
             quality
             and holds
@@ -185,7 +194,7 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
             loss = f"{quality.metric} drop {quality.drop:+.4f}, and up to {quality.drop_high:+.4f}"
             times = divide(theirs.speedup, mine.speedup).times()
             return f"it wins by its accuracy: {record.id} ({loss}) is {times} as fast, but may lose more than allowed"
-        if (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0):
+        if lower:
             return f"it wins by its lower median, which is not measurably lower than that of {record.id}"
         if quality and holds:
             loss = f"{quality.metric} drop {quality.drop:+.4f}"
@@ -199,8 +208,10 @@ def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int)
     if mine is None or (mine.speedup is None and (theirs is None or theirs.p50_ms is None)):
         taken = "was not timed" if mine is None else f"takes {ms(mine.p50_ms)} ms"
         return f"{record.id} {taken} at batch {batch} ({baseline.id} was not measured there)"
-    if mine.speedup is None and theirs and theirs.disturbed_share == 1.0:
-        why = f"other programs disturbed all calls of {baseline.id}"
+    sides = (record, mine), (baseline, theirs)
+    disturbed = [each.id for each, row in sides if row and (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
+    if mine.speedup is None and disturbed:
+        why = f"other programs disturbed most calls of {' and '.join(disturbed)}"
         return f"{record.id} takes {ms(mine.p50_ms)} ms at batch {batch} (no speed-up is known: {why})"
     if mine.speedup is None:
         medians = f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms if theirs else None)} ms of {baseline.id}"
@@ -355,16 +366,18 @@ def _describe_disturbed(run: Run) -> Iterator[str]:
 def _describe_tails(run: Run) -> Iterator[str]:
     """Explain percentiles that are far above the median by the longest of them."""
     tails = [
-        (row.p99_ms / row.p50_ms, f"{mark_name(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
+        (row.p99_ms / row.p50_ms, mark_name(record), row)
         for record in run.records
         for row in record.latency
         if row.p50_ms and row.p99_ms and row.p99_ms > LONG_TAIL * row.p50_ms
     ]
     if tails:
-        _, longest, median = max(tails)
+        _, name, row = max(tails, key=lambda tail: tail[0])
+        said = f"p99 of {name} at batch {row.batch} is {ms(row.p99_ms)} ms beside a p50 of {ms(row.p50_ms)} ms"
         others = f" ({len(tails) - 1} more like it)" if len(tails) > 1 else ""
-        said = f"p99 of {longest} beside a p50 of {median} ms{others}"
-        yield f"{said}, because calls waited while other programs used the cores"
+        share = row.disturbed_share or 0.0
+        waited = f"{share:.0%} of its calls waited while other programs used the cores"
+        yield f"{said}{others}: {waited if share > _SLOWEST else 'the cause is not known'}"
 
 
 def list_measurement_notes(run: Run) -> tuple[str, ...]:

@@ -151,9 +151,13 @@ def test_the_verdict_is_one_sentence() -> None:
     late = record("eager", 2.0, 1.0).model_copy(update={"latency": (LatencyRow(batch=1, failure="it hangs"),)})
     said = sentences.summarize(run(variants=(alone,), baseline=late))
     assert said.startswith("onnxruntime-fp32 takes 0.5 ms at batch 1 (eager was not measured there), uses 100 %")
-    rows = (LatencyRow(batch=1, p50_ms=236.0, n=1, disturbed_share=1.0),)
-    said = sentences.summarize(run(variants=(alone,), baseline=late.model_copy(update={"latency": rows})))
-    assert "at batch 1 (no speed-up is known: other programs disturbed all calls of eager), uses" in said
+    rows = (LatencyRow(batch=1, p50_ms=236.0, n=1, disturbed_share=0.966),)
+    late = late.model_copy(update={"latency": rows})
+    said = sentences.summarize(run(variants=(alone,), baseline=late))
+    assert "at batch 1 (no speed-up is known: other programs disturbed most calls of eager), uses" in said
+    rows = (alone.latency[0].model_copy(update={"disturbed_share": 0.6}),)
+    said = sentences.summarize(run(variants=(alone.model_copy(update={"latency": rows}),), baseline=late))
+    assert "other programs disturbed most calls of onnxruntime-fp32 and eager), uses" in said
 
 
 @pytest.mark.parametrize(
@@ -232,6 +236,10 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
     assert "it wins by its lower median, which is not measurably lower than that of fp32" in sentences.summarize(tied)
     clear = run(variants=(fast("fp32", 0.5, 3.9, 4.1), fast("int8", 0.1, 19.0, 21.0)), winner="int8")
     assert "lower median" not in sentences.summarize(clear)
+
+    bare = [each.model_copy(update={"latency": (LatencyRow(batch=1, p50_ms=0.5),)}) for each in tied.variants]
+    told = "it wins by its lower median; too few rounds to tell whether it is faster than fp32"
+    assert told in sentences.summarize(tied.model_copy(update={"variants": tuple(bare)}))
 
     def lossy(record: VariantRecord, drop: float) -> VariantRecord:
         quality = Quality(metric="top1", value=0.9 - drop, baseline=0.9, drop=drop, samples=99)
@@ -504,14 +512,19 @@ def test_a_profile_says_whose_figures_it_has_and_what_it_cost(capsys: pytest.Cap
 
 
 def test_a_tail_far_above_the_median_is_explained_once() -> None:
-    def with_p99(ms: float, p99_ms: float) -> VariantRecord:
-        rows = (LatencyRow(batch=batch, p50_ms=ms, p99_ms=tail) for batch, tail in ((1, p99_ms), (8, p99_ms / 2)))
+    def with_p99(ms: float, p99_ms: float, share: float | None = 0.3) -> VariantRecord:
+        rows = (
+            LatencyRow(batch=batch, p50_ms=ms, p99_ms=tail, disturbed_share=share)
+            for batch, tail in ((1, p99_ms), (8, p99_ms / 2))
+        )
         return record("eager", ms, 1.0).model_copy(update={"latency": tuple(rows)})
 
     some = run(baseline=with_p99(1.0, 398.0))
     (note,) = sentences.describe_noise(some)
-    start = "p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (1 more like it), because calls waited"
-    assert note.startswith(start)
+    start = "p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (1 more like it)"
+    assert note.startswith(f"{start}: 30% of its calls waited while other programs used the cores; ")
+    (unknown,) = sentences.describe_noise(run(baseline=with_p99(1.0, 398.0, share=0.0)))
+    assert unknown.startswith(f"{start}: the cause is not known; ")
     assert note in sentences.list_measurement_notes(some)
     assert "beside a p50 of 1 ms" in markdown.render(some)
     assert not list(sentences.describe_noise(run(baseline=with_p99(1.0, 19.0))))
