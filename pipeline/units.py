@@ -81,6 +81,16 @@ def ms(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+def format_metric(value: float, sign: Literal["", "+"] = "", least: float = 1e-6) -> str:
+    """Write a metric or its drop with four decimals, or two digits that count below 0.001, and as 0 below ``least``.
+
+    ``sign`` is written before what is not negative.
+    """
+    small = least < abs(value) < 0.001
+    digits = 1 - math.floor(math.log10(abs(value))) if small else 4
+    return f"{value:{sign}z.{digits}f}".replace("-", "−")
+
+
 def count_words(number: int, singular: str) -> str:
     """Write a count with its noun: ``1 variant``, ``3 variants``."""
     return f"{number} {singular}{'' if number == 1 else 's'}"

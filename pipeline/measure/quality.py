@@ -20,6 +20,7 @@ from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
 from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.units import format_metric
 
 Metric = Callable[[dict[str, Array], Any], Any]
 """``(outputs by name, labels)`` → one number for all samples, or an array with one for each; more is better."""
@@ -74,13 +75,14 @@ class Quality(BaseModel, frozen=True):
         nothing is lost, and it takes a whole sample above what is allowed: of 96 samples a single one is a drop of
         0.0104, and no sign that 0.01 is exceeded. That of a metric of all samples is wide likewise.
         """
+        drop, high = format_metric(self.drop), self.drop_high or 0.0
         if self.counted:
             above = round((self.drop - max_drop) * self.samples, 6) >= 1
-            return f"the drop of {self.drop:.4f} is more than {max_drop:g}" if above else ""
+            return f"the drop of {drop} is more than {max_drop:g}" if above else ""
         if self.drop > max_drop:
-            return f"the drop of {self.drop:.4f} is more than {max_drop:g}"
-        if not self.whole and (self.drop_high or 0.0) > max_drop:
-            return f"the drop of {self.drop:.4f} may be up to {self.drop_high:.4f}, which is more than {max_drop:g}"
+            return f"the drop of {drop} is more than {max_drop:g}"
+        if not self.whole and high > max_drop:
+            return f"the drop of {drop} may be up to {format_metric(high)}, which is more than {max_drop:g}"
         return ""
 
     def explain_width(self, max_drop: float) -> str:
@@ -90,7 +92,7 @@ class Quality(BaseModel, frozen=True):
             return ""
         needed = math.ceil(self.samples * (half / max_drop) ** 2)  # an interval shrinks with the root of the number
         return (
-            f"{self.samples} samples tell the drop to ±{half:.4f}: to see one of {max_drop:g}, about "
+            f"{self.samples} samples tell the drop to ±{format_metric(half)}: to see one of {max_drop:g}, about "
             f"{needed - self.samples} more are needed"
         )
 

@@ -17,7 +17,7 @@ from enginesmith.pipeline.results.comparison import (
     VariantComparison,
 )
 from enginesmith.pipeline.results.differences import Changed
-from enginesmith.pipeline.units import format_bytes, format_seconds, ms, shorten
+from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds, ms, shorten
 
 _NUMBERS = ("", "reference", "other", "change [95 %]", "")
 _CHANGED = ("", "field", "reference", "other")
@@ -169,7 +169,7 @@ def _format_value(number: MetricDelta, value: float | None, *, signed: bool = Fa
         return sign + format_bytes(size)
     if number.name == "build_seconds":
         return sign + format_seconds(size)
-    return f"{sign}{size:.1f}" if number.name == "sqnr_db" else f"{sign}{size:.4f}"
+    return f"{sign}{size:.1f}" if number.name == "sqnr_db" else f"{sign}{format_metric(size)}"
 
 
 def _format_difference(number: MetricDelta) -> str:

@@ -9,6 +9,7 @@ from enginesmith.pipeline.report.tables import (
     Number,
     Table,
     Tone,
+    drop_cell,
     make_table,
     name_some,
     number_cell,
@@ -77,7 +78,7 @@ def _entry_row(entry: EntryRecord) -> dict[str, str]:
         "since the last fleet": describe_change(entry.since_last),
         "peak memory": size_cell(winner.peak_bytes if winner else None),
         "size": size_cell(winner.bytes if winner else None),
-        "drop": number_cell(winner.drop if winner else None, "+.4f"),
+        "drop": drop_cell(winner.drop if winner else None),
         "budgets": f"broken: {', '.join(broken)}" if broken else "met" if entry.verdicts else "–",
     }
 

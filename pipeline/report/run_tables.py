@@ -16,6 +16,7 @@ from enginesmith.pipeline.report.tables import (
     describe_data,
     describe_drop,
     describe_pass,
+    drop_cell,
     format_drop,
     make_table,
     mark_name,
@@ -28,7 +29,7 @@ from enginesmith.pipeline.report.tables import (
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import list_losses, narrowest_type
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes, format_seconds, ms
+from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds, ms
 
 _MOST_ROWS = 20_000
 _NOTHING_DB = 3.0
@@ -419,7 +420,7 @@ def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
             "quantized": number_cell(trial.quantised),
             "kept": str(trial.kept),
             "SQNR dB": number_cell(trial.sqnr_db, ".1f"),
-            "drop": number_cell(trial.drop, "+.4f"),
+            "drop": drop_cell(trial.drop),
             "speed against float": _ratio(trial.speedup, ".2f"),
             "reaches the goal": "yes" if trial.passed else f"no: {trial.reason}" if trial.reason else "no",
             "what": trial.why,
@@ -438,8 +439,8 @@ def tabulate_quality(run: Run) -> Table:
         {
             "variant": mark_name(record),
             "metric": quality.title,
-            "value": f"{quality.value:.4f}",
-            run.baseline.id: f"{quality.baseline:.4f}",
+            "value": format_metric(quality.value),
+            run.baseline.id: format_metric(quality.baseline),
             "drop [95 %]": format_drop(quality),
             "samples": str(quality.samples),
         }

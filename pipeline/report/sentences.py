@@ -10,6 +10,7 @@ from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, NOISE_REME
 from enginesmith.pipeline.report.tables import (
     describe_data,
     describe_drop,
+    format_drop,
     mark,
     mark_name,
     name_some,
@@ -20,7 +21,7 @@ from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.differences import device_kind
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.machine import BUSY
-from enginesmith.pipeline.units import count_words, format_bytes, ms
+from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms
 
 _MOST_NAMED = 3
 LONG_TAIL = 20.0
@@ -32,7 +33,7 @@ SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy i
 
 def list_footnotes(run: Run) -> list[str]:
     """Explain stars on names, dashes for a p99, groups on a GPU, searches and negative drops, where there are any."""
-    negative = any(record.quality and round(record.quality.drop, 4) < 0 for record in run.variants)
+    negative = any(record.quality and format_drop(record.quality).startswith("−") for record in run.variants)
     return [
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
         *_explain_p99(run),
@@ -185,19 +186,15 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
             continue
         if divide(mine.speedup, theirs.speedup).low > 1:
             continue
-        if (
-            quality
-            and holds
-            and verdicts.may_lose_more(record, allowed)
-            and not verdicts.may_lose_more(winner, allowed)
-        ):
-            loss = f"{quality.metric} drop {quality.drop:+.4f}, and up to {quality.drop_high:+.4f}"
-            times = divide(theirs.speedup, mine.speedup).times()
-            return f"it wins by its accuracy: {record.id} ({loss}) is {times} as fast, but may lose more than allowed"
+        loss = f"{quality.metric} drop {format_metric(quality.drop, '+')}" if quality else ""
+        risky = verdicts.may_lose_more(record, allowed) and not verdicts.may_lose_more(winner, allowed)
+        if quality and holds and risky:
+            most, times = format_metric(quality.drop_high or 0.0, "+"), divide(theirs.speedup, mine.speedup).times()
+            other = f"{record.id} ({loss}, and up to {most}) is {times} as fast"
+            return f"it wins by its accuracy: {other}, but may lose more than allowed"
         if lower:
             return f"it wins by its lower median, which is not measurably lower than that of {record.id}"
         if quality and holds:
-            loss = f"{quality.metric} drop {quality.drop:+.4f}"
             return f"it wins by its smaller accuracy drop: {record.id} ({loss}) is not measurably faster"
     return ""
 

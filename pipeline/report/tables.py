@@ -10,7 +10,7 @@ from enginesmith.pipeline.measure.quality import Quality, explain_few_samples
 from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity, Throughput
 from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.results.run import Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes, ms
+from enginesmith.pipeline.units import format_bytes, format_metric, ms
 
 Tone = Literal["", "good", "bad", "caution"]
 LONG = 40
@@ -21,6 +21,8 @@ _LONG_WORD = 24
 _LONGEST_REASON = 120
 _NUMBER = re.compile(r"[~<>+−±-]*\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?[^\d\s]{1,5}( \d+ s)?)?( \[[^\]]*\])?")
 """A number, its unit, and its interval."""
+_ROUNDING = 1e-5
+"""Share of a metric below which a drop is shown as none: sums are rounded by as much."""
 _MARK = "*"
 
 
@@ -141,6 +143,11 @@ def number_cell(value: float | None, form: str = "") -> Number:
     return Number("–" if value is None else f"{value:{form}}", value)
 
 
+def drop_cell(value: float | None) -> Number:
+    """Format the loss of a metric; a dash where it is unknown."""
+    return Number("–" if value is None else format_metric(value, "+"), value)
+
+
 def rate(value: float | None) -> str:
     """Format samples in a second with four significant digits."""
     if value is None:
@@ -161,8 +168,10 @@ def format_drop(quality: Quality | None) -> Number:
     if quality is None:
         return Number("–", None)
     low, high = quality.drop_low, quality.drop_high
-    interval = "" if low is None or high is None or low == high else f" [{low:+z.4f}, {high:+z.4f}]"
-    return Number(f"{quality.drop:+z.4f}{interval}".replace("-", "−"), quality.drop)
+    least = _ROUNDING * max(abs(quality.value), abs(quality.baseline))
+    ends = () if low is None or high is None or low == high else (low, high)
+    drop, *interval = (format_metric(value, "+", least) for value in (quality.drop, *ends))
+    return Number(f"{drop} [{', '.join(interval)}]" if interval else drop, quality.drop)
 
 
 _LONG = 10
@@ -171,7 +180,7 @@ _LONG = 10
 
 def describe_drop(quality: Quality) -> str:
     """Describe the metric and its loss: ``top1 0.9832 (drop +0.0040 [−0.0010, +0.0090]) on 357 samples``."""
-    value = f"{quality.value:.4f}" if abs(quality.value) < _LONG else f"{quality.value:.5g}"
+    value = format_metric(quality.value) if abs(quality.value) < _LONG else f"{quality.value:.5g}"
     return f"{quality.title} {value} (drop {format_drop(quality)}) on {quality.basis}"
 
 

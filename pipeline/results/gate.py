@@ -26,7 +26,7 @@ from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
 from enginesmith.pipeline.results.run import NOT_REACHED, Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import explain_failure, judge_budgets, why_ineligible
-from enginesmith.pipeline.units import format_bytes, ms
+from enginesmith.pipeline.units import format_bytes, format_metric, ms
 
 DEFAULT_SECONDS = 20.0
 """The longest time for measuring again: what ``benchmarks/gate_power.py`` is run with."""
@@ -36,7 +36,7 @@ _TOLERANCE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _COMPARED: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "peak_bytes": ("peak memory", format_bytes),
     "size_bytes": ("size", format_bytes),
-    "drop": ("accuracy drop", lambda value: f"{value:+.4f}"),
+    "drop": ("accuracy drop", lambda value: format_metric(value, "+")),
 }
 """Number that is compared with the baseline, besides latency → its name, and how it is written."""
 _SIDES = ("the baseline", "the run")
@@ -218,11 +218,15 @@ def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> Gat
         state = "failed" if metric.significant and worse else "passed"
         said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
         if metric.name != "drop" and before:
-            said += f" ({metric.after / before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
+            said += f" ({_format_change(metric.after / before)}; {100 * tolerance:g} % more is allowed)"
     required, after = worse or state != "unjudged", metric.after
     return GateCheck(
         name=metric.name, against="baseline", state=state, required=required, text=said, before=before, actual=after
     )
+
+
+def _format_change(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}".replace("-", "−")
 
 
 def _make_latency_check(state: CheckState, text: str, **more: Any) -> GateCheck:
@@ -282,7 +286,8 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
         if row and (row.launches or 0) < LEAST_LAUNCHES
         for options in [verdicts.options_for_more(side.run, row, LEAST_LAUNCHES / (row.launches or 1))]
     ]
-    text = "; ".join([f"latency is {change.median - 1:+.1%} of the baseline's by its estimate alone", basis, *advice])
+    than = f"{abs(change.median - 1):.1%} {'higher' if change.median > 1 else 'lower'} than the baseline's"
+    text = "; ".join([f"by its estimate alone, latency is {than}", basis, *advice])
     common = {"before": before_ms, "actual": after_ms, "basis": basis}
     return _make_latency_check("unjudged", text, required=change.median > 1 + demands.tolerance, **common)
 
@@ -294,8 +299,8 @@ def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tol
         text = f"latency cannot be compared with the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
         return _make_latency_check("unjudged", text, **common)
     slower = ratio.median > 1 + tolerance and ratio.low > 1
-    ends = f"[{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
-    said = f"latency is {ratio.median - 1:+.1%} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
+    ends = f"[{_format_change(ratio.low)}, {_format_change(ratio.high)}]"
+    said = f"latency is {_format_change(ratio.median)} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
     unsure = "" if slower or ratio.high <= 1 + tolerance else "more than that cannot be ruled out; "
     text = f"{said}; {100 * tolerance:g} % more is allowed; {unsure}{basis}"
     return _make_latency_check("failed" if slower else "passed", text, **common, change=ratio)

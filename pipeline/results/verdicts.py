@@ -19,7 +19,7 @@ from enginesmith.pipeline.recipe.options import Budgets, Objective
 from enginesmith.pipeline.results.explain import find_shortfall
 from enginesmith.pipeline.results.run import BestReference, Run, VariantRecord, Verdict
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.units import format_bytes, format_seconds
+from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds
 
 _LONGER = 1.5
 """Factor of measuring time to advise beyond what the number of samples or launches asks for."""
@@ -90,7 +90,7 @@ BUDGETS: tuple[Budget, ...] = (
         "accuracy drop",
         lambda record, batch: record.quality.drop if record.quality else None,
         lambda record, batch: record.reasons.get("quality", "not asked for"),
-        lambda value: f"{value:.4f}",
+        format_metric,
     ),
     Budget(
         "max_memory_bytes",

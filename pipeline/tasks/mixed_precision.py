@@ -53,6 +53,7 @@ from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form, 
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
 from enginesmith.pipeline.tasks.verify import describe_failure
+from enginesmith.pipeline.units import format_metric
 
 FLOAT, BEFORE = "float", "before"
 ASSIGNMENT = "assignment"
@@ -113,7 +114,8 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         on_part = isinstance(self.quality.data_options, PartOptions)
         if on_part:
             return quality.explain_excess(self.max_drop)
-        return f"the drop of {quality.drop:.4f} is more than {self.max_drop:g}" if quality.drop > self.max_drop else ""
+        drop = format_metric(quality.drop)
+        return f"the drop of {drop} is more than {self.max_drop:g}" if quality.drop > self.max_drop else ""
 
     def _compare(self, session: Session, reference: Artifact) -> Fidelity:
         """Compute the worst fidelity over the points of the shape range."""
@@ -190,7 +192,7 @@ class Search(Task):
             progress(candidate.why)
             trial, reads = self._try(candidate, forms[candidate.form], inputs, progress)
             trials.append(trial.model_copy(update={"impacts": impacts, **seconds}))
-            parts = [f"drop {trial.drop:.4f}"] if trial.drop is not None else []
+            parts = [f"drop {format_metric(trial.drop)}"] if trial.drop is not None else []
             parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
             parts += [f"{trial.speedup:.2f}× the float graph's speed"] if trial.speedup else []
             verdict = "reaches the goal" if trial.passed else trial.reason

@@ -97,7 +97,8 @@ def test_too_few_launches_are_not_judged(tmp_path: Path, after: float, code: int
     assert gate.gate(run, replace(demands(), strict=True), baseline=before).exit_code == 3
     told = CliRunner().invoke(cli.main, ["gate", str(run), "--baseline", str(before), "--no-measure"])
     assert told.exit_code == code
-    assert told.output.startswith("not judged: latency is ")
+    change = "5.0% lower" if after < 1 else "20.0% higher"
+    assert told.output.startswith(f"not judged: by its estimate alone, latency is {change} than the baseline's; from")
     assert ("1 not judged; --strict fails on what was not judged" in told.output) is (code == 0)
     assert (
         CliRunner()
@@ -212,6 +213,10 @@ def test_memory_size_and_quality_are_held_against_the_baseline(tmp_path: Path) -
     run = write(tmp_path / "run", record(memory=large, artifact=stored, quality=bad))
     found = judged(gate.gate(run, demands(), baseline=before))
     assert found == {"latency_ms": True, "peak_bytes": False, "size_bytes": True, "drop": False}
+    gained = record(p50_ms=0.9, quality=good.model_copy(update={"drop": -0.00002, "drop_low": -0.00003}))
+    texts = {one.name: one.text for one in gate.gate(write(run, gained), demands(), baseline=before).verdicts}
+    assert texts["drop"] == "accuracy drop is −0.000020, the baseline's +0.0000"
+    assert "latency is −10.0% [" in texts["latency_ms"]
     wide = Demands(budgets=Budgets(), measure=False, tolerance=0.3)
     assert judged(gate.gate(run, wide, baseline=before))["peak_bytes"], "20 % more is within 30 %"
 

@@ -280,6 +280,8 @@ def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy:
     assert tables.describe_drop(better) == "top1 0.9000 (drop −0.0033 [−0.0100, +0.0020]) on 9 samples"
     none = better.model_copy(update={"drop": -2e-6, "drop_low": -3e-6, "drop_high": -1e-6})
     assert "(drop +0.0000 [+0.0000, +0.0000])" in tables.describe_drop(none), "no loss has no sign"
+    error = none.model_copy(update={"metric": "mse", "value": 2.1e-5, "baseline": 1.9e-5})
+    assert "mse 0.000021 (drop −0.0000020 [−0.0000030, −0.0000010])" in tables.describe_drop(error)
 
 
 def test_noise_is_told_once_with_what_to_do() -> None:

@@ -10,7 +10,13 @@ from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, S
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results.run import BuildRecord, StoredArtifact, VariantRecord
-from enginesmith.pipeline.results.verdicts import find_best_reference, judge_budgets, judge_compression, select_winner
+from enginesmith.pipeline.results.verdicts import (
+    find_best_reference,
+    format_verdict,
+    judge_budgets,
+    judge_compression,
+    select_winner,
+)
 
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:
@@ -233,6 +239,12 @@ def test_every_budget_is_held_against_its_number() -> None:
         )
         assert (unknown.actual, unknown.passed) == (None, False)
         assert unknown.reason
+
+
+def test_a_small_drop_and_its_limit_are_written_so_that_they_count() -> None:
+    lossy = FAST.model_copy(update={"quality": Quality(metric="mse", value=0.1, baseline=0.1, drop=4e-5, samples=9)})
+    (verdict,) = judge_budgets(lossy, Budgets(max_drop=0.00002), 1)
+    assert format_verdict(verdict) == "accuracy drop is 0.000040, and has to be at most 0.000020"
 
 
 def test_fidelity_is_a_budget_of_what_is_held_against_the_baseline() -> None:

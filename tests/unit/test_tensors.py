@@ -5,7 +5,7 @@ import pytest
 
 from enginesmith.pipeline.errors import SignatureError, UsageError
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, rows_first, total_bytes
-from enginesmith.pipeline.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds, parse_bytes, parse_seconds
 
 TEXT = (TensorSpec.parse("ids:int64:batch,length"), TensorSpec.parse("mask:int64:batch,length"))
 SIGNATURE = Signature(inputs=TEXT, outputs=(TensorSpec.parse("logits:float32:batch,2"),))
@@ -131,6 +131,15 @@ def test_unknown_units_are_refused() -> None:
 )
 def test_sizes_for_people(size: float | None, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.1, "+0.1000"), (-0.0028, "−0.0028"), (0.00002, "+0.000020"), (-0.00042, "−0.00042"), (-1e-17, "+0.0000")],
+)
+def test_drops_for_people(value: float, text: str) -> None:
+    assert format_metric(value, "+") == text
+    assert format_metric(value) == text.removeprefix("+")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.31, "0.3 s"), (12.4, "12 s"), (185, "3 m 05 s")])
