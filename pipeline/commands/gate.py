@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
-@click.option("--strict", is_flag=True, help="Fail also on a difference that could not be judged.")
+@click.option("--strict", is_flag=True, help="Fail on everything that could not be judged.")
 @click.option("--quiet", is_flag=True, help="No progress on standard error.")
 @parameters.as_json_option
 def gate(
@@ -42,8 +42,8 @@ def gate(
     """Check a run or a fleet against budgets and a baseline run.
 
     The exit code is 3 if a budget is exceeded or could not be judged, or a number is worse than in the baseline run.
-    A difference from the baseline without a reliable interval is not judged: with --strict the exit code is 3, too.
-    It is 1 if every requested engine failed, or nothing was measured.
+    A difference from the baseline without a reliable interval is not judged: the exit code is 3 if its estimate is
+    beyond the tolerance, and with --strict in any case. It is 1 if every requested engine failed, or nothing was measured.
 
     Budgets are those of the run's recipe, and those given here. A regression is a number that is worse than the
     baseline by more than the tolerance, and statistically significant. Both engines are measured again, side by side,

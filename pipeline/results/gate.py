@@ -152,10 +152,15 @@ def _next_command(folder: Path, run: Run) -> str:
 
 
 def _check_engines(after: Stored) -> Iterator[GateCheck]:
-    """Report requested engines of which nothing was measured, although no variant of them failed."""
+    """Report requested engines of which nothing was measured, although no variant of them failed.
+
+    One that was dropped in the race was judged there, and nobody asked for those that a search found.
+    """
     interrupted = any(step.status == "pending" and step.effect == NOT_REACHED for step in after.run.steps)
+    listed = after.run.recipe.variants == "listed" or interrupted
     for engine, records in _group_by_engine(after.run):
-        left = next((record for record in records if record.status in ("built", "skipped")), None)
+        skipped = (record for record in records if record.status == "skipped" and listed and not record.dropped)
+        left = next((record for record in records if record.status == "built"), None) or next(skipped, None)
         if left is not None and not any(record.status == "measured" for record in records):
             resume = f"; `enginesmith resume {after.folder}` measures it" if not after.run.complete else ""
             text = f"{engine} was not measured ({left.status}): {left.reason or 'no reason is known'}{resume}"
@@ -213,7 +218,8 @@ def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> Gat
     worse = metric.after is None or not metric.comparable or metric.after - before > allowed
     if metric.after is None or metric.significant is None:
         state: CheckState = "unjudged"
-        said = f"{title} cannot be compared with the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
+        own = f"{title} of {shown(metric.after)}" if metric.after is not None else title
+        said = f"{own} cannot be compared with the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
     else:
         state = "failed" if metric.significant and worse else "passed"
         said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"

@@ -14,7 +14,7 @@ from enginesmith.pipeline.commands.context import budgets_of
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
@@ -152,6 +152,19 @@ def test_each_requested_engine_ended_well_or_is_named(
     assert any(text.startswith("other ") and change["reason"] in text for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("dropped", "status", "listed", "code"),
+    [("a is faster", "skipped", True, 0), ("", "skipped", True, 3), ("", "skipped", False, 0), ("", "built", False, 3)],
+)
+def test_an_engine_that_lost_the_race_or_that_nobody_asked_for_is_judged(
+    tmp_path: Path, dropped: str, status: str, listed: bool, code: int
+) -> None:
+    other = record("b", engine="other", latency=(), status=status, race=(RaceRow(variant="b", lap=1, dropped=dropped),))
+    run = write(tmp_path / "run", record(), other, recipe=make({"model": "digits"}, listed=listed))
+    strict = replace(demands(max_latency_ms=2), strict=True)
+    assert gate.gate(run, strict).exit_code == code
+
+
 def test_why_nothing_was_measured_is_the_failure(tmp_path: Path) -> None:
     broken = record("eager", status="failed", reason="load: its process crashed\n  → see its log")
     run = write(
@@ -232,6 +245,7 @@ def test_a_drop_without_an_interval_fails_where_its_estimate_is_worse(
     run = write(tmp_path / "run", record(quality=old.model_copy(update=changes)))
     found = gate.gate(run, demands(), baseline=before)
     assert found.verdicts[-1].state == "unjudged"
+    assert found.verdicts[-1].text.startswith(f"accuracy drop of +{changes['drop']:.4f} cannot be compared with the ")
     assert found.exit_code == code
     assert gate.gate(run, replace(demands(), strict=True), baseline=before).exit_code == 3
 
