@@ -43,7 +43,8 @@ def gate(
 
     The exit code is 3 if a budget is exceeded or could not be judged, or a number is worse than in the baseline run.
     A difference from the baseline without a reliable interval is not judged: the exit code is 3 if its estimate is
-    beyond the tolerance, and with --strict in any case. It is 1 if every requested engine failed, or nothing was measured.
+    beyond the tolerance, and with --strict in any case. It is 1 if every requested engine failed, or nothing was
+    measured.
 
     Budgets are those of the run's recipe, and those given here. A regression is a number that is worse than the
     baseline by more than the tolerance, and statistically significant. Both engines are measured again, side by side,

@@ -1,5 +1,6 @@
 """Write a fleet's reports: ``fleet.html``, ``fleet.md`` and JUnit XML."""
 
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,13 +32,14 @@ _TONES_OF_NONE: dict[str, Tone] = {"winners": "bad"}
 """Tones of counts at the top, and of those that are 0."""
 
 
-def render(record: FleetRecord, gate: Gate | FleetGate | None = None) -> str:
-    """Render the page of a fleet; ``gate`` is what was judged of it."""
+def render(record: FleetRecord, gate: Gate | FleetGate | None = None, folder: str = "") -> str:
+    """Render the page of a fleet; ``gate`` is what was judged of it, and ``folder`` its own from where it was begun."""
     bad = record.having("failed") or record.having("breached")
     good = not record.having("lacking") and record.complete
     left = len(record.having("pending"))
     text = f"This fleet is not complete: {left} of {len(record.entries)} entries have not ended."
-    goes_on = Words(f"{text} Continue with: enginesmith resume {record.name}", "caution")
+    command = shlex.join(["enginesmith", "resume", folder or record.name])
+    goes_on = Words(f"{text} Continue with: {command}", "caution")
     draws = (_render_winners, _render_changes, _render_failures, _render_targets, _render_reproduction)
     return lay_out(
         "fleet.html.j2",
@@ -163,8 +165,9 @@ def write(
     if "json" in formats:
         records.write(record, folder)
     gate = gate or gate_report.load(folder)
+    place = os.path.relpath(folder, record.folder) if Path(record.folder).is_dir() else ""
     renderers: Mapping[Format, Callable[[], str]] = {
-        "html": lambda: render(record, gate),
+        "html": lambda: render(record, gate, place),
         "md": lambda: render_markdown(record, gates.render(gate) if gate else ""),
         "junit": lambda: junit.render_fleet(record, runs, gate),
     }

@@ -10,7 +10,7 @@ from enginesmith.pipeline.report.tables import Table, make_table, mark_name
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
-_OTHER_FACTS = ("warnings", "packages", "reasons", "gpus", "folder")
+_OTHER_FACTS = ("warnings", "packages", "reasons", "gpus", "folder", "out")
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_bytes": format_bytes,
     "_seconds": lambda value: f"{value:,.0f} s",
@@ -150,8 +150,13 @@ def list_local_builds(environment: Mapping[str, Any]) -> list[str]:
     return [f"{name} {version}" for name, version in list_versions(environment).items() if "+" in version]
 
 
+def write_resume_command(run: Run) -> str:
+    """Write the command that goes on with the run, from the folder where it was started."""
+    return shlex.join(["enginesmith", "resume", run.environment.get("out") or run.name])
+
+
 def write_commands(run: Run) -> str:
     """Write the commands that repeat the run from its recipe, and that go on with it."""
     model, name = shlex.quote(run.recipe.model), shlex.quote(run.name)
     again = f"enginesmith optimize {model} --recipe recipe.yaml --out runs/{name}-again"
-    return f"{again}\nenginesmith resume {name}    # with this run directory: what is there already is not done again"
+    return f"{again}\n{write_resume_command(run)}    # what is there already is not done again"

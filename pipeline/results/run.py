@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 class _FieldTypes(BaseModel):
     """Types of the fields that are read again."""
 
+    out: str | None = None
     processor: str | None = None
     usable_cores: int | None = None
     python: str | None = None

@@ -75,7 +75,11 @@ class RunDirectory:
             name=folder.resolve().name,
             created=before.created if before else now,
             seconds=before.seconds if before else 0.0,
-            environment={**environment.model_dump(mode="json"), "folder": str(Path.cwd())},
+            environment={
+                **environment.model_dump(mode="json"),
+                "folder": str(Path.cwd()),
+                "out": os.path.relpath(folder),  # the run directory from there
+            },
             workarounds=workarounds,
         )
 

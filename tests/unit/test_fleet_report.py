@@ -172,6 +172,19 @@ def test_the_page_leads_to_runs_and_logs(some: FleetRecord) -> None:
     assert {"0.6", str(100 << 20), "200000", "0.01"} <= values
 
 
+def test_a_fleet_that_is_not_complete_names_its_own_folder(some: FleetRecord, tmp_path: Path) -> None:
+    begun = some.model_copy(
+        update={
+            "folder": str(tmp_path),
+            "entries": tuple(one.model_copy(update={"status": "pending"}) for one in some.entries),
+        }
+    )
+    for folder, place in ((tmp_path, "runs/deep"), (tmp_path / "gone", some.name)):
+        record = begun.model_copy(update={"folder": str(folder)})
+        fleet_page.write(record, tmp_path / "runs/deep", {}, ["html"])
+        assert f"enginesmith resume {place}<" in (tmp_path / "runs/deep/fleet.html").read_text()
+
+
 def test_the_page_needs_no_network_and_no_more_than_its_own_script(some: FleetRecord) -> None:
     text = fleet_page.render(some)
     elements = pages.Elements(text)

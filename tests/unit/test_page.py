@@ -118,6 +118,11 @@ def test_a_run_of_a_checkout_that_is_not_installed_has_its_page() -> None:
     assert "In a checkout of enginesmith, with Python 3.12.3:" in text
 
 
+def test_a_run_names_its_own_folder_from_where_it_was_started() -> None:
+    text = page.render(runs.run(environment={"out": "runs/deep/bad 3"}, complete=False))
+    assert text.count("enginesmith resume &#39;runs/deep/bad 3&#39;") == 2
+
+
 def test_nothing_measured_says_so_everywhere() -> None:
     bare = {"id": "eager", "engine": "eager", "precision": "fp32", "status": "skipped", "reasons": {"latency": "load"}}
     missing = {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()}

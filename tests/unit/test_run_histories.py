@@ -433,6 +433,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> No
         runs.read(world.out),
         [f"nothing is left to do: {world.out} is finished; --no-cache does every step again"],
     )
+    assert Path(run.environment["folder"], run.environment["out"]).resolve() == world.out.resolve()
     (engine,) = world.out.glob("variants/*/made")
     whole = engine.read_bytes()
     engine.write_bytes(b"damaged")

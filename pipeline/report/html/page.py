@@ -128,7 +128,7 @@ def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None, gate: Ga
     tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
     left = ", ".join([step.id for step in run.steps if step.status == "pending"][:3]) or "–"
     progress = f"{sentences.describe_progress(run).capitalize()}; next: {left}."
-    goes_on = Words(f"{progress} Continue with: enginesmith resume {run.name}", "caution")
+    goes_on = Words(f"{progress} Continue with: {provenance.write_resume_command(run)}", "caution")
     return lay_out(
         "page.html.j2",
         [
