@@ -34,7 +34,8 @@ def _row(path: str, field: FieldInfo) -> str:
         default = f"`{text}`"
     unit = next((METAVARS[entry] for entry in metadata(field) if entry in METAVARS), "")
     kind = {"SIZE": "size, in bytes", "TIME": "duration, in ms" if path.endswith("_ms") else "duration, in s"}.get(unit)
-    return f"| `{path}` | {kind or _kind(field.annotation)} | {default} | {field.description} |"
+    meaning = (field.description or "").replace("|", "\\|")
+    return f"| `{path}` | {kind or _kind(field.annotation)} | {default} | {meaning} |"
 
 
 def _kind(kind: object) -> str:

@@ -74,7 +74,7 @@ def summarize(gate: Gate | FleetGate) -> str:
     if not counts:
         return f"{about}: nothing was judged"
     if counts.keys() == {"passed"}:
-        return f"{about}: all {counts.total()} passed{where}"
+        return f"{about}: {'all ' if counts.total() > 1 else ''}{counts.total()} passed{where}"
     parts = [f"{counts[state]} {word.lower()}" for state, word in _WORDS.items() if counts[state]]
     tolerated = "" if gate.exit_code or not counts["unjudged"] else "; --strict fails on what was not judged"
     return f"{about}: {', '.join(parts)}{where}{tolerated}"

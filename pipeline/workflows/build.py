@@ -106,8 +106,9 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     for name, step in trials.items():
         target, artifact, error = name or "the device here", outcomes[step].artifact, outcomes[step].error
         if artifact is not None:
-            record = read_models(artifact, TrialResult)[0]
-            checked.append(TargetChecked(target=target, **record.model_dump(exclude={"facts"})))
+            record = read_models(artifact, TrialResult)[0].model_dump(exclude={"facts"})
+            record["remedy"] = record["remedy"].partition("; `build --check`")[0]  # it is that command which says so
+            checked.append(TargetChecked(target=target, **record))
         elif isinstance(error, StepError):
             told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
             checked.append(TargetChecked(target=target, builds=False, **told))

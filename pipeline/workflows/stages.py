@@ -87,7 +87,7 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
             shutil.rmtree(logs, ignore_errors=True)
 
 
-_EVERYWHERE = "every engine takes this graph; --engine {} makes one that is much faster there, and only there"
+_EVERYWHERE = "most engines take this graph; --engine {} makes one that is much faster there, and only there"
 
 
 class StageResult(BaseModel, frozen=True):

@@ -132,7 +132,7 @@ def test_check_says_for_each_target_whether_it_builds(cli, here: Path) -> None:
     assert {name: row["builds"] for name, row in rows.items()} == {name: name != "sm75" for name in RTX.targets}
     assert rows["sm75"]["failure"] == "unsupported"
     assert "MatMul 'h_op' (of the module 'encoder.first')" in rows["sm75"]["reason"]
-    assert rows["sm75"]["remedy"]
+    assert rows["sm75"]["remedy"] == "use another precision for it, or another target"
     assert [path.name for path in here.iterdir() if path.suffix not in (".onnx", "")] == []
 
 

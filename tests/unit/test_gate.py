@@ -50,6 +50,14 @@ def test_eager_meets_any_limit_of_fidelity(tmp_path: Path) -> None:
     assert found.cautions == (), "it was judged"
 
 
+@pytest.mark.parametrize(
+    ("budgets", "end"),
+    [(["--max-size", "1MiB"], ": 1 passed"), (["--max-size=1MiB", "--max-latency=1s"], ": all 2 passed")],
+)
+def test_what_passed_is_counted(tmp_path: Path, budgets: list[str], end: str) -> None:
+    assert said("gate", str(write(tmp_path / "run", record())), *budgets)[1].endswith(f"{end}\n")
+
+
 def test_a_gate_without_checks_is_not_called_passed(tmp_path: Path) -> None:
     words = "gate", str(write(tmp_path / "run", record()))
     assert said(*words)[0] == 0

@@ -73,7 +73,7 @@ def _collect_rows(cast: Cast, name: str, value: _Numbers) -> tuple[_Rows, str]:
     if not rows:
         return rows, f"No {name} was measured: {why_none(cast.run, 'latency', 'nothing has run yet')}."
     sizes = {row.batch for mine in rows.values() for row in mine}
-    single = f"Only batch {min(sizes)} was measured: --batch 1,8,32 or --sweep measures more."
+    single = f"Only batch {min(sizes)} was measured: --batch 1,8,32 or --batch sweep measures more."
     return rows, "" if len(sizes) > 1 else single
 
 
