@@ -11,9 +11,9 @@ from enginesmith.pipeline.commands import context, parameters
 @parameters.file_argument
 @parameters.as_json_option
 def inspect_file(file: Path, as_json: bool) -> None:
-    """Show what is inside a model, an engine, a data set or a run.
+    """Show what is inside a model, an engine, a data set, a run or a bundle.
 
-    FILE is an ONNX file, a torch.export archive, an engine, a data set, a run directory or a fleet's folder.
+    FILE is an ONNX file, a torch.export archive, an engine, a data set, a bundle, or the folder of a run or a fleet.
 
     Example: enginesmith inspect net.onnx
     """

@@ -201,7 +201,8 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
             known = ((key, "unknown" if item is None else item) for key, item in value.items())
             _print_lines((f"{name}:" + ("" if value else " none"), *(f"  {key}: {item}" for key, item in known)))
         else:
-            click.echo(f"{name}: {'unknown' if value is None else value}")
+            unknown = "none" if name == "winner" else "unknown"
+            click.echo(f"{name}: {unknown if value is None else value}")
 
 
 def show_table(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.util
+import shlex
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ def inspect(file: Path) -> Facts:
         return _fleet(file)
     if file.name == "run.json" or (file / "run.json").is_file():
         return _run(file)
+    if (file / "manifest.json").is_file() and (file / "infer.py").is_file():
+        return _bundle(file)
     if describe.is_data(str(file)):
         return describe.describe(str(file))
     files = {engine.file_suffix: describe_file for engine in with_files()}
@@ -53,7 +56,7 @@ def inspect(file: Path) -> Facts:
     if file.suffix not in readers:
         raise UsageError(
             f"{file} is of no known kind",
-            f"inspect reads run directories, fleets, {', '.join(sorted(readers))}, .npz, .npy, .jsonl, "
+            f"inspect reads run directories, fleets, bundles, {', '.join(sorted(readers))}, .npz, .npy, .jsonl, "
             ".json of boxes, folders of images, and functions that yield feeds as file.py:function",
         )
     return readers[file.suffix](file)
@@ -149,6 +152,7 @@ def _run(folder: Path) -> Facts:
     from enginesmith.pipeline.results import run as runs
 
     run = runs.read(folder)
+    reasons = {record.id: (record.reason or record.shortfall).partition("\n")[0] for record in run.records}
     return {
         "kind": "run",
         "name": run.name,
@@ -158,11 +162,25 @@ def _run(folder: Path) -> Facts:
         "data": run.model.data,
         "winner": run.winner,
         "verdict": sentences.summarize(run),
-        "variants": [
-            f"{mark_name(record)}: {record.status} {record.reason or record.shortfall}".strip()
-            for record in run.records
-        ],
+        "variants": [f"{mark_name(record)}: {record.status} {reasons[record.id]}".strip() for record in run.records],
         "notes": [*sentences.list_footnotes(run), *run.environment.get("warnings", ())],
+    }
+
+
+def _bundle(folder: Path) -> Facts:
+    from enginesmith.pipeline.results.package import manifest as manifests
+
+    bundle = manifests.read(folder)
+    return {
+        "kind": bundle.format,
+        "variant": bundle.variant,
+        "engine": f"{bundle.engine.package} {bundle.engine.version}, on {bundle.engine.device}",
+        "model": bundle.origin.model,
+        "run": bundle.origin.run,
+        "inputs": [str(spec) for spec in bundle.signature.inputs],
+        "outputs": [str(spec) for spec in bundle.signature.outputs],
+        "cautions": [*bundle.cautions],
+        "check": shlex.join(["enginesmith", "verify", str(folder)]),
     }
 
 

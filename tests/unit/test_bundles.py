@@ -27,6 +27,7 @@ from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package.package import package
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+from enginesmith.pipeline.workflows.inspect import inspect
 from packaged_runs import ExampleRun
 
 found, made = packaged_runs.found, packaged_runs.made  # fixtures
@@ -106,6 +107,13 @@ def test_a_bundle_is_verified_by_the_sqnr_that_is_asked_for(
     monkeypatch.setattr(verify, "answer", lambda *_: near)
     done = CliRunner().invoke(cli.main, ["verify", str(tmp_path / "b"), *words, "--quiet"])
     assert done.exit_code == code, done.output
+
+
+def test_inspect_tells_what_a_bundle_is_and_how_it_is_checked(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    found = inspect(tmp_path / "b")
+    assert (found["kind"], found["variant"]) == ("bundle", manifest.read(tmp_path / "b").variant)
+    assert found["check"] == f"enginesmith verify {tmp_path / 'b'}"
 
 
 def test_options_of_a_model_are_refused_for_a_bundle(made: ExampleRun, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, StepRecord, VariantRecord, Verdict
+from enginesmith.pipeline.workflows.inspect import inspect
 from runs import PRUNING, RECOVERY, small, variant
 
 
@@ -612,3 +613,15 @@ def test_facts_that_are_not_known_or_empty_are_said_at_each_level(capsys: pytest
     terminal.show_facts({"target": None, "notes": [], "options": {}, "figures": {"scratch_bytes": None}}, as_json=False)
     lines = ["target: unknown", "notes: none", "options: none", "figures:", "  scratch_bytes: unknown"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_run_without_a_winner_is_inspected_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = variant("onnxruntime-fp32", status="failed", reason="race: too late\n  → give more: --time")
+    runs.write(run(variants=(failed,), winner=None), tmp_path)
+    terminal.show_facts(inspect(tmp_path), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert "winner: none" in lines
+    assert lines[lines.index("variants:") + 1 : lines.index("notes:")] == [
+        "  eager: measured",
+        "  onnxruntime-fp32: failed race: too late",
+    ]
