@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from enginesmith.pipeline.report.markdown import plain, render_list, render_table
+from enginesmith.pipeline.report.markdown import BOLD, plain, render_list, render_table
 from enginesmith.pipeline.report.tables import Table, make_table
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.gate_report import FILE, CheckState, FleetGate, Gate, GateCheck
 from enginesmith.pipeline.units import shorten
 
 _WORDS: dict[CheckState, str] = {"passed": "passed", "failed": "FAILED", "unjudged": "not judged"}
-_MARKS: dict[CheckState, str] = {"passed": "passed", "failed": "**failed**", "unjudged": "**not judged**"}
+_MARKS: dict[CheckState, str] = {"passed": "passed", "failed": BOLD[0], "unjudged": BOLD[1]}
 _BUDGETS = {
     "latency_ms": "max_latency_ms",
     "peak_bytes": "max_memory_bytes",

@@ -15,10 +15,12 @@ MOST_CHARACTERS = 60_000
 """A comment on GitHub holds 65 536."""
 _MOST_ROWS, _MOST_LINES, _LONGEST_SUMMARY = 24, 12, 800
 """Rows of the table, entries of a list, and characters of an entry."""
-_STAR = re.compile(r"(?<!\*)\*(?!\*)")
-"""A star that marks a name, and no emphasis."""
-_REFERENCE = re.compile(r"(?<![\w])@(?=\w)|#(?=\d)")
-"""Text that GitHub makes a mention of somebody, or of an issue, wherever it stands; a character of no width cuts it."""
+_EMPHASIS = re.compile(r"\*|(?<![^\W_])_+|_+(?![^\W_])")
+"""Stars, and underscores at the edge of a word."""
+_REFERENCE = re.compile(r"(?<![\w])@(?=\w)|#(?=\d)|:(?=//)|\bwww(?=\.)", re.I)
+"""Text that GitHub makes a mention, an issue or a link, wherever it stands; a character of no width cuts it."""
+BOLD = ("**failed**", "**not judged**")
+"""Words of ours that stand out; the emphasis of any other text is escaped."""
 
 
 # Markdown that no name or text can break out of.
@@ -48,9 +50,12 @@ def render_list(lines: Iterable[str], most: int = _MOST_LINES, page: str = "repo
 
 def plain(text: str) -> str:
     """Escape text to one line that cannot break out of a table cell or bring markup along."""
+    if text in BOLD:
+        return text
     text = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;")
     text = text.replace("`", "\\`").replace("](", "]\\(")
-    return _STAR.sub(r"\\*", _REFERENCE.sub("\\g<0>\u200b", text))
+    text = _EMPHASIS.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), text)
+    return _REFERENCE.sub("\\g<0>\u200b", text)
 
 
 def limit_length(text: str, page: str) -> str:

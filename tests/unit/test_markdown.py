@@ -92,6 +92,19 @@ def test_text_is_text() -> None:
     assert text.count("\n# ") + text.startswith("# ") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("**q** a* 2*3", r"\*\*q\*\* a\* 2\*3"),
+        ("_em_ __init__ snake_case (_x)", r"\_em\_ \_\_init\_\_ snake_case (\_x)"),
+        ("https://evil.example www.evil.example", "https:\u200b//evil.example www\u200b.evil.example"),
+        ("**not judged**", "**not judged**"),
+    ],
+)
+def test_no_text_is_emphasis_or_a_link(text: str, said: str) -> None:
+    assert markdown.plain(text) == said
+
+
 def test_a_budget_that_nothing_was_held_against_is_said() -> None:
     recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
     text = markdown.render(usual_run(recipe=recipe, winner=None, winner_reason="nothing was measured"))
