@@ -30,6 +30,8 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
 
     With --engine, this model is measured with other engines too: --engine eager --engine compiled --precision fp16
 
+    The limits of the machine are measured, too, and every model is compared with them: --no-limits leaves that out.
+
     Example: enginesmith benchmark net.py:build net.onnx net.engine --batch 1,8,32
     """
     from enginesmith.pipeline.workflows import stages

@@ -41,10 +41,14 @@ class _Board:
     planned: int = 0
     _seconds: dict[str, list[float]] = field(default_factory=dict)
     """Durations of this run's steps, by task."""
+    _over: set[str] = field(default_factory=set)
+    """Searches of which it was told that they are over."""
 
     def take(self, event: Event) -> _Line | None:
-        """Update the step's line; None where there is none: for a plan, or a trial not begun when its search ended."""
+        """Update the step's line; None where there is none: for a plan, or a trial once its search is over."""
+        search = event.step.id.rpartition("-")[0]
         if event.kind == "planned":
+            self._over.discard(search)
             self.planned += event.step.id not in self.left
             self.left[event.step.id] = event.step
             self.lines.pop(event.step.id, None)  # it ended in an earlier round
@@ -54,10 +58,13 @@ class _Board:
             if event.outcome and event.outcome.artifact and not event.outcome.cached:
                 seconds = self._seconds.setdefault(event.step.task.title, [])
                 seconds.append(event.outcome.artifact.history[-1].seconds)
+        if search in self._over:
+            return None
         made = event.outcome.artifact if event.outcome else None
         known = [line.outcome.artifact for line in self.lines.values() if line.outcome and line.outcome.artifact]
         if event.step.task.title == "search" and made and made.sha256 in {artifact.sha256 for artifact in known}:
             begun = self.lines.pop(event.step.id, None)
+            self._over |= {search} if begun else set()
             return begun and replace(begun, outcome=event.outcome)
         line = self.lines.setdefault(event.step.id, _Line(event.step))
         if event.kind == "started":

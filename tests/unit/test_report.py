@@ -353,23 +353,27 @@ INT8 = "onnxruntime-int8"
 
 def test_skipped_steps_are_counted_and_a_search_that_began_ends(capsys: pytest.CaptureFixture[str]) -> None:
     steps = plan(resolve_recipe(make({"model": "digits", "precisions": ["int8"]}))).steps
-    first, second, third = [step for step in steps if step.task.title == "search"][:3]
+    first, second, third, fourth = [step for step in steps if step.task.title == "search"][:4]
     over = HistoryEntry(step="search", parameters={}, tools={}, seconds=0.1, host_peak_bytes=None, effect="it is over")
     made = Artifact(kind="record", path=Path("r.json"), sha256="1", bytes=0, history=(over,))
     with progress.show_progress() as listener:
         listener(Event("started", first))
         for step in (first, second):
             listener(Event("finished", step, outcome=Outcome(step.id, "done", made)))
-        listener(Event("started", third))
-        listener(Event("finished", third, outcome=Outcome(third.id, "done", made)))
+        for step in (third, fourth):  # that it is over is told once
+            listener(Event("started", step))
+            listener(Event("finished", step, outcome=Outcome(step.id, "done", made)))
         for step in steps[:3]:
             listener(Event("finished", step, outcome=Outcome(step.id, "skipped", reason="export failed")))
+        listener(Event("planned", fourth))
+        listener(Event("started", fourth))
     assert capsys.readouterr().err.splitlines() == [
         f"{first.id}: started",
         f"{first.id}: 0.1 s  it is over",
         f"{third.id}: started",
         f"{third.id}: 0.1 s  it is over",
         "skipped: 3 steps, as they need one that did not succeed",
+        f"{fourth.id}: started",
     ]
 
 
