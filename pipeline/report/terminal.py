@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from enginesmith.pipeline.results.run import Run, VariantRecord
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
+_WHOLE, _LONGEST_NAME = ("variant", "status", "p50 ms", "p99 ms"), 40
+"""Columns whose words are not broken, and the longest ones for which that holds."""
+_PADDING = 3
+"""Columns of the terminal between two of a table."""
 _MOST_ROWS = 15
 """Rows of an assignment; report.html has all of them."""
 _MOST_NOTES = 3
@@ -41,7 +45,7 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(run.model_dump_json(by_alias=True, indent=1))
     else:
-        _print_table(run_tables.tabulate_variants(run))
+        _print_table(run_tables.tabulate_variants(run), spare=("size", "peak memory", "p99 ms"))
         _print_lines((*sentences.list_footnotes(run), sentences.summarize(run)))
         _print_lines(f"{name}: {text}" for name, text in sentences.list_remarks(run))
         _print_lines((*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)))
@@ -215,8 +219,11 @@ def show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
         click.echo("nothing")
 
 
-def _print_table(table: Table, most: int | None = None, rest: str = "") -> None:
-    """Print a table that has rows, of which the ``rest`` is named where there are more than ``most``."""
+def _print_table(table: Table, most: int | None = None, rest: str = "", spare: Sequence[str] = ()) -> None:
+    """Print a table that has rows, of which the ``rest`` is named where there are more than ``most``.
+
+    The ``spare`` columns are left out, one after the other, as long as the terminal is too narrow.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as Grid
@@ -224,12 +231,21 @@ def _print_table(table: Table, most: int | None = None, rest: str = "") -> None:
 
     if not table.rows:
         return
-    grid = Grid(box=SIMPLE_HEAD)
-    for column in table.columns:
-        grid.add_column(column, overflow="fold")
-    for row in table.rows[:most]:
-        grid.add_row(*map(Text, row))
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    sizes = [max(map(len, cells)) for cells in zip(table.columns, *table.rows[:most], strict=True)]
+    kept, left_out = [*range(len(sizes))], []
+    for head in filter(table.columns.__contains__, spare):
+        if sum(sizes[index] + _PADDING for index in kept) > console.width:
+            kept.remove(table.columns.index(head))
+            left_out.append(head)
+    grid = Grid(box=SIMPLE_HEAD)
+    for index in kept:
+        head = table.columns[index]
+        grid.add_column(head, overflow="fold", no_wrap=head in _WHOLE and sizes[index] <= _LONGEST_NAME)
+    for row in table.rows[:most]:
+        grid.add_row(*(Text(row[index]) for index in kept))
     console.print(grid)
     if most is not None and len(table.rows) > most:
         click.echo(f"and {len(table.rows) - most} more, in {rest}")
+    if left_out:
+        click.echo(f"left out, as the terminal is narrow: {', '.join(left_out)}")

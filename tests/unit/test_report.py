@@ -468,6 +468,20 @@ def test_the_terminal_shows_the_groups_that_matter(capsys: pytest.CaptureFixture
     assert "conv20" not in lost, "of a search, only what was measured in full"
 
 
+@pytest.mark.parametrize(("columns", "left"), [(80, "size, peak memory, p99 ms"), (108, "size"), (140, "")])
+def test_a_narrow_terminal_breaks_no_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, left: str
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.show_run(run(), None, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("★ onnxruntime-fp32 " in line and "measured" in line and " 0.5 " in line for line in lines)
+    assert [line for line in lines if line.startswith("left out")] == (
+        [f"left out, as the terminal is narrow: {left}"] if left else []
+    )
+
+
 def test_whether_it_paid_is_said_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run(variants=(quantised(),), winner=INT8)
     assert "onnxruntime-int8: int8 pays: 2.00× the speed" in printed(shown, capsys)
