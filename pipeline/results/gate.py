@@ -134,7 +134,7 @@ def why_unmeasured(folder: Path, run: Run) -> str:
     if any(record.status == "measured" for record in run.records):
         return ""
     failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
-    known = "" if "that was asked for" in run.winner_reason else run.winner_reason
+    known = "" if run.winner_reason.startswith("nothing was measured") else run.winner_reason
     why = failed or known or (run.complete and run.baseline.reason) or "the run is not complete"
     return f"nothing was measured in {folder}: {why}{_next_command(folder, run)}"
 

@@ -376,7 +376,9 @@ def select_winner(
         left = f"{len(waiting)} {are} built and not measured: {waiting[0].reason}"
         return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
     lacking = f"the {objective} of no variant that was asked for is known"
-    if objective == "latency":
+    if all(record.status != "measured" for record in records):
+        lacking = f"nothing was measured that has a {objective}"
+    elif objective == "latency":
         lacking = f"no variant that was asked for was measured at batch {batch}, which decides"
     return Selection(None, explain_failure(requested) or lacking, pareto, ())
 

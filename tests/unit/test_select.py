@@ -187,6 +187,8 @@ def test_what_nobody_asked_for_never_wins_and_is_no_result() -> None:
 def test_why_nothing_won_is_not_said_of_what_was_measured(objective: Any, reason: str) -> None:
     late = FAST.model_copy(update={"status": "skipped"})
     assert select_winner([EAGER, late], Budgets(), objective, 4).reason == reason
+    nothing = select_winner([EAGER.model_copy(update={"status": "failed"}), late], Budgets(), objective, 4)
+    assert nothing.reason == f"nothing was measured that has a {objective}"
 
 
 def test_the_best_reference_is_the_fastest_setting_of_pytorch() -> None:
