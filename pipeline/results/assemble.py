@@ -308,7 +308,10 @@ def _find_cut(variant: Variant, outcomes: Outcomes) -> tuple[str, str, str] | No
 
 
 def _partial_failure(rows: tuple[LatencyRow, ...]) -> str:
-    return next((f"latency at batch {row.batch}: {row.failure}" for row in rows if row.failure), "")
+    words = {NO_TIME: NO_TIME_TO_MEASURE}
+    return next(
+        (f"latency at batch {row.batch}: {words.get(row.failure, row.failure)}" for row in rows if row.failure), ""
+    )
 
 
 # The whole document.

@@ -174,6 +174,12 @@ def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: 
     (outcomes.folder / LATENCY / "environment.json").write_text("{}")
     found = outcomes.record(FLOAT)
     assert (found.status, found.untried, found.reason) == ("skipped", True, NO_TIME_TO_MEASURE)
+    measured = latency("onnxruntime-fp32", 5)
+    measured["row"] |= {"batch": 8}
+    rows = [latency("eager", 10), {"variant": "onnxruntime-fp32", "row": late}, measured]
+    (outcomes.folder / LATENCY / "records.json").write_text(json.dumps(rows))
+    assert outcomes.record(FLOAT).reason == f"latency at batch 1: {NO_TIME_TO_MEASURE}"
+    (outcomes.folder / LATENCY / "records.json").write_text(json.dumps(rows[:2]))
     outcomes.change(StepRef("build", "fp32"), kind="module")
     assert outcomes.record(FLOAT).reason == NO_TIME, "a module is compiled when it is measured"
 
