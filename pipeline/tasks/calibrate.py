@@ -118,7 +118,7 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         are fed in its largest batch.
         """
         batch = 1 if samples.batch_symbol(signature) else samples.fixed_batch(signature)
-        known = samples.read(reference.folder) if reference else None
+        known = samples.read(reference.folder) if reference and reference.kind == "reference" else None
         if known and known.interacting:
             batch = max(case.batch for case in known.cases)
         rows = min(self.samples, len(given))

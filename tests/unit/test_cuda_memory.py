@@ -407,7 +407,7 @@ def test_a_deployment_is_what_its_process_takes(
         def __exit__(self, *error: object) -> None:
             pass
 
-        def kill(self) -> None:
+        def close(self) -> None:
             pass
 
     clock = itertools.count()

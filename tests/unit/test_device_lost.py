@@ -73,7 +73,7 @@ class InThisProcess:
             raise answer
         return answer
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """Nothing to end."""
 
 

@@ -187,7 +187,12 @@ def test_what_is_dropped_is_not_measured_in_full() -> None:
 
 
 def test_int8_dynamic_is_judged_in_a_batch_that_is_measured() -> None:
-    recipe = {"data": "digits", "budgets": {"max_drop": 0.01}, "precisions": ["fp32", "int8-dynamic"], "engines": ["onnxruntime"]}
+    recipe = {
+        "data": "digits",
+        "budgets": {"max_drop": 0.01},
+        "precisions": ["fp32", "int8-dynamic"],
+        "engines": ["onnxruntime"],
+    }
     steps = {step.id: step.task for step in planned(**recipe).steps}
     apart = {name: task.rows_apart for name, task in steps.items() if isinstance(task, Quality)}
     assert apart["quality-onnxruntime-fp32"]
