@@ -220,9 +220,18 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
         if before and before.requested_recipe != recipe and runs.has_results(before):
             raise UsageError(
                 f"{out} holds a run of another recipe",
-                f"choose another --out, move that run away with --replace, or continue it: `enginesmith resume {out}`",
+                f"choose another --out, move that run away with --replace, or continue it: `enginesmith resume {out}`"
+                + (
+                    " (--time there is the time that it goes on)"
+                    if _differ_in_time(before.requested_recipe, recipe)
+                    else ""
+                ),
             )
         yield
+
+
+def _differ_in_time(one: Recipe, other: Recipe) -> bool:
+    return one.model_copy(update={"time_seconds": other.time_seconds}) == other
 
 
 def move_earlier_run(out: Path, recipe: Recipe) -> Path | None:

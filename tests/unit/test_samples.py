@@ -372,6 +372,30 @@ def test_a_model_whose_samples_influence_each_other_is_noted(
         assert samples.read(reference).interacting == expected
 
 
+def test_a_batch_size_at_which_nothing_is_a_number_is_refused(tmp_path: Path) -> None:
+    """As where a deviation over the batch is divided by: of one sample, it is zero."""
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0]),
+        helper.make_node("Sub", ["x", "mean"], ["apart"]),
+        helper.make_node("ReduceL2", ["apart"], ["size"], axes=[0]),
+        helper.make_node("Div", ["apart", "size"], ["y"]),
+    ]
+    path = tmp_path / "scaled.onnx"
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    for batches in ((1, 8), (2, 8)):
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
+        if batches[0] == 1:
+            with pytest.raises(SourceError, match="output y are NaN or infinity at batch 1, for all") as error:
+                sample.run({"model": model}, reference, lambda _: None)
+            assert "--batch 2,8" in error.value.remedy
+        else:
+            sample.run({"model": model}, reference, lambda _: None)
+
+
 def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", x=np.random.default_rng(0).random((30, 3), np.float32))
