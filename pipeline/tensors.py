@@ -187,6 +187,7 @@ def rows_first(arrays: Feeds, specs: Sequence[TensorSpec]) -> dict[str, Array]:
     return {name: np.moveaxis(value, axes[name], 0) if axes.get(name) else value for name, value in arrays.items()}
 
 
+_PIECE = 1 << 20
 _LEAST_FILL, _FILL_WIDTH, _LEAST_NUMBER, _LARGEST_SHARE = 1000.0, 0.05, 0.01, 0.01
 
 
@@ -196,13 +197,22 @@ def find_fill(arrays: Sequence[Array]) -> float:
     They are of one magnitude within 5 %, as a logit may have been added, 1000 or more, and 100 times as large as all
     others. Beside them, the others count for nothing in a sum of squares or a range.
     """
-    sizes = [np.abs(array[np.isfinite(array)]) for array in arrays if array.dtype.kind == "f" and array.size]
-    largest = max((float(size.max(initial=0.0)) for size in sizes), default=0.0)
+    floats = [array for array in arrays if array.dtype.kind == "f" and array.size]
+    largest = max((_find_largest(array) for array in floats), default=0.0)
     if largest < _LEAST_FILL:
         return np.inf
     least = (1 - _FILL_WIDTH) * largest
-    rest = max(float(size.max(initial=0.0, where=size < least)) for size in sizes)
+    rest = max(_find_largest(array, least) for array in floats)
     return least if _LEAST_NUMBER <= rest <= _LARGEST_SHARE * largest else np.inf
+
+
+def _find_largest(array: Array, below: float = np.inf) -> float:
+    """Find the greatest magnitude below a limit, piece by piece, as outputs may fill the memory."""
+    flat, found = array.reshape(-1), 0.0
+    for start in range(0, flat.size, _PIECE):
+        sizes = np.abs(flat[start : start + _PIECE])
+        found = max(found, float(sizes.max(initial=0.0, where=sizes < below)))  # NaN and infinity are not below any
+    return found
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:

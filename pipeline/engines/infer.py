@@ -83,7 +83,8 @@ class Model:
             return few == many
         width = wanted.shape[-1] if wanted.ndim > 1 else 1
         rows, given = wanted.reshape(-1, width).astype(float), value.reshape(-1, width).astype(float)
-        scales = np.array([_scale(column, np.ptp(rows)) for column in np.unique(rows, axis=0).T])
+        columns = enumerate(np.unique(rows, axis=0).T)
+        scales = np.array([_scale(column, np.ptp(rows), at > 3 or width == 1) for at, column in columns])
         return np.mean([np.abs((given - row) / scales).max(1).min() <= self._share() for row in rows]) >= least
 
     def _share(self):
@@ -111,11 +112,12 @@ class Model:
         return silent or error.max() <= limits["max_error_of_range"] * max(np.ptp(wanted), known_range)
 
 
-def _scale(column, wide):
+def _scale(column, wide, may_be_classes):
     """Return what counts as 1 in a column of rows: classes have to be equal, and probabilities go from 0 to 1."""
-    if (column == np.round(column)).all() and 2 * len(np.unique(column)) <= len(column):
-        return 1e-9
-    return 1.0 if (column >= 0).all() and (column <= 1).all() else wide or 1.0
+    if (column >= 0).all() and (column <= 1).all():
+        return 1.0
+    whole = (column == np.round(column)).all() and column.min() >= -1 and column.max() <= 10_000
+    return 1e-9 if may_be_classes and whole and 2 * len(np.unique(column)) <= len(column) else wide or 1.0
 
 
 def _find_fill(sizes):

@@ -213,10 +213,12 @@ def find_ends(outputs: Feeds) -> dict[str, tuple[float, float]]:
     ends = {}
     for name, value in outputs.items():
         if value.dtype.kind == "f":
-            fill = find_fill([value])
-            finite = value[np.isfinite(value) & (np.abs(value) < fill)].astype(np.float64)
-            if finite.size:
-                ends[name] = float(finite.min()), float(finite.max())
+            numbers = np.abs(value) < find_fill([value])  # NaN and infinity are none
+            if numbers.any():
+                ends[name] = (
+                    float(value.min(initial=np.inf, where=numbers)),
+                    float(value.max(initial=-np.inf, where=numbers)),
+                )
     return ends
 
 

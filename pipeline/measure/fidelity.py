@@ -19,7 +19,9 @@ from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
 SQNR_CAP_DB = 200.0
 _CHUNK = 1 << 20
-_LEAST_PIXELS = 30
+_LEAST_PIXELS, _LEAST_SCORE = 30, 0.1
+_COORDINATES = (4, 5, 6)
+"""Numbers of a box that are no probabilities: four, with an angle or a distance."""
 
 
 class Thresholds(BaseModel, frozen=True, extra="forbid"):
@@ -264,17 +266,18 @@ def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_rang
 
 
 def _take_probabilities(pairs: _Pairs) -> _Pairs | None:
-    """Take the probabilities from an output that is coordinates and probabilities along axis 1 or the last one.
+    """Take the probabilities from the head of a detector, [images, numbers, boxes] or [images, boxes, numbers].
 
-    Each entry of the axis is one or the other: from 0 to 1, or 30 or more in some place. None for other outputs.
+    Four to six of the numbers are coordinates, 30 or more in some place; all others are from 0 to 1, and some reach
+    0.1. None for other outputs.
     """
-    shape = pairs[0][0].shape
-    for axis in dict.fromkeys((1, len(shape) - 1)) if len(shape) > 1 else ():
+    for axis in (1, 2) if pairs[0][0].ndim == 3 else ():
+        shape = pairs[0][0].shape
         others = tuple(other for other in range(len(shape)) if other != axis)
         low = np.min([reference.min(others) for reference, _ in pairs], axis=0)
         high = np.max([reference.max(others) for reference, _ in pairs], axis=0)
         probable, large = (low >= 0) & (high <= 1), np.maximum(-low, high) >= _LEAST_PIXELS
-        if probable.any() and large.any() and (probable | large).all():
+        if large.sum() in _COORDINATES and (probable | large).all() and high[probable].max(initial=0) >= _LEAST_SCORE:
             places = np.flatnonzero(probable)
             return [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in pairs]
     return None

@@ -22,6 +22,8 @@ from enginesmith.pipeline.tensors import Array
 IGNORED = (255, -100)
 """Class numbers that many data sets give to pixels and tokens that do not count; negative ones do not count, either."""
 _BOX_SIDES = 4
+_MOST_CLASSES = 4096
+"""Classes of places, of which every pair is counted."""
 _MOST_BOXES = 100
 """Boxes of an image that COCO's evaluation looks at."""
 _OVERLAP = 0.6
@@ -173,7 +175,8 @@ def _are_class_maps(output: Array, labels: Array) -> bool:
     counted = labels[_is_counted(labels)]
     if output.dtype.kind in "iu":  # the class itself for each place
         same = labels.ndim > 1 and _drop_one(output.shape) == _drop_one(labels.shape)
-        return same and counted.size > 0 and int(output.min()) >= 0
+        few = counted.size > 0 and max(int(counted.max()), int(output.max())) < _MOST_CLASSES
+        return same and few and int(output.min()) >= 0
     places = output.shape[2:]
     if labels.shape[1:] not in (places, (1, *places)):
         return False

@@ -17,6 +17,8 @@ MIN_SHARE = 0.98
 """Share of rows that have to have a partner, where the precision does not ask for less."""
 _ONE_CLASS, _MOST_CLASSES = 1e-9, 10_000
 """Scale of classes, of which no two are alike, and the largest class."""
+_CORNERS = 4
+"""Columns of a box, which come first where an output has more."""
 _EVEN = 2
 """Rows of both sides in a pair."""
 
@@ -116,7 +118,8 @@ def _measure_scales(rows: Array) -> NDArray[np.float64] | None:
         return None
     numbers = np.where(np.isfinite(rows), rows, 0).astype(np.float64)
     scales = np.ones(rows.shape[1])
-    classes = np.array([_are_classes(column) for column in numbers.T], bool)
+    first = 0 if len(numbers.T) == 1 else _CORNERS  # of whole numbers, corners may be equal, too: at an image's edge
+    classes = np.array([at >= first and _are_classes(column) for at, column in enumerate(numbers.T)], bool)
     scales[classes] = _ONE_CLASS
     others = ~classes & ~((numbers >= 0) & (numbers <= 1)).all(axis=0)
     rest = numbers[:, others]
@@ -127,9 +130,9 @@ def _measure_scales(rows: Array) -> NDArray[np.float64] | None:
 
 
 def _are_classes(column: NDArray[np.float64]) -> bool:
-    """Tell whether numbers are classes of rows: whole ones, up to 10 000, half of which or more are repeated."""
+    """Tell whether numbers are classes of rows: whole ones, up to 10 000 and above 1, of which half are repeated."""
     whole = (column == np.round(column)).all() and (column >= -1).all() and (column <= _MOST_CLASSES).all()
-    return bool(whole and 2 * len(np.unique(column)) <= len(column))
+    return bool(whole and column.max(initial=0) > 1 and 2 * len(np.unique(column)) <= len(column))
 
 
 def _scale(columns: list[Array], scales: list[NDArray[np.float64] | None]) -> NDArray[np.float64]:

@@ -112,17 +112,20 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         return replace(held_out, notes=(*held_out.notes, note)), files
 
     def _sample(self, given: Dataset, signature: Signature, reference: Artifact | None = None) -> tuple[Dataset, int]:
-        """Sample rows, somewhat fewer so that they fill whole batches, whose size is returned, too.
+        """Sample rows, without the last ones that fill no whole batch, whose size is returned, too.
 
         A batch of more than there are repeats rows. Samples that change each other's answers, as the reference tells,
-        are fed in its largest batch.
+        are fed in its largest batch that there are enough for.
         """
         batch = 1 if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         known = samples.read(reference.folder) if reference and reference.kind == "reference" else None
+        drawn = given.sample(self.samples, self.seed)
         if known and known.interacting:
-            batch = max(case.batch for case in known.cases)
-        rows = min(self.samples, len(given))
-        return given.sample(max(rows - rows % batch, 1) if rows % batch else self.samples, self.seed), batch
+            batch = max((case.batch for case in known.cases if case.batch <= len(drawn)), default=batch)
+        whole = len(drawn) - len(drawn) % batch
+        if 0 < whole < len(drawn):
+            drawn = drawn.take(np.arange(whole), f"{given.name} ({whole} of {len(given)}, seed {self.seed})")
+        return drawn, batch
 
     def _like_reference(self, signature: Signature, reference: Artifact) -> Dataset:
         """Take the rows of the largest batch at the usual sizes; or rows like them, where they are made up."""

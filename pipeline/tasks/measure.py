@@ -337,13 +337,12 @@ class Quality(EngineCheck):
         if data.labels is None and self.metric is None:
             return "the data has no labels, so there is no quality", {}, reads
         together = self._find_batch(baseline, reference)
-        outputs = self._answers(session, data, progress, together)
-        theirs = outputs
-        if baseline is not None:
-            with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
-                theirs = dict(stored.items())
         with track_files(allow_pickle=False) as tracker:
             try:
+                theirs = outputs = self._answers(session, data, progress, together)
+                if baseline is not None:
+                    with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
+                        theirs = dict(stored.items())
                 judged = quality.evaluate(
                     self.metric or quality.DEFAULT_METRIC, outputs, theirs, data.labels, self.seed
                 )
@@ -380,6 +379,11 @@ class Quality(EngineCheck):
             parts.append(_answer_rows(session, data.batch(start, size), size))
         shapes = {name: {part[name].shape if name in part else None for part in parts} for name in parts[0]}
         alike = [name for name, found in shapes.items() if len(found) == 1]
+        if not alike:
+            raise DataError(
+                f"{', '.join(map(repr, shapes))} has rows of other sizes in other batches",
+                "return the answers by sample, of one size: filled up, say",
+            )
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in alike}
 
 

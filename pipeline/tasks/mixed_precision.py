@@ -119,9 +119,11 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
 
     def _compare(self, session: Session, reference: Artifact) -> Fidelity:
         """Compute the worst fidelity over the points of the shape range."""
-        thresholds = thresholds_for(self.threshold, self.min_sqnr_db)
+        thresholds, spans = thresholds_for(self.threshold, self.min_sqnr_db), samples.read(reference.folder).spans
         points = [
-            compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds, session.signature)
+            compare_calls(
+                list(zip(expected, map(session.run, feeds), strict=True)), thresholds, session.signature, spans
+            )
             for _, feeds, expected in samples.read_calls(reference.folder)
         ]
         return min(points, key=lambda point: (point.passed, point.sqnr_db if point.sqnr_db is not None else -1e3))

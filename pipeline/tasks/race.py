@@ -71,7 +71,8 @@ class Race(Measurement):
     most: int
     """Variants that are measured in full."""
     by_speed: bool = True
-    """False where a slower variant may win, by its memory or its other latencies: none is dropped for its speed."""
+    """False where a slower variant may win, by its memory or its other latencies: none that is made is dropped for its
+    speed. Those that take long to make still are not made where they cannot be nearly as fast."""
     kept: tuple[str, ...] = ()
     """Variants that are not dropped: they were measured in full before others could be tried."""
     unmade: dict[str, tuple[str, ...]] = Field(default_factory=dict)

@@ -86,14 +86,15 @@ class Sample(Task):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting)}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
-        if lost:
-            everywhere = [key for key, share in odd.items() if share == 1.0]
-            where = "" if everywhere else f" {lost[0][1]}"
-            keys = ", ".join(everywhere or [lost[0][0]])
-            remedy = "check the weights, and that the data has the values that the model was trained on"
+        if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
-                f"all numbers in the model's output {keys} are NaN or infinity{where}, for all samples of {name}",
-                remedy if everywhere else "measure sizes that the model has answers for, such as --batch 2,8",
+                f"all numbers in the model's output {', '.join(empty)} are NaN or infinity, for all samples of {name}",
+                "check the weights, and that the data has the values that the model was trained on",
+            )
+        if lost:
+            raise SourceError(
+                f"all numbers in the model's outputs are NaN or infinity at {lost[0]}, for all samples of {name}",
+                "measure sizes that the model has answers for, such as --batch 2,8",
             )
         strange = (
             f"{100 * share:.3g} % of the numbers in eager's output {key!r} are NaN or infinity"
@@ -129,18 +130,18 @@ class Sample(Task):
         data: Dataset | None,
         out: Path,
         progress: Progress,
-    ) -> tuple[dict[str, float], list[tuple[str, str]], dict[str, float]]:
+    ) -> tuple[dict[str, float], list[str], dict[str, float]]:
         """Write the feeds of all cases and the answers.
 
-        Returns shares of NaN and Inf by output; the outputs that have nothing else at some sizes, with these; and the
-        ranges of the others.
+        Returns shares of NaN and Inf by output; the measured sizes at which there is nothing else; and the ranges of
+        the others.
         """
-        odd, sizes, lost = Counter[str](), Counter[str](), list[tuple[str, str]]()
+        odd, sizes, lost = Counter[str](), Counter[str](), list[str]()
         ends: list[dict[str, tuple[float, float]]] = []
         for index, case in enumerate(cases):
             feeds = samples.feeds_for(case, session.signature, given, data, self.seed)
             samples.write_arrays(out, "feeds", index, feeds)
-            before = {key: (odd[key], size) for key, size in sizes.items()}
+            before = odd.total(), sizes.total()
             for call in range(case.calls):
                 progress(f"running {self.engine.name} at {_format_sizes(case.sizes)}")
                 if call:
@@ -151,10 +152,8 @@ class Sample(Task):
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 samples.write_arrays(out, "outputs", index, outputs, call)
-            for key, size in sizes.items():
-                known = before.get(key, (0, 0))
-                if size > known[1] and odd[key] - known[0] == size - known[1]:
-                    lost.append((key, f"at {_format_sizes(case.sizes)}"))
+            if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
+                lost.append(_format_sizes(case.sizes))
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
 
 

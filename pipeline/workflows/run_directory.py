@@ -244,16 +244,16 @@ def move_earlier_run(out: Path, recipe: Recipe) -> Path | None:
     """
     if not (out / "run.json").exists():
         return None
-    if Path.cwd().is_relative_to(out.resolve()):
-        raise UsageError(
-            f"--out {out} is the current folder or one above it, which cannot be moved away",
-            "start from another folder, or choose another --out",
-        )
     with lock_folder(out), storage_errors(f"the folder {out.parent}"):
         with contextlib.suppress(UsageError):  # a run that cannot be read is moved, too
             run = runs.read(out)
             if run.requested_recipe == recipe and not run.complete:
                 return None
+        if Path.cwd().is_relative_to(out.resolve()):
+            raise UsageError(
+                f"--out {out} is the current folder or one above it, which cannot be moved away",
+                "start from another folder, or choose another --out",
+            )
         names = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
         return out.rename(next(name for name in names if not name.exists()))
 

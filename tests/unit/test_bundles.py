@@ -192,6 +192,9 @@ _MASK = np.arange(10) > 6
 _TABLE = np.concatenate([640 * _R.random((20, 4)), _R.random((20, 1)), np.arange(20)[:, None] % 4], 1).astype("f")
 
 
+_EDGE = np.float32([[10, 20, 480, 480, 0.9, 1], [30, 50, 480, 480, 1.0, 1]])
+
+
 def _wrong(table: Array, column: int, shift: float) -> Array:
     return table + shift * (np.arange(table.shape[1]) == column).astype("f")
 
@@ -210,13 +213,14 @@ def _wrong(table: Array, column: int, shift: float) -> Array:
         (np.where(_MASK, -np.inf, _LOGITS), _LOGITS, False),
         (np.full(3, np.nan), np.full(3, np.nan), True),
         (_TABLE, _TABLE[::-1], True),
+        (_EDGE, _EDGE + np.float32([0.2, 0.1, -0.5, -0.5, 0.001, 0]), True),
         (_TABLE, _wrong(_TABLE, 4, 0.005), True),
         (_TABLE, _wrong(_TABLE, 4, 0.5), False),
         (_TABLE, _wrong(_TABLE, 5, 1), False),
     ],
 )
 def test_the_script_judges_as_the_run_does(wanted: Array, value: Array, right: bool) -> None:
-    rows = wanted is _TABLE
+    rows = wanted is _TABLE or wanted is _EDGE
     script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
     thresholds = thresholds_for("fp16")
     model = script.__new__(script)

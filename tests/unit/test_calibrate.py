@@ -176,6 +176,15 @@ def test_samples_that_change_each_others_answers_run_in_the_largest_batch(tmp_pa
     for data in ("digits", None):
         feeding, _ = Feeder(data=data, samples=13, seed=0).open(network(tmp_path), beside)
         assert [len(feeds["image"]) for feeds in feeding] == [6, 6]
+    feeding, _ = Feeder(data="digits", samples=5, seed=0).open(network(tmp_path), beside)
+    assert [len(feeds["image"]) for feeds in feeding] == [1] * 5  # there are too few for the largest
+    assert len(set(feeding.provenance.rows)) == 5
+    np.savez(tmp_path / "data.npz", image=np.random.default_rng(1).random((40, 1, 8, 8), np.float32))
+    feeder = Feeder(data=str(tmp_path / "data.npz"), samples=20, seed=0)
+    model = network(tmp_path)
+    assert model.signature is not None
+    taken, left = feeder.open(model, beside)[0].data.rows, feeder.held_out(model.signature)[0].rows
+    assert (len(taken), len(left), set(taken) & set(left)) == (18, 20, set())
 
 
 def test_a_fixed_batch_gives_the_same_ranges(tmp_path: Path) -> None:

@@ -156,6 +156,15 @@ def test_pixels_do_not_hide_wrong_probabilities(axis: int, precision: str) -> No
     assert against(head(few), head(few[::-1]), "int8").passed
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 40, 40), (2, 40, 40), (2, 40, 1200)])
+def test_dark_places_beside_bright_ones_are_no_probabilities(shape: tuple[int, ...]) -> None:
+    """Borders of an image, rows of a depth map without a value, channels that nothing excites."""
+    picture = 255 * RNG.random(shape)
+    picture[..., :8, :] *= 0.5 / 255
+    noise = 0.3 * RNG.standard_normal(shape)
+    assert against(picture, picture + noise, "int8").passed
+
+
 def test_one_class_of_ten_thousand_may_lie_on_an_edge() -> None:
     classes = np.zeros((1, 200, 200), np.int64)
     edge = classes.copy()

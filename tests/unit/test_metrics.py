@@ -53,6 +53,8 @@ def test_classes_themselves_are_judged_as_their_scores(name: str) -> None:
         assert compute(name, given, labels) == compute(name, output, labels)
     with pytest.raises(DataError, match=f"^{name} needs "):
         evaluate(name, {"y": answers[:, 1:]}, {"y": answers[:, 1:]}, labels)
+    with pytest.raises(DataError, match=f"^{name} needs "):  # every pair of classes is counted
+        evaluate(name, {"y": answers + 70_000}, {"y": answers + 70_000}, labels)
 
 
 @pytest.mark.parametrize("seed", CASES)

@@ -125,6 +125,7 @@ def test_masked_places_hide_no_wrong_number(fill: float) -> None:
     wrong[1, 1], unmasked[1, 5] = 9, 0
     assert "of sample 1 is wrong by up to 2" in judge.find_fault({"y": masked}, {"y": wrong}, no_movement)
     assert "in masked places" in judge.find_fault({"y": masked}, {"y": unmasked}, no_movement)
+    assert not judge.find_fault({"y": masked}, {"y": unmasked}, lambda: {"y": abs(fill)})  # it moves by itself
 
 
 # Steps along gradients

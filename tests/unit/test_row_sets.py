@@ -123,6 +123,16 @@ def test_classes_and_scores_count_beside_pixels(precision: str) -> None:
     assert not judge(table(), table(np.where(scores > 0.6, scores - 0.6, scores + 0.6)), precision, FIXED).passed
 
 
+def test_boxes_that_end_at_an_edge_are_no_classes() -> None:
+    found = np.float32([[[10, 20, 480, 480, 0.9, 1], [30, 50, 480, 480, 1.0, 1]]])
+    near = found + np.float32([0.2, 0.1, -0.5, -0.5, 0.001, 0])
+    for table in (found, found[..., :4]):
+        given = near[..., : table.shape[2]]
+        counts = {"count": np.array([2])}
+        form = signature(found=("batch", 2, table.shape[2]), count=("batch",))
+        assert judge({"found": table, **counts}, {"found": given, **counts}, "fp16", form).passed
+
+
 def test_numbers_in_a_fixed_order_are_compared_one_by_one() -> None:
     """Logits behind a choice of tokens."""
     form = signature(logits=("batch", 10))

@@ -328,10 +328,17 @@ def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> N
     dataset = open_dataset(data["data"], (x,), split="test", options=DataOptions())
     sentence, _ = try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
     assert sentence == "top1 of 'y' is judged, 'wide' not (--metric NAME:OUTPUT)"
+    Model.signature = Signature(inputs=(x,), outputs=outputs[3:])
+    Model.run = lambda _, feeds: {"wide": np.zeros((len(feeds["x"]), int(feeds["x"][0].sum()) + 2), np.float32)}  # type: ignore[assignment,method-assign,misc]
+    unnamed = quality.model_copy(update={"metric": None})
+    reason, _, _ = unnamed.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
+    assert str(reason).startswith("no metric was named, and 'wide' has rows of other sizes in other batches")
     Model.signature = Signature(inputs=(x,), outputs=outputs[1:2])
     Model.run = lambda _, feeds: {"loss": feeds["x"].sum()}  # type: ignore[assignment,method-assign,misc]
     with pytest.raises(DataError, match=r"for 2 samples, no output of the model has a row for each: 'loss' is \[\]"):
         try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
+    reason, _, _ = unnamed.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
+    assert str(reason).startswith("no metric was named, and for 2 samples, no output of the model has a row")
 
 
 @pytest.mark.parametrize(
@@ -389,7 +396,7 @@ def test_a_batch_size_at_which_nothing_is_a_number_is_refused(tmp_path: Path) ->
     for batches in ((1, 8), (2, 8)):
         sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
         if batches[0] == 1:
-            with pytest.raises(SourceError, match="output y are NaN or infinity at batch 1, for all") as error:
+            with pytest.raises(SourceError, match="outputs are NaN or infinity at batch 1, for all") as error:
                 sample.run({"model": model}, reference, lambda _: None)
             assert "--batch 2,8" in error.value.remedy
         else:

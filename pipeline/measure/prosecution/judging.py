@@ -105,9 +105,8 @@ class Judge:
             return _Difference(text, span or np.inf, np.inf)
         fill = np.abs(np.where(finite, wanted, 0)) >= find_fill([wanted])
         if not np.allclose(given[fill], wanted[fill], rtol=self.thresholds.row_tolerance, atol=0, equal_nan=True):
-            return _Difference(
-                f"output {name!r} has other numbers than {wanted[fill][0]:.3g} in masked places", np.inf, np.inf
-            )
+            text = f"output {name!r} has other numbers than {wanted[fill][0]:.3g} in masked places"
+            return _Difference(text, float(np.abs(given[fill] - wanted[fill]).max()), np.inf)
         both = finite & np.isfinite(given) & ~fill
         apart = np.where(both, np.abs(np.where(both, wanted - given, 0)), 0)
         error = apart.max(axis=1)
