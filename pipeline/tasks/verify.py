@@ -345,7 +345,7 @@ class Answers(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         given = inputs["reference"].folder
-        known = samples.read(given)
+        known, ends = samples.read(given), list[dict[str, tuple[float, float]]]()
         with self.engine.load(inputs["model"], Device()) as session:
             for index, case in enumerate(known.cases):
                 for call in range(case.calls):
@@ -360,6 +360,7 @@ class Answers(Task):
                                 f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
                                 "prune less, or with other weights left",
                             )
+                    ends.append(samples.find_ends(outputs))
                     samples.write_arrays(out, "outputs", index, outputs, call)
-        samples.write(out, known)
+        samples.write(out, known.model_copy(update={"spans": samples.join_ends(ends)}))
         return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")

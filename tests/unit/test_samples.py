@@ -19,7 +19,7 @@ from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, 
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
-from enginesmith.pipeline.tasks.verify import Sample, Verify
+from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
 
@@ -478,6 +478,20 @@ def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(vector.outputs["y"], rows[:1])
     assert vector.ranges == {"y": 3.0}
     assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
+
+
+def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:
+    for name in ("given", "changed"):
+        (tmp_path / name).mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, tmp_path / "given", lambda _: None)
+    before = samples.read(tmp_path / "given")
+    inputs = {"model": graph(tmp_path / "tenth.onnx", "Mul", 0.1)}
+    inputs["reference"] = Artifact(kind="reference", path=tmp_path / "given" / samples.RECORD, sha256="", bytes=0)
+    Answers(engine=OnnxRuntime()).run(inputs, tmp_path / "changed", lambda _: None)
+    after = samples.read(tmp_path / "changed")
+    assert after.spans == {"y": pytest.approx(0.1 * before.spans["y"])}
+    assert after.cases == before.cases
 
 
 def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
