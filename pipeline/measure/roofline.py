@@ -167,10 +167,6 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
     least, unknown = _count_least_bytes(path, seen, _HALF.get(arithmetic, "float32"))
     if unknown:
         reasons["least_bytes"] = f"{', '.join(unknown[:3])} and others of unknown size are left out"
-    traffic_bytes, names = _count_traffic(path, seen)
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        reasons["traffic_bytes"] = f"no size could be inferred of {', '.join(names[:3])}{more}, which count as nothing"
     launches = None  # operators of loops and branches may never run, and do not count
     if executed:
         launches = sum(node.op_type not in _VIEWS for node in model_file.skeleton(path).graph.node)
@@ -181,7 +177,6 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         flops=flops,
         least_bytes=least,
         large_intermediates=_list_large_results(path, seen) if executed else (),
-        traffic_bytes=traffic_bytes,
         launches=launches,
         reasons=reasons,
     )
@@ -227,41 +222,3 @@ def _list_large_results(path: Path, seen: View) -> tuple[int, ...]:
             if size > _LARGE_BYTES and _count_read_bytes(node, name, size, seen) == size:
                 large[name] = size
     return tuple(sorted(large.values(), reverse=True))
-
-
-def _count_traffic(path: Path, seen: View) -> tuple[int, list[str]]:
-    """Add up what operators read and write, each weight once; names values of unknown size, which count as 0."""
-    import onnx
-
-    unknown: dict[str, None] = {}
-
-    def count_bytes(name: str) -> int:
-        size = value_bytes(seen.value(name))
-        if size is None:
-            unknown[name] = None
-        return size or 0
-
-    def count_node(node: onnx.NodeProto) -> int:
-        if inner := list(model_file.subgraphs(node)):  # of branches the cheaper one, of a loop one round: the least
-            return min(map(count_graph, inner))
-        if node.op_type in _VIEWS:
-            return 0
-        read = {name for name in node.input if name and name not in seen.constants}
-        written = [name for name in node.output if name]
-        looks_up = node.op_type == "Gather" and node.input[0] in seen.constants
-        return sum(map(count_bytes, (*read, *written, *(written if looks_up else ()))))
-
-    def count_graph(graph: onnx.GraphProto) -> int:
-        return sum(count_node(node) for node in graph.node if node.op_type != "Constant")
-
-    # weights that are read as a whole; of tables only rows are
-    whole = {
-        name
-        for node in seen.nodes.values()
-        for place, name in enumerate(node.input)
-        if name in seen.constants and (node.op_type != "Gather" or place)
-    }
-    model = model_file.skeleton(path)
-    graph = (onnx.inliner.inline_local_functions(model) if model.functions else model).graph
-    total = sum(value_bytes(seen.value(name)) or 0 for name in whole) + count_graph(graph)
-    return total, list(unknown)

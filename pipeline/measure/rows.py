@@ -286,9 +286,6 @@ class Work(BaseModel, frozen=True):
     """Weights, inputs and outputs, each once, as far as they are used: what no engine gets around."""
     large_intermediates: tuple[int, ...] = ()
     """Bytes of each result that is too large for small caches; only of graphs that are executed as they stand."""
-    traffic_bytes: int | None = None
-    """Bytes that all operators together read and write. Caches keep much of it from memory, and fusing does away with
-    it, so that it bounds nothing; beside ``least_bytes`` it shows what there is to be fused."""
     launches: int | None = None
     """Operators that are started; None where the engine fuses them out of sight."""
     reasons: dict[str, str] = {}

@@ -214,8 +214,6 @@ def test_the_work_of_a_product(product: Path) -> None:
     assert (found.batch, found.flops) == (4, {"fp32": 2 * 4 * 16 * 7})
     assert found.least_bytes == 4 * (16 * 7 + 4 * 16 + 4 * 7) + 8
     assert found.launches == 2  # a view starts nothing
-    assert found.traffic_bytes is not None
-    assert found.traffic_bytes > found.least_bytes - 8
     assert found.reasons == {}
 
 
