@@ -150,9 +150,8 @@ def _read_elements(value: "ir.Value | None", known: "dict[ir.Value, list[Dim]]")
 
 
 def _read_small(value: "ir.Value | None") -> Array | None:
-    if value is None or value.const_value is None or value.const_value.size > _MOST_ELEMENTS:
-        return None
-    return value.const_value.numpy()
+    content = edit.read_constant(value)
+    return None if content is None or content.size > _MOST_ELEMENTS else content.numpy()
 
 
 def _name_dimension(dim: object) -> Dim:

@@ -149,14 +149,27 @@ def _module_path(node: "ir.Node", wrapper: str) -> str:
 # Read constants of a graph, and put other numbers in their place.
 
 
-def read(value: "ir.Value | None") -> Array | None:
-    """Return the numbers of a constant; None for what is computed, fed, or could be fed in its place."""
+def read_constant(value: "ir.Value | None") -> "ir.TensorProtocol | None":
+    """Return the content of a constant; None for what is computed or could be fed."""
     import onnx_ir as ir
 
-    if value is None or value.is_graph_input():
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
+    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
+def read(value: "ir.Value | None") -> Array | None:
+    """Return the numbers of a constant; None for what is computed, fed, or could be fed in its place."""
+    content = read_constant(value)
+    return None if content is None else content.numpy()
+
+
+def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
+    """Return the node of the same graph that alone reads a value, and at which input.
+
+    None if others do, a subgraph does, or it is an output.
+    """
+    uses = tuple(value.uses())
+    alone = len(uses) == 1 and uses[0].node.graph is value.graph and not value.is_graph_output()
+    return (uses[0].node, uses[0].idx) if alone else (None, 0)
 
 
 def is_weight(value: "ir.Value | None") -> bool:

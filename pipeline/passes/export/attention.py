@@ -301,20 +301,15 @@ def _find_split(value: "ir.Value | None") -> _Split | None:
 
 def _find_merge(node: "ir.Node") -> "ir.Node | None":
     """Return the Reshape at the end of Attention, Transpose, Reshape, if nothing else reads what is between."""
-    transpose = _find_only_reader(node.outputs[0])
+    transpose, _ = edit.find_only_reader(node.outputs[0])
     if transpose is None or not _swaps(transpose):
         return None
-    reshape = _find_only_reader(transpose.outputs[0])
+    reshape, _ = edit.find_only_reader(transpose.outputs[0])
     if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is not transpose.outputs[0]:
         return None
     merged, split = reshape.outputs[0], transpose.outputs[0]
     fits = merged.shape is not None and len(merged.shape) == 3 and _same_length(merged, split)
     return reshape if fits and reshape.graph is node.graph else None
-
-
-def _find_only_reader(value: "ir.Value") -> "ir.Node | None":
-    uses = value.uses()
-    return next(iter(uses)).node if len(uses) == 1 and not value.is_graph_output() else None
 
 
 def _swaps(node: "ir.Node") -> bool:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx import edit
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -183,6 +185,5 @@ def _get_maker(node: "ir.Node") -> "ir.Node | None":
 
 def _read_number(value: "ir.Value | None") -> float | None:
     """Return the number that a constant of one element holds."""
-    if value is None or value.const_value is None or value.const_value.size != 1:
-        return None
-    return float(value.const_value.numpy().reshape(()))
+    content = edit.read_constant(value)
+    return None if content is None or content.size != 1 else float(content.numpy().reshape(()))

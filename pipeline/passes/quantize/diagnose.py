@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.precisions import Cause
 from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
@@ -43,7 +44,7 @@ def explain_loss(node: "ir.Node", ranges: Ranges, shift: float = 0.0) -> tuple[C
         share = f"{count} of {len(channels.amax)} channels"
         words = f"activations to {_write(largest)} in {share}, and to {_write(middle)} in the middle one"
         return "uneven activations", words
-    weight = layers.read_constant(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
+    weight = edit.read_constant(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
     if weight is not None and (found := _describe_outliers(_input_channels(node, weight.numpy()))):
         count, largest, middle = found
         return "uneven weights", (

@@ -106,13 +106,6 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
     return tuple(_describe_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
 
-def read_constant(value: "ir.Value | None") -> "ir.TensorProtocol | None":
-    """Return the content of a constant; None for what is computed or could be fed."""
-    import onnx_ir as ir
-
-    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
-
-
 def get_input(node: "ir.Node", index: int) -> "ir.Value":
     """Return an input that the node has."""
     value = node.inputs[index]
@@ -141,25 +134,15 @@ def find_channel_statistics(node: "ir.Node", ranges: "Ranges | None") -> "Channe
 
 def read_weight(node: "ir.Node", index: int = WEIGHT) -> Array:
     """Return the numbers of a product's constant weight."""
-    content = read_constant(node.inputs[index])
+    content = edit.read_constant(node.inputs[index])
     assert content is not None, node
     return content.numpy()
-
-
-def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
-    """Return the node of the same graph that alone reads a value, and at which input.
-
-    None if others do, a subgraph does, or it is an output.
-    """
-    uses = tuple(value.uses())
-    alone = len(uses) == 1 and uses[0].node.graph is value.graph and not value.is_graph_output()
-    return (uses[0].node, uses[0].idx) if alone else (None, 0)
 
 
 def _describe_group(node: "ir.Node") -> QuantizableOp:
     positions = {**dict.fromkeys(_RECURRENT, slice(1, 3)), **dict.fromkeys(PRODUCTS, slice(2))}
     read = node.inputs[positions[node.op_type]] if node.op_type in positions else ()
-    weights = {value: array for value in read if value is not None and (array := read_constant(value)) is not None}
+    weights = {value: array for value in read if value is not None and (array := edit.read_constant(value)) is not None}
     bias = _find_bias(node)
     others = [value for value in node.inputs if value is not None and value not in weights and value is not bias]
     return QuantizableOp(
@@ -178,14 +161,16 @@ def _describe_group(node: "ir.Node") -> QuantizableOp:
 def _find_bias(node: "ir.Node") -> "ir.Value | None":
     """Find the constant that a product adds, or the one that the only reader of a MatMul adds to each column."""
     if node.op_type == "MatMul":
-        reader, index = find_only_reader(node.outputs[0])
-        weight = read_constant(node.inputs[WEIGHT])
+        reader, index = edit.find_only_reader(node.outputs[0])
+        weight = edit.read_constant(node.inputs[WEIGHT])
         if reader is None or reader.op_type != "Add" or weight is None:
             return None
-        added = read_constant(reader.inputs[1 - index])
+        added = edit.read_constant(reader.inputs[1 - index])
         fits = added is not None and tuple(added.shape) == tuple(weight.shape)[-1:]
         return reader.inputs[1 - index] if fits else None
-    constant = node.op_type in PRODUCTS and len(node.inputs) > BIAS and read_constant(node.inputs[BIAS]) is not None
+    constant = (
+        node.op_type in PRODUCTS and len(node.inputs) > BIAS and edit.read_constant(node.inputs[BIAS]) is not None
+    )
     return node.inputs[BIAS] if constant else None
 
 
@@ -194,7 +179,7 @@ def _explain_group(node: "ir.Node") -> str:
 
     if node.op_type in _WHOLE:
         return _WHOLE[node.op_type]
-    data, weight = (read_constant(value) for value in node.inputs[:2])
+    data, weight = (edit.read_constant(value) for value in node.inputs[:2])
     if weight is None:
         return "its weight is the left factor" if data is not None else TWO_ACTIVATIONS
     if data is not None:

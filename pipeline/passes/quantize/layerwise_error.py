@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.tensors import Array
@@ -138,9 +139,9 @@ def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[
     changed = list[tuple[ir.Node, int, ir.Value]]()
     turned = node.attributes.get_int("transB", 0) != twin.attributes.get_int("transB", 0)
     for index, value in enumerate(node.inputs):
-        rounded, numbers = value.producer() if value is not None else None, layers.read_constant(value)
+        rounded, numbers = value.producer() if value is not None else None, edit.read_constant(value)
         before = twin.inputs[index] if index < len(twin.inputs) else None
-        given = layers.read_constant(before)
+        given = edit.read_constant(before)
         if rounded is not None and rounded.op_type == "DequantizeLinear":
             rounding = layers.get_input(rounded, 0).producer()
             if rounding is not None and rounding.op_type == "QuantizeLinear":
@@ -163,7 +164,7 @@ def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[
 
 def _find_adder(node: "ir.Node") -> "ir.Node | None":
     """Return the node that adds the bias of a MatMul."""
-    reader, _ = layers.find_only_reader(node.outputs[0]) if node.op_type == "MatMul" else (None, 0)
+    reader, _ = edit.find_only_reader(node.outputs[0]) if node.op_type == "MatMul" else (None, 0)
     return reader if reader is not None and reader.op_type == "Add" else None
 
 

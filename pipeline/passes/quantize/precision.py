@@ -297,10 +297,10 @@ def keep_clamps_apart(model: "ir.Model") -> int:
         maker = layers.get_input(node, 1).producer() if node.op_type in layers.MATRIX_PRODUCTS else None
         if maker is None or maker.op_type != "DequantizeLinear":
             continue
-        clamp, index = layers.find_only_reader(node.outputs[0])
+        clamp, index = edit.find_only_reader(node.outputs[0])
         if clamp is None or index or clamp.op_type not in ("Relu", "Clip"):
             continue
-        reader, _ = layers.find_only_reader(clamp.outputs[0])
+        reader, _ = edit.find_only_reader(clamp.outputs[0])
         if reader is None or reader.op_type != "QuantizeLinear":
             _write_out_clamp(clamp, writer)
             count += 1
@@ -319,13 +319,13 @@ def keep_weights_floating(model: "ir.Model") -> int:
     writer = Writer(model.graph)
     count = 0
     for node in list(model.graph):
-        weight = layers.read_constant(node.inputs[1]) if node.op_type in _ROUNDED_BY_RUNTIME else None
+        weight = edit.read_constant(node.inputs[1]) if node.op_type in _ROUNDED_BY_RUNTIME else None
         restore = layers.get_input(node, 0).producer() if weight is not None else None
         if weight is None or restore is None or restore.op_type != "DequantizeLinear" or not _is_read_rounded(node):
             continue
         channels = _count_inputs(node, tuple(weight.shape.numpy()))
         levels, scale, zero = (layers.get_input(restore, index) for index in range(3))
-        numbers = [layers.read_constant(value) for value in (scale, zero)]
+        numbers = [edit.read_constant(value) for value in (scale, zero)]
         if any(each is None or each.size > 1 for each in numbers):
             continue
         parts = [
@@ -346,9 +346,9 @@ def keep_weights_floating(model: "ir.Model") -> int:
 
 def _is_read_rounded(node: "ir.Node") -> bool:
     """Tell whether all that reads a value is a QuantizeLinear, perhaps behind clamps."""
-    reader, _ = layers.find_only_reader(node.outputs[0])
+    reader, _ = edit.find_only_reader(node.outputs[0])
     while reader is not None and reader.op_type in ("Relu", "Clip"):
-        reader, _ = layers.find_only_reader(reader.outputs[0])
+        reader, _ = edit.find_only_reader(reader.outputs[0])
     return reader is not None and reader.op_type == "QuantizeLinear"
 
 

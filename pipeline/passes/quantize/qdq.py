@@ -37,6 +37,7 @@ import numpy as np
 
 from enginesmith.calibration.ranges import Method, Ranges
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.quantize import layers, quantizers
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Placement
@@ -196,7 +197,7 @@ def _explain_bias(node: "ir.Node") -> str:
     bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
     if bias is None:
         return ""
-    content = layers.read_constant(bias)
+    content = edit.read_constant(bias)
     if content is None:
         return "its bias is computed"
     columns = layers.read_weight(node).shape[0 if node.attributes.get_int("transB", 0) else 1]
@@ -298,7 +299,7 @@ def _place_pairs(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, p
 def _find_written(node: "ir.Node", rules: Rules) -> "ir.Value":
     """Find the value that a node writes, behind what engines fuse into it: an activation, and factors."""
     value = _find_activated(node.outputs[0], rules)
-    reader, index = layers.find_only_reader(value)
+    reader, index = edit.find_only_reader(value)
     if rules.factors and reader is not None and reader.op_type == "Mul" and not _is_computed(reader.inputs[1 - index]):
         return reader.outputs[0]
     return value
@@ -309,14 +310,14 @@ def _find_activated(value: "ir.Value", rules: Rules) -> "ir.Value":
         first, second = sorted((use.node for use in value.uses()), key=lambda reader: reader.op_type)
         if (first.op_type, second.op_type) == ("Mul", "Sigmoid") and second.outputs[0] in first.inputs:
             return first.outputs[0] if len(second.outputs[0].uses()) == 1 else value
-    reader, index = layers.find_only_reader(value)
+    reader, index = edit.find_only_reader(value)
     if reader is None or reader.op_type not in rules.activations or index or any(map(_is_computed, reader.inputs[1:])):
         return value
     return reader.outputs[0]
 
 
 def _is_computed(value: "ir.Value | None") -> bool:
-    return value is not None and layers.read_constant(value) is None
+    return value is not None and edit.read_constant(value) is None
 
 
 def _follow_convolutions(

@@ -255,7 +255,7 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
     it. Other readers of the same bias keep theirs.
     """
     if node.op_type == "MatMul":
-        reader, index = layers.find_only_reader(node.outputs[0])
+        reader, index = edit.find_only_reader(node.outputs[0])
         if reader is None or reader.op_type != "Add":
             return False
         bias = edit.read(reader.inputs[1 - index])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.quantize import layers, quantizers
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.qdq import Settings
@@ -59,7 +60,7 @@ def _explain_no_dynamic_form(group: QuantizableOp, node: "ir.Node") -> str:
     import onnx_ir as ir
 
     if group.operator == "LSTM":
-        weights = [layers.read_constant(value) for value in node.inputs[WEIGHT : _RECURRENCE + 1]]
+        weights = [edit.read_constant(value) for value in node.inputs[WEIGHT : _RECURRENCE + 1]]
         if len(weights) != 2 or any(weight is None or weight.dtype != ir.DataType.FLOAT for weight in weights):
             return "its weights are not constants of float32"
         return "its layout has batches first" if node.attributes.get_int("layout", 0) else ""

@@ -185,17 +185,12 @@ def trace(place: Place, products: Mapping["ir.Value", Product], steps: Mapping[s
     for before, addends in steps[node.op_type](node, place):
         if before is None:
             return ScalePropagation(addends)
-        if node.op_type != "Slice" and not is_private(before.value):
+        if node.op_type != "Slice" and edit.find_only_reader(before.value)[0] is None:
             continue
         rest = trace(before, products, steps)
         if rest is not None:
             return ScalePropagation((*addends, *rest.addends), rest.product, rest.end)
     return None
-
-
-def is_private(value: "ir.Value") -> bool:
-    """Tell whether exactly one input of one node reads a value."""
-    return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _pass_to(node: "ir.Node", place: Place | None, *addends: Addend) -> _Moves:
