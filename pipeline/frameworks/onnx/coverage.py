@@ -217,6 +217,8 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
     """
     if not products:
         return 0
+    import networkx
+
     seen, kinds = structure.seen, _HALF if halves else _NARROW
     low = dict.fromkeys(products)
     for name, node in seen.nodes.items():
@@ -229,19 +231,14 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
             is_low = _is_between_pairs(node, structure, low)
         if is_low:
             low[name] = None
-    groups = {name: name for name in low}
-
-    def root(name: str) -> str:
-        while groups[name] != name:
-            name = groups[name]
-        return name
-
+    linked = networkx.Graph()
+    linked.add_nodes_from(low)
     for name in low:
         for value in seen.nodes[name].input:
             before = structure.makers.get(value if halves or executed else structure.source(value, CONVERTERS))
-            if before in groups and (halves or not executed or structure.has_dtype(value, _NARROW)):
-                groups[root(name)] = root(before)
-    return len({root(name) for name in groups})
+            if before in low and (halves or not executed or structure.has_dtype(value, _NARROW)):
+                linked.add_edge(name, before)
+    return networkx.number_connected_components(linked)
 
 
 def _is_between_pairs(node: "onnx.NodeProto", structure: _Structure, low: "dict[str, None]") -> bool:

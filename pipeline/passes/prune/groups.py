@@ -233,23 +233,17 @@ def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _join(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
-    """Join channels that some layer has at the same place (union–find)."""
-    leader = list(range(width))
+    """Join channels that some layer has at the same place."""
+    import networkx
 
-    def find(channel: int) -> int:
-        while leader[channel] != channel:
-            channel = leader[channel]
-        return channel
-
+    linked = networkx.Graph()
+    linked.add_nodes_from(range(width))
     for item in items:
         at: dict[int, int] = {}
-        for index, root in zip(item.indices, item.roots, strict=True):
-            other = find(at.setdefault(index, root))
-            leader[max(find(root), other)] = min(find(root), other)
-    units: dict[int, list[int]] = {}
-    for channel in range(width):
-        units.setdefault(find(channel), []).append(channel)
-    return tuple(tuple(unit) for unit in units.values())
+        linked.add_edges_from(
+            (at.setdefault(index, root), root) for index, root in zip(item.indices, item.roots, strict=True)
+        )
+    return tuple(sorted(tuple(sorted(unit)) for unit in networkx.connected_components(linked)))
 
 
 def _slices(item: Item, parts: Parts, units: Sequence[Sequence[int]]) -> Iterator[Slice]:
