@@ -127,6 +127,18 @@ class Option:
     metavar: str = ""
 
 
+class AddedOption(BaseModel, frozen=True):
+    """Name a value that a recipe can add to one of its lists, or put in place of another, against a wrong answer."""
+
+    field: str
+    """Field of the recipe: ``onnxruntime.disabled_optimizers``."""
+    value: str | int | bool
+    instead_of: str | int | bool | None = None
+    """The value that it replaces; None where it is added to a list."""
+    words: str
+    """Option on the command line: ``--ort-disable QuickGeluFusion``."""
+
+
 def flag_of(part: type[BaseModel], field: str) -> str:
     """Spell the option that fills a field of a part of the recipe; empty where there is none."""
     option = next((item for item in part.model_fields[field].metadata if isinstance(item, Option)), None)

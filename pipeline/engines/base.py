@@ -19,8 +19,9 @@ from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
-    from enginesmith.pipeline.engines.options import AddedOption, EngineOptions
+    from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.system.software import Formats, Stack
+    from enginesmith.pipeline.units import AddedOption
 
 
 TUNING = "tuning.json"

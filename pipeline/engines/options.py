@@ -25,18 +25,6 @@ MOVED_FIELDS = {
 _MOST_BYTES = 1 << 50
 
 
-class AddedOption(BaseModel, frozen=True):
-    """Name a value that a recipe can add to one of its lists, or put in place of another, against a wrong answer."""
-
-    field: str
-    """Field of the recipe: ``onnxruntime.disabled_optimizers``."""
-    value: str | int | bool
-    instead_of: str | int | bool | None = None
-    """The value that it replaces; None where it is added to a list."""
-    words: str
-    """Option on the command line: ``--ort-disable QuickGeluFusion``."""
-
-
 class ModuleOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how eager and compiled run the module, in variants of their own."""
 

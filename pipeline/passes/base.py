@@ -4,13 +4,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.passes.quantize.precisions import Name, Placement
+from enginesmith.pipeline.units import AddedOption
 
 Progress = Callable[[str], None]
 Records = Mapping[str, Artifact]
@@ -33,20 +34,6 @@ class PrecisionRequest:
     placement: Placement = "inputs"
     weight_bits: int = 8
     """Bits of int8 weights, where the recipe leaves them to the engine."""
-
-
-class OtherOption(NamedTuple):
-    """A value of an option with which a pass makes another graph that has to compute the same."""
-
-    field: str
-    """Field of the recipe: ``export.opset``."""
-    value: str | int | bool
-    instead_of: str | int | bool
-    """The value that it replaces."""
-    words: str
-    """Option on the command line: ``--opset 20``."""
-    step: "Pass | None"
-    """The pass with that value; None where the option leaves it out."""
 
 
 class Pass(BaseModel, frozen=True, extra="forbid"):
@@ -72,8 +59,11 @@ class Pass(BaseModel, frozen=True, extra="forbid"):
         """Make the passes that a recipe asks for, by the fields that ``reads`` names; one by default."""
         return (cls(),)
 
-    def list_other_options(self) -> Iterable[OtherOption]:
-        """List options that make another graph of the same parent, to try if this one turns out wrong."""
+    def list_other_options(self) -> "Iterable[tuple[AddedOption, Pass | None]]":
+        """List options with which another graph of the same parent is made, to try if this one turns out wrong.
+
+        Each is beside the pass that has it; None where the option leaves the pass out.
+        """
         return ()
 
     @property

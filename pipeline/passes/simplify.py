@@ -16,9 +16,10 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import OtherOption, Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
 from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -43,9 +44,9 @@ class Simplify(Pass):
         """Make one, unless the recipe wants the graph as it is."""
         return (cls(external_data_bytes=options["export"].external_data_bytes),) if options["simplify"] else ()
 
-    def list_other_options(self) -> Iterable[OtherOption]:
+    def list_other_options(self) -> Iterable[tuple[AddedOption, Pass | None]]:
         """List the one that leaves the graph as it is."""
-        return (OtherOption("simplify", value=False, instead_of=True, words="--no-simplify", step=None),)
+        return ((AddedOption(field="simplify", value=False, instead_of=True, words="--no-simplify"), None),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Simplify, check, and keep the better of both graphs."""

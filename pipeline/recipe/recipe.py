@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, PartOptions
 from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import needs_cuda
-from enginesmith.pipeline.engines.options import AddedOption, EngineOptions
+from enginesmith.pipeline.engines.options import EngineOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.measure.quality import DEFAULT_METRIC
@@ -25,7 +25,7 @@ from enginesmith.pipeline.recipe.options import (
     QuantisationOptions,
 )
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
-from enginesmith.pipeline.units import Heading, Option, Seconds, SecondsOrNone
+from enginesmith.pipeline.units import AddedOption, Heading, Option, Seconds, SecondsOrNone
 
 _INPUTS: Heading = "Model and inputs"
 _DATA: Heading = "Data and accuracy"

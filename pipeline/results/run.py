@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
@@ -34,6 +33,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
+from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.base import Engine

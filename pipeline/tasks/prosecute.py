@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import glob
+import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -19,15 +22,15 @@ from enginesmith.pipeline.measure.prosecution.judging import EXACT
 from enginesmith.pipeline.measure.prosecution.locate import describe_software, locate_fault
 from enginesmith.pipeline.measure.prosecution.search import InputSearch, Subject
 from enginesmith.pipeline.measure.prosecution.stages import OtherGraph, Stage, Stages
-from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, read_records, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.measure import EngineCheck
-from enginesmith.pipeline.tasks.other_graphs import list_other_graphs
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT
 from enginesmith.pipeline.tensors import Signature
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import AddedOption, format_bytes
 
 GIVEN, TRUTH = "given", "truth"
 """Roles of the model as it is given, and of another graph of it that should be right."""
@@ -194,3 +197,50 @@ def _open(
 ) -> Iterator[Stage]:
     with engine.load(artifact, device) as session:
         yield Stage(name, session.run, precision, graph, session.differentiate, describe_software(engine), others)
+
+
+# Other graphs of a plan, in case its own step made a wrong one.
+
+
+def list_other_graphs(task: Transform, inputs: Inputs, suspects: Sequence[str]) -> Iterator[OtherGraph]:
+    """List other graphs that can be made of the inputs of a step, each with the option that has it made.
+
+    ``suspects`` are names of nodes, the likeliest to be wrong first.
+    """
+    step = task.step
+    for option, other in step.list_other_options():
+        yield option, functools.partial(_make_with, task, other, inputs)
+    if isinstance(step, PrecisionPass) and ASSIGNMENT in inputs:
+        yield from _keep_in_float(task, step, inputs, suspects)
+
+
+def _make_with(task: Transform, step: Pass | None, inputs: Inputs, out: Path) -> Artifact:
+    return inputs["model"] if step is None else _run_step(task.model_copy(update={"step": step}), inputs, out)
+
+
+def _keep_in_float(
+    task: Transform, step: PrecisionPass, inputs: Inputs, suspects: Sequence[str]
+) -> Iterator[OtherGraph]:
+    entries = read_records(inputs[ASSIGNMENT])
+    low = step.precision.partition("+")[0]
+    groups = [str(entry["group"]) for entry in entries if entry["precision"] == low]
+    places = {name: place for place, name in enumerate(suspects)}
+    for name in sorted(groups, key=lambda group: places.get(group, len(places))):
+        pattern = glob.escape(name)
+        words = f"--keep {shlex.quote(pattern)}"
+        option = AddedOption(field="quantisation.keep", value=pattern, words=words)
+        kept = [{**entry, "precision": step.remainder} if entry["group"] == name else entry for entry in entries]
+
+        def make(out: Path, kept: list[dict[str, object]] = kept) -> Artifact:
+            record = out / "assignment" / RECORDS
+            record.parent.mkdir(parents=True)
+            record.write_text(json.dumps(kept))
+            return _run_step(task, {**inputs, ASSIGNMENT: scratch_artifact("record", record, None)}, out / "graph")
+
+        yield option, make
+
+
+def _run_step(task: Transform, inputs: Inputs, out: Path) -> Artifact:
+    out.mkdir(parents=True)
+    effect = task.run(inputs, out, lambda _: None)
+    return scratch_artifact("onnx", out / effect.file, effect.signature or inputs["model"].signature)

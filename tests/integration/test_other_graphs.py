@@ -13,7 +13,6 @@ from onnx import numpy_helper
 from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.engines import engine_class, simulation
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
@@ -27,8 +26,9 @@ from enginesmith.pipeline.passes.simplify import Simplify
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
-from enginesmith.pipeline.tasks.other_graphs import list_other_graphs
+from enginesmith.pipeline.tasks.prosecute import list_other_graphs
 from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.units import AddedOption
 from graphs import NOWHERE, node, normal, save_graph
 
 FEEDS = {"x": normal(8, 16)}

@@ -129,13 +129,13 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     """An engine that computes a Tanh as its argument, as a fusion might."""
     from enginesmith.pipeline.engines import engine_class
     from enginesmith.pipeline.engines.base import BuildRequest, Engine
-    from enginesmith.pipeline.engines.options import AddedOption
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.measure.prosecution import reduction
     from enginesmith.pipeline.measure.prosecution.locate import locate_fault
     from enginesmith.pipeline.measure.prosecution.search import MODEL, Disagreement
     from enginesmith.pipeline.measure.prosecution.stages import Stage, Stages
     from enginesmith.pipeline.system.device import Device
+    from enginesmith.pipeline.units import AddedOption
 
     kind: Any = engine_class("onnxruntime")
     without_tanh = AddedOption(field="without", value="tanh", words="--without tanh")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import fleets
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
 from enginesmith.pipeline.recipe.fleet import Entry
 from enginesmith.pipeline.results import earlier_fleet
@@ -16,6 +15,7 @@ from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.earlier_fleet import Earlier, State
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, Found, entry_record
 from enginesmith.pipeline.results.run import Run, Workaround
+from enginesmith.pipeline.units import AddedOption
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.tasks.base import RECORDS
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT
-from enginesmith.pipeline.tasks.other_graphs import list_other_graphs
+from enginesmith.pipeline.tasks.prosecute import list_other_graphs
 
 
 @pytest.mark.parametrize("name", ["MatMul_c", "/layers[0]/MatMul", "a*b?", "it's"])
@@ -20,7 +20,7 @@ def test_the_words_name_the_same_node_as_the_value(name: str, tmp_path: Path) ->
     record = tmp_path / RECORDS
     record.write_text(json.dumps([{"group": name, "precision": "int8"}]))
     assigned = Artifact(kind="record", path=record, sha256="", bytes=0)
-    (other,) = list_other_graphs(Transform(step=Precision(precision="int8")), {ASSIGNMENT: assigned}, [])
-    flag, pattern = shlex.split(other.option.words)
-    assert (flag, pattern) == ("--keep", other.option.value)
+    ((option, _),) = list_other_graphs(Transform(step=Precision(precision="int8")), {ASSIGNMENT: assigned}, [])
+    flag, pattern = shlex.split(option.words)
+    assert (flag, pattern) == ("--keep", option.value)
     assert fnmatchcase(name, pattern)

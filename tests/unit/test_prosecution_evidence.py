@@ -10,12 +10,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, load_arrays, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.issue import write_issue
 from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.units import AddedOption
 
 SCRIPT = """
 import onnxruntime

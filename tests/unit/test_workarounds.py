@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import environment
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.measure.rows import Tuning
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
+from enginesmith.pipeline.units import AddedOption
 from enginesmith.pipeline.workflows.optimize import (
     RunRequest,
     _add_workarounds,

@@ -44,7 +44,6 @@ from enginesmith.pipeline.engines.onnxruntime.session import (
     open_session,
     session_options,
 )
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
@@ -54,6 +53,7 @@ from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.system.software import Formats, Stack, numbers, versions
+from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     from onnxruntime import OrtEpAssignedSubgraph

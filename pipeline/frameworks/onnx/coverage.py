@@ -238,7 +238,7 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
             before = structure.makers.get(value if halves or executed else structure.source(value, CONVERTERS))
             if before in low and (halves or not executed or structure.has_dtype(value, _NARROW)):
                 linked.add_edge(name, before)
-    return networkx.number_connected_components(linked)
+    return int(networkx.number_connected_components(linked))
 
 
 def _is_between_pairs(node: "onnx.NodeProto", structure: _Structure, low: "dict[str, None]") -> bool:

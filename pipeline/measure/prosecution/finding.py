@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.engines.options import AddedOption
+from enginesmith.pipeline.units import AddedOption
 
 
 class Finding(BaseModel, frozen=True):

@@ -11,7 +11,6 @@ import numpy as np
 
 from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
@@ -33,6 +32,7 @@ from enginesmith.pipeline.measure.prosecution.stages import (
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.machine import environment
 from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     import onnx

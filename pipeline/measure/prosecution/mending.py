@@ -12,7 +12,6 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.judging import EXACT
@@ -20,6 +19,7 @@ from enginesmith.pipeline.measure.prosecution.search import Disagreement
 from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stage, Stages, differ, is_wrong
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.units import AddedOption
 
 _MOST_TRIALS = 80
 Trial = tuple[AddedOption, Callable[[Path], bool]]

@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest, Engine
-from enginesmith.pipeline.engines.options import AddedOption
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
@@ -22,21 +21,15 @@ from enginesmith.pipeline.measure.prosecution.judging import (
 )
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
+from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     import onnx
 
 
-class OtherGraph(NamedTuple):
-    """A graph that another option makes."""
-
-    option: AddedOption
-    make: Callable[[Path], Artifact]
-    """Makes it in a folder that is not there yet.
-
-    Raises:
-        EnginesmithError: it cannot be made.
-    """
+OtherGraph = tuple[AddedOption, Callable[[Path], Artifact]]
+"""An option, and what makes the graph that it stands for in a folder that is not there yet, or raises EnginesmithError.
+"""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator
-from enginesmith.pipeline.passes.base import OtherOption, Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -50,14 +51,15 @@ class Export(Pass):
         """Make the export of a module."""
         return (cls(**options["export"].model_dump()),)
 
-    def list_other_options(self) -> Iterator[OtherOption]:
+    def list_other_options(self) -> Iterator[tuple[AddedOption, Pass]]:
         """List the other exporters, simpler operators for attention, and an older opset."""
         others = {"exporter": ("torchscript", "dynamo"), "attention": ("decomposed",), "opset": (_OLDER_OPSET,)}
         for field, values in others.items():
             given = getattr(self, field)
             for value in (each for each in values if each != given):
-                step = self.model_copy(update={field: value})
-                yield OtherOption(f"export.{field}", value, given, f"--{field} {value}", step)
+                words = f"--{field} {value}"
+                option = AddedOption(field=f"export.{field}", value=value, instead_of=given, words=words)
+                yield option, self.model_copy(update={field: value})
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Load the module and export it."""
