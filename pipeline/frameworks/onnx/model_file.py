@@ -5,17 +5,17 @@ when they do not.
 """
 
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.frameworks.onnx import selections
 from enginesmith.pipeline.tensors import DESCRIBED, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def signature(path: Path) -> Signature:
     return Signature(
         inputs=tuple(_spec("input", position, value, words) for position, value in inputs),
         outputs=tuple(_spec("output", position, value, words) for position, value in enumerate(graph.output)),
-        unordered=selections.find_unordered(graph),
+        unordered=find_unordered(graph),
     )
 
 
@@ -286,17 +286,14 @@ def _bytes_by_dtype(model: "onnx.ModelProto") -> Counter[str]:
     return sizes
 
 
-def _bytes(tensor: "onnx.TensorProto") -> int:
-    name, count = dtype_name(tensor.data_type), _count(tensor)
-    if name == "string":
-        return 0
-    if name in ("int4", "uint4", "float4e2m1"):
-        return (count + 1) // 2
-    if name.startswith("float8"):
-        return count
-    from onnx import helper
+def storage_bytes(dtype: str, elements: int) -> int | None:
+    """Compute the bytes of so many elements; None for texts and types without a size."""
+    sized = re.match(r"[a-z]+(\d+)", "uint8" if dtype == "bool" else dtype)
+    return -(-elements * int(sized[1]) // 8) if sized else None
 
-    return count * int(np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize)
+
+def _bytes(tensor: "onnx.TensorProto") -> int:
+    return storage_bytes(dtype_name(tensor.data_type), _count(tensor)) or 0
 
 
 def _count(tensor: "onnx.TensorProto") -> int:
@@ -340,10 +337,26 @@ def subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
         yield from attribute.graphs
 
 
+def list_graphs(model: "onnx.ModelProto") -> Iterator["onnx.GraphProto"]:
+    """Yield the main graph, and all graphs inside of nodes, those of function bodies too."""
+    yield model.graph
+    for node in nodes(model):
+        yield from subgraphs(node)
+
+
+def list_reads(node: "onnx.NodeProto") -> Iterator[str]:
+    """Yield the names of the values that a node reads, also by the graphs within it."""
+    yield from filter(None, node.input)
+    for graph in subgraphs(node):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        own |= {name for inner in graph.node for name in inner.output}
+        read = (name for inner in graph.node for name in list_reads(inner))
+        yield from (name for name in (*read, *(value.name for value in graph.output)) if name not in own)
+
+
 def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
     """Yield every constant: initialisers and attributes, of subgraphs and function bodies too."""
-    graphs = [model.graph, *(graph for node in nodes(model) for graph in subgraphs(node))]
-    for graph in graphs:
+    for graph in list_graphs(model):
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield sparse.values
@@ -370,3 +383,44 @@ def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
         message = f"the external data of {tensor.name!r} has offset {offset!r} and length {length!r}"
         raise InvalidGraph(message, "export the model again")
     return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor))
+
+
+# Outputs whose rows are chosen by values, so that rounding may change their number and order.
+
+_SELECTING = {"NonMaxSuppression": 0, "NonZero": 0, "TopK": 1, "Unique": 0}
+"""Operators that choose by value, and their first output that depends on the order (a TopK's values are sorted)."""
+_SHAPES = ("Shape", "Size")
+_COPYING = ("Identity", "Cast")
+_REDUCING = ("ArgMax", "ArgMin", "GlobalAveragePool", "GlobalMaxPool")
+
+
+def find_unordered(graph: "onnx.GraphProto") -> dict[str, Literal["rows", "positions"]]:
+    """Find the outputs that depend on rows that NonMaxSuppression, TopK, NonZero or Unique chose by values.
+
+    Not those behind a reduction, which do not depend on the order, and not what is computed from shapes alone. The
+    values of a TopK count where what was chosen by its indices is an output, too.
+    """
+    varying = {value.name for value in graph.input} - {weight.name for weight in graph.initializer}
+    chosen, sorted_values, positions = set[str](), set[str](), set[str]()
+    for node in graph.node:
+        read = set(list_reads(node))
+        if read.isdisjoint(varying) or node.op_type in _SHAPES:
+            continue
+        varying.update(node.output)
+        first = _SELECTING.get(node.op_type)
+        if node.op_type == "TopK":
+            sorted_values.add(node.output[0])
+        if node.op_type == "NonMaxSuppression" or (node.op_type in _COPYING and not read.isdisjoint(positions)):
+            positions.update(node.output)
+        if first is not None:
+            chosen.update(node.output[first:])
+        elif not read.isdisjoint(chosen) or any(inner.op_type in _SELECTING for inner in _walk([node])):
+            if node.op_type.startswith("Reduce") or node.op_type in _REDUCING:
+                continue
+            chosen.update(node.output)
+        elif not read.isdisjoint(sorted_values):
+            sorted_values.update(node.output)
+    outputs = [value.name for value in graph.output]
+    if any(name in chosen for name in outputs):
+        chosen |= sorted_values
+    return {name: "positions" if name in positions else "rows" for name in outputs if name in chosen}

@@ -206,13 +206,7 @@ class Value:
 
 def value_bytes(value: Value) -> int | None:
     """Compute the bytes of a tensor in memory; None where its shape is not known, or its elements are texts."""
-    if value.dtype in ("int4", "uint4", "float4e2m1"):
-        bits = 4
-    elif value.dtype.startswith("float8") or value.dtype == "bool":
-        bits = 8
-    else:
-        bits = int("".join(filter(str.isdigit, value.dtype)) or 0)
-    return -(-prod(value.shape) * bits // 8) if value.shape is not None and bits else None
+    return None if value.shape is None else model_file.storage_bytes(value.dtype, prod(value.shape))
 
 
 @dataclass(frozen=True)
@@ -242,8 +236,8 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
     model = model_file.skeleton(path)
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
-    _fix_sizes(path, model.graph, sizes)
-    initialisers = [tensor for graph in _graphs(model.graph) for tensor in graph.initializer]
+    _fix_sizes(path, model, sizes)
+    initialisers = [tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer]
     values = {item.name: Value(model_file.dtype_name(item.data_type), tuple(item.dims)) for item in initialisers}
     constants = {*values, *(node.output[0] for node in model_file.nodes(model) if node.op_type == "Constant")}
     nodes: dict[str, onnx.NodeProto] = {}
@@ -268,34 +262,27 @@ def _infer(model: "onnx.ModelProto") -> dict[str, Value]:
 
     known = onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
     values: dict[str, Value] = {}
-    for graph in _graphs(known.graph):
+    for graph in model_file.list_graphs(known):
         for info in (*graph.input, *graph.output, *graph.value_info):
             _note(values, info)
     return values
 
 
-def _fix_sizes(path: Path, graph: "onnx.GraphProto", sizes: Mapping[str, int]) -> None:
+def _fix_sizes(path: Path, model: "onnx.ModelProto", sizes: Mapping[str, int]) -> None:
     """Put sizes where words stand; inputs get theirs even if no word is written there. The rest is for inference."""
     by_text = {}
-    inputs = {value.name: value for value in graph.input}
+    inputs = {value.name: value for value in model.graph.input}
     for spec in model_file.signature(path).inputs:
         for dim, word in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
             if isinstance(word, str) and word in sizes:
                 if dim.dim_param not in model_file.UNNAMED:
                     by_text[dim.dim_param] = sizes[word]
                 dim.dim_value = sizes[word]
-    for body in _graphs(graph):
+    for body in model_file.list_graphs(model):
         for value in (*body.input, *body.output, *body.value_info):
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_param in by_text:
                     dim.dim_value = by_text[dim.dim_param]
-
-
-def _graphs(graph: "onnx.GraphProto") -> "Iterator[onnx.GraphProto]":
-    yield graph
-    for node in graph.node:
-        for inner in model_file.subgraphs(node):
-            yield from _graphs(inner)
 
 
 def _copy(node: "onnx.NodeProto") -> "onnx.NodeProto":
@@ -305,7 +292,7 @@ def _copy(node: "onnx.NodeProto") -> "onnx.NodeProto":
 
 def _replace_foreign(model: "onnx.ModelProto", dims: Dims) -> None:
     """Replace nodes of other domains by standard ones, where a rule fits."""
-    for graph in _graphs(model.graph):
+    for graph in model_file.list_graphs(model):
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
             rule = _RULES.get(node.op_type) if node.domain not in _STANDARD else None

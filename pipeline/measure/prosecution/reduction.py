@@ -12,7 +12,7 @@ right.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,10 +104,10 @@ def take_nodes(
     nodes, others = [model.graph.node[at] for at in kept], set(range(len(model.graph.node))) - set(kept)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     made = {name for node in nodes for name in node.output if name}
-    read = list(dict.fromkeys(name for node in nodes for name in list_reads(node) if name not in made))
+    read = list(dict.fromkeys(name for node in nodes for name in model_file.list_reads(node) if name not in made))
     if missing := [name for name in read if name not in weights and name not in values]:
         raise ModelError(f"the value of {missing[0]} is not known")
-    wanted = {name for at in others for name in list_reads(model.graph.node[at])}
+    wanted = {name for at in others for name in model_file.list_reads(model.graph.node[at])}
     wanted |= {value.name for value in model.graph.output}
     outputs = [name for node in nodes for name in node.output if name in wanted]
     fed = [name for name in read if name not in weights]
@@ -118,17 +118,6 @@ def take_nodes(
     part.functions.extend(model.functions)
     assert isinstance(part, onnx.ModelProto)
     return part, {name: values[name] for name in fed}
-
-
-def list_reads(node: "onnx.NodeProto") -> Iterator[str]:
-    """Yield the names of the values that a node reads, also by the graphs within it."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-            own |= {name for inner in graph.node for name in inner.output}
-            read = (name for inner in graph.node for name in list_reads(inner))
-            yield from (name for name in (*read, *(value.name for value in graph.output)) if name not in own)
 
 
 def _describe(
@@ -255,7 +244,7 @@ def _walk_back(model: "onnx.ModelProto", makers: Mapping[str, int], right: set[s
     while waiting:
         if (name := waiting.pop()) not in seen:
             seen.add(name)
-            reads = list_reads(model.graph.node[makers[name]])
+            reads = model_file.list_reads(model.graph.node[makers[name]])
             waiting += [each for each in reads if each in makers and each not in right]
     return seen
 
@@ -264,7 +253,7 @@ def _mends(
     model: "onnx.ModelProto", name: str, values: Feeds, truth: Feeds, outputs: Sequence[str], tolerance: float
 ) -> bool:
     """Tell whether some wrong output becomes right if a value is set right."""
-    readers = [at for at, node in enumerate(model.graph.node) if name in list_reads(node)]
+    readers = [at for at, node in enumerate(model.graph.node) if name in model_file.list_reads(node)]
     try:
         part, feeds = take_nodes(model, slice_between(model, readers, outputs), {**values, name: truth[name]})
         given = compute(part, feeds)
@@ -307,7 +296,7 @@ def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Itera
     """List the nodes on the ways from some nodes to some outputs."""
     reached, names = set(first), {name for at in first for name in model.graph.node[at].output}
     for at, node in enumerate(model.graph.node):
-        if at not in reached and not names.isdisjoint(list_reads(node)):
+        if at not in reached and not names.isdisjoint(model_file.list_reads(node)):
             reached.add(at)
             names.update(node.output)
     needed, kept = set(outputs), set[int]()
@@ -315,5 +304,5 @@ def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Itera
         node = model.graph.node[at]
         if at in reached and not needed.isdisjoint(node.output):
             kept.add(at)
-            needed.update(list_reads(node))
+            needed.update(model_file.list_reads(node))
     return sorted(kept)
