@@ -10,7 +10,7 @@ import numpy as np
 
 from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.issue import write_issue
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import Feeds
 
 if TYPE_CHECKING:
     import onnx
@@ -62,12 +62,6 @@ def _save(file: Path, arrays: Feeds) -> None:
     names = {f"{index}": name for index, name in enumerate(arrays)}
     content: dict[str, Any] = {key: arrays[name] for key, name in names.items()}
     np.savez(file, allow_pickle=False, names=np.array(json.dumps(names)), **content)
-
-
-def load_arrays(file: Path) -> dict[str, Array]:
-    """Read arrays by name, as they were saved: names of graphs may have any letters."""
-    with np.load(file, allow_pickle=False) as stored:
-        return {name: stored[key] for key, name in json.loads(str(stored["names"])).items()}
 
 
 _SCRIPT = '''"""Show the fault: python repro.py. Exit code 1: the answer is wrong; 0: it is right."""

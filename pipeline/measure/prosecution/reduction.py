@@ -85,15 +85,11 @@ def record_values(model: "onnx.ModelProto", feeds: Feeds) -> dict[str, Array]:
 
 
 def take_nodes(
-    model: "onnx.ModelProto",
-    kept: Sequence[int],
-    values: Feeds,
-    shapes: Mapping[str, Sequence[int | str]] | None = None,
+    model: "onnx.ModelProto", kept: Sequence[int], values: Feeds
 ) -> tuple["onnx.ModelProto", dict[str, Array]]:
     """Make a graph of some nodes, and the feeds for it.
 
-    Its outputs are the values that the other nodes read, or the whole graph gives. ``shapes`` are those of its inputs
-    where dimensions are dynamic.
+    Its outputs are the values that the other nodes read, or the whole graph gives.
 
     Raises:
         ModelError: a value that it reads is not known.
@@ -111,8 +107,8 @@ def take_nodes(
     wanted |= {value.name for value in model.graph.output}
     outputs = [name for node in nodes for name in node.output if name in wanted]
     fed = [name for name in read if name not in weights]
-    inputs = [_describe(name, values[name], (shapes or {}).get(name)) for name in fed]
-    shown = [_describe(name, values[name], None, ranks=True) for name in outputs if name in values]
+    inputs = [_describe(name, values[name], values[name].shape) for name in fed]
+    shown = [_describe(name, values[name], [None] * values[name].ndim) for name in outputs if name in values]
     graph = helper.make_graph(nodes, "part", inputs, shown, [weights[name] for name in read if name in weights])
     part = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
     part.functions.extend(model.functions)
@@ -120,13 +116,10 @@ def take_nodes(
     return part, {name: values[name] for name in fed}
 
 
-def _describe(
-    name: str, value: Array, shape: Sequence[int | str] | None, *, ranks: bool = False
-) -> "onnx.ValueInfoProto":
+def _describe(name: str, value: Array, shape: Sequence[int | None]) -> "onnx.ValueInfoProto":
     from onnx import helper
 
-    dims: Sequence[int | str | None] = [None] * value.ndim if ranks else shape or value.shape
-    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), dims)
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), shape)
 
 
 def shrink(count: int, fails: Callable[[Sequence[int]], bool], seconds: float) -> list[int]:

@@ -296,7 +296,7 @@ class InputSearch:
             current = _read_size(space, shown.feeds, name)
             for size in [each for each in (range_.min, 2, 3, 4, 8) if range_.min <= each < current]:
                 sizes = {other: _read_size(space, shown.feeds, other) for other in space.ranges} | {name: size}
-                feeds = _cut(space, shown.feeds, sizes)
+                feeds = samples.resize(shown.feeds, space.signature, sizes)
                 note = f"{shown.note}; cut to {format_sizes(sizes)}"
                 smaller = self.examine(Attempt(shown.walk, note, feeds, shown.walk in _USUAL_WALKS))
                 if smaller and smaller.witness == shown.witness:
@@ -317,9 +317,3 @@ def _with_row(outputs: Feeds, signature: Signature, row: int, alone: Feeds) -> d
 def _read_size(space: InputSpace, feeds: Feeds, symbol: str) -> int:
     spec = next(spec for spec in space.signature.inputs if symbol in spec.shape)
     return int(feeds[spec.name].shape[spec.shape.index(symbol)])
-
-
-def _cut(space: InputSpace, feeds: Feeds, sizes: dict[str, int]) -> dict[str, Array]:
-    from enginesmith.pipeline.frameworks import samples
-
-    return samples.resize(feeds, space.signature, sizes)
