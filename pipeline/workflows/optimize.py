@@ -340,8 +340,10 @@ def _restore_workarounds(request: RunRequest) -> RunRequest:
     return replace(request, recipe=before.recipe, workarounds=before.workarounds)
 
 
-def _run_with_workarounds(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
+def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
     """Carry out requests, and again with the options that mend engines which were wrong, until none lacks one.
+
+    Steps that requests share are done once, and none of them stops another.
 
     Raises:
         EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
@@ -445,20 +447,11 @@ def optimize(
     """
     folder = Path(out)
     request = RunRequest(folder.name, recipe, folder, source=source, replace=replace)
-    (finished,) = _run_with_workarounds([request], settings or Settings()).values()
+    (finished,) = optimize_all([request], settings or Settings()).values()
     if finished.error is not None:
         raise finished.error
     assert finished.run is not None
     return finished.run
-
-
-def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
-    """Carry out several requests; steps they share are done once, and none of them stops another.
-
-    Raises:
-        EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
-    """
-    return _run_with_workarounds(requests, settings)
 
 
 NOTHING_LEFT = "nothing is left to do: {} is finished; --no-cache does every step again"

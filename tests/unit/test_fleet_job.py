@@ -20,6 +20,7 @@ from enginesmith.pipeline.workflows import optimize
 from enginesmith.pipeline.workflows.optimize import RunRequest, RunResult
 
 FLEET = "models: {digits: {}, lenet: {}}\ntargets: {cpu: {}, edge: {resources: {edge: 1}}}\n"
+OPTIMIZE_ALL = optimize.optimize_all
 Kind = Callable[[Any], Run | EnginesmithError]
 
 
@@ -224,8 +225,9 @@ def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeyp
     assert len(jobs.asked) == 3
 
 
-def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs) -> None:
+def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet("--out", "runs/a")
+    monkeypatch.setattr(optimize, "optimize_all", OPTIMIZE_ALL)
     done = CliRunner().invoke(cli.main, ["optimize", "digits", "--out", "runs/a"])
     assert (done.exit_code, "holds a fleet" in done.output) == (2, True)
     Path("runs/b").mkdir()
