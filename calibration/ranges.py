@@ -58,11 +58,11 @@ class Ranges(BaseModel, frozen=True, extra="forbid"):
     channels: dict[str, ChannelStatistics] = {}
 
 
-def load(path: Path, *, model_sha256: str, data_digest: str | None = None) -> Ranges:
-    """Read ranges of a model, and check that they are of it, and of the data where that matters.
+def load(path: Path, *, model_sha256: str) -> Ranges:
+    """Read ranges of a model, and check that they are of it.
 
     Raises:
-        DataError: the file is no such document, or is of another model or other data.
+        DataError: the file is no such document, or is of another model.
     """
     try:
         found = Ranges.model_validate_json(path.read_bytes())
@@ -72,16 +72,10 @@ def load(path: Path, *, model_sha256: str, data_digest: str | None = None) -> Ra
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the document"
         raise DataError(f"{path} does not hold ranges: {where}: {first['msg']}", "calibrate again") from error
-    wanted = {"model": (found.model_sha256, model_sha256), "data": (found.provenance.digest, data_digest)}
-    for what, (given, expected) in wanted.items():
-        if expected is not None and given != expected:
-            raise DataError(
-                f"the ranges in {path} are of {_describe(what, found)} ({given[:12]}…), and the {what} here is "
-                f"{expected[:12]}…",
-                "calibrate again: ranges hold for one graph and one set of data alone",
-            )
+    if found.model_sha256 != model_sha256:
+        raise DataError(
+            f"the ranges in {path} are of another model ({found.model_sha256[:12]}…), and the model here is "
+            f"{model_sha256[:12]}…",
+            "calibrate again: ranges hold for one graph and one set of data alone",
+        )
     return found
-
-
-def _describe(what: str, found: Ranges) -> str:
-    return f"the data {found.provenance.data}" if what == "data" else "another model"

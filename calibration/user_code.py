@@ -129,7 +129,7 @@ def describe_error(error: Exception, function: Any) -> str:
 
 
 @contextmanager
-def blame_user_code(what: str, remedy: str = "fix it, and try again") -> Iterator[None]:
+def blame_user_code(what: str) -> Iterator[None]:
     """Turn errors of the user's code into a DataError that says so; our own errors pass.
 
     Raises:
@@ -140,7 +140,7 @@ def blame_user_code(what: str, remedy: str = "fix it, and try again") -> Iterato
     except EnginesmithError:
         raise
     except Exception as error:
-        raise DataError(f"{what} raised {type(error).__name__}: {error}", remedy) from error
+        raise DataError(f"{what} raised {type(error).__name__}: {error}", "fix it, and try again") from error
 
 
 def _import_module(place: str) -> ModuleType:

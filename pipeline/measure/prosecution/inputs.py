@@ -17,6 +17,7 @@ from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, ro
 
 _SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257)
 """Sizes at which kernels change: ends of tiles, one more and one less, and primes."""
+_RANDOM_SIZES = 200
 _MOST_ELEMENTS = 1 << 24
 """Elements of one input, above which only the ends of the ranges are tried."""
 _JITTER = 0.02
@@ -154,8 +155,8 @@ def _corners(space: InputSpace) -> Iterator[dict[str, int]]:
         yield {**space.usual_sizes(), **dict(zip(names, corner, strict=True))}
 
 
-def _random_sizes(space: InputSpace, rng: np.random.Generator, most: int = 200) -> Iterator[dict[str, int]]:
-    for _ in range(most if len(space.ranges) > 1 else 0):
+def _random_sizes(space: InputSpace, rng: np.random.Generator) -> Iterator[dict[str, int]]:
+    for _ in range(_RANDOM_SIZES if len(space.ranges) > 1 else 0):
         yield {name: int(rng.choice(list_sizes(range_))) for name, range_ in space.ranges.items()}
 
 
