@@ -94,9 +94,8 @@ def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
     from onnx_ir.passes import common
 
     edit.flatten(model)
-    ir.passes.Sequential(
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0), common.NameFixPass()
-    )(model)
+    edit.lift_constants(model)
+    common.NameFixPass()(model)
     if any(value.type is None for node in model.graph.all_nodes() for value in node.outputs):
         declared = [(value.name, value.shape) for value in model.graph.outputs]
         common.ShapeInferencePass(strict_mode=False)(model)

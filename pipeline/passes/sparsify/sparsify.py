@@ -58,12 +58,8 @@ class Sparsify(Sparsity, Pass):
             InvalidGraph: no weight can have the pattern.
             UsageError: a protected name that there is none of.
         """
-        import onnx_ir as ir
-        from onnx_ir.passes import common
-
         model = edit.load(artifact.path)
-        model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
-        ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+        edit.flatten(model)
         progress(f"making weights {self}")
         done = sparsify(model, self)
         progress("writing")
