@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -94,6 +94,12 @@ def format_metric(value: float, sign: Literal["", "+"] = "", least: float = 1e-6
 def count_words(number: int, singular: str) -> str:
     """Write a count with its noun: ``1 variant``, ``3 variants``."""
     return f"{number} {singular}{'' if number == 1 else 's'}"
+
+
+def name_some(names: Sequence[str], most: int, link: str = ", ") -> str:
+    """Join names, of which those beyond ``most`` are only counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return link.join(names[:most]) + more
 
 
 def shorten(text: str, longest: int = 400) -> str:

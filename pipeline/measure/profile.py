@@ -19,6 +19,7 @@ from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow, explain_missing
 from enginesmith.pipeline.system.worker import Progress, run
 from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.units import name_some
 
 _LIMIT_SECONDS = 900.0
 _GAP = 0.1
@@ -282,7 +283,7 @@ def _explain(whole: _Indexed, rows: Sequence[ProfileRow], base_ms: float | None)
     also = {path or "the model": operators for row in rows for path, operators in row.also.items()}
     if also:
         shown = [f"{', '.join(operators)} of {path}" for path, operators in also.items()]
-        phrases.append(f"with {' and '.join(shown[:_SHOWN])}{_count_more(shown)}")
+        phrases.append(f"with {name_some(shown, _SHOWN, ' and ')}")
     return "; ".join(phrases)
 
 
@@ -297,11 +298,7 @@ def _explain_absence(whole: _Indexed, key: tuple[str, ...], names: Mapping[str, 
     if not holders:
         return "" if whole.profile.unattributed_share else "no operator of it is left"
     operators = dict.fromkeys(name for fused in holders.values() for name in fused)
-    return f"{', '.join(operators)} done within {', '.join(list(holders)[:_SHOWN])}{_count_more(holders)}"
-
-
-def _count_more(shown: Mapping[str, object] | Sequence[str]) -> str:
-    return f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return f"{', '.join(operators)} done within {name_some(list(holders), _SHOWN)}"
 
 
 def list_columns(profiles: Sequence[Profile]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.passes.quantize.precisions import Name, Placement
-from enginesmith.pipeline.units import AddedOption
+from enginesmith.pipeline.units import AddedOption, name_some
 
 Progress = Callable[[str], None]
 Records = Mapping[str, Artifact]
@@ -112,9 +112,6 @@ def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
     names_of: dict[str, list[str]] = {}
     for name, why in left.items():
         names_of.setdefault(why, []).append(name)
-    notes = []
-    for why, names in list(names_of.items())[:_SHOWN]:
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        notes.append(f"{what}: {', '.join(names[:_NAMES])}{more}: {why}")
+    notes = [f"{what}: {name_some(names, _NAMES)}: {why}" for why, names in list(names_of.items())[:_SHOWN]]
     rest = sum(map(len, list(names_of.values())[_SHOWN:]))
     return (*notes, *([f"{what}: {rest} more, each for a reason of its own"] if rest else []))

@@ -15,6 +15,7 @@ from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageErro
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.cli_options import fields_for
 from enginesmith.pipeline.recipe.options import Part
+from enginesmith.pipeline.units import name_some
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,10 @@ def unknown_name(where: str, name: str, known: Iterable[str], what: str) -> Usag
     """Make the error for an unknown name, with similar ones."""
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     return UsageError(
         f"{where} names {name!r}, and the fleet has no such {what}{meant}",
-        f"there are {', '.join(names[:_MOST_NAMED])}{more}",
+        f"there are {name_some(names, _MOST_NAMED)}",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.report.markdown import plain, render_table
-from enginesmith.pipeline.report.tables import Table, name_some
+from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results.comparison import (
     BatchComparison,
     Change,
@@ -17,7 +17,7 @@ from enginesmith.pipeline.results.comparison import (
     VariantComparison,
 )
 from enginesmith.pipeline.results.differences import Changed
-from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds, ms, shorten
+from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds, ms, name_some, shorten
 
 _NUMBERS = ("", "reference", "other", "change [95 %]", "")
 _CHANGED = ("", "field", "reference", "other")

@@ -11,14 +11,13 @@ from enginesmith.pipeline.report.tables import (
     Tone,
     drop_cell,
     make_table,
-    name_some,
     number_cell,
     size_cell,
     time_cell,
 )
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
-from enginesmith.pipeline.units import format_seconds, ms
+from enginesmith.pipeline.units import format_seconds, ms, name_some
 
 PAGE = "report.html"
 """File of a run directory that entries link to."""

@@ -13,7 +13,6 @@ from enginesmith.pipeline.report.tables import (
     format_drop,
     mark,
     mark_name,
-    name_some,
     shorten_reason,
     speedup,
 )
@@ -21,7 +20,7 @@ from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.differences import device_kind
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.machine import BUSY
-from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms
+from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms, name_some
 
 _MOST_NAMED = 3
 LONG_TAIL = 20.0

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -220,12 +220,6 @@ def _explain_samples(run: Run) -> str:
         return few
     won = next((record.quality for record in run.variants if record.id == run.winner), None)
     return won.explain_width(max_drop) if won and max_drop else ""
-
-
-def name_some(names: Sequence[str], most: int) -> str:
-    """Join names, of which those beyond ``most`` are only counted."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def describe_pass(entry: StageFidelity) -> str:

@@ -33,7 +33,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
-from enginesmith.pipeline.units import AddedOption
+from enginesmith.pipeline.units import AddedOption, name_some
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.base import Engine
@@ -475,9 +475,7 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
         documents.require_known(path, asked, again)
     if not unknown:
         return run
-    more = f" and {len(unknown) - most} more" if len(unknown) > most else ""
-    caution = f"{NOT_KNOWN} and leaves out: {', '.join(unknown[:most])}"
-    warnings = [caution + more, *run.environment.get("warnings", ())]
+    warnings = [f"{NOT_KNOWN} and leaves out: {name_some(unknown, most)}", *run.environment.get("warnings", ())]
     return run.model_copy(update={"environment": {**run.environment, "warnings": warnings}})
 
 

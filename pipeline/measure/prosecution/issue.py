@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.tensors import Array, Feeds
-from enginesmith.pipeline.units import count_words
+from enginesmith.pipeline.units import count_words, name_some
 
 if TYPE_CHECKING:
     import onnx
@@ -74,8 +74,7 @@ def write_issue(finding: "Finding", evidence: "Evidence") -> str:
 
 def _write_title(finding: "Finding", differences: "Sequence[_Difference]") -> str:
     nodes = [node if finding.guilty != "engine" else node.split()[0] for node in finding.nodes]
-    more = f" and {len(nodes) - _OPERATORS} more" if len(nodes) > _OPERATORS else ""
-    of = f" of {', '.join(nodes[:_OPERATORS])}{more}" if nodes else ""
+    of = f" of {name_some(nodes, _OPERATORS)}" if nodes else ""
     by = f" with {finding.option.value}" if finding.option and _is_optimizer(finding) else ""
     return f"{finding.software or finding.guilty}: wrong result{of}{by}{_name_symptom(differences)}"
 

@@ -21,6 +21,7 @@ from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
 from enginesmith.pipeline.frameworks.torch.module import by_operators
 from enginesmith.pipeline.passes.prune.options import Importance, PruneTarget, spell
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, cut_for_now
+from enginesmith.pipeline.units import name_some
 
 NO_SCALE = "it has no batch normalization whose scale could be looked at"
 
@@ -303,9 +304,7 @@ class PruneBudget:
             and (width := group.width - gone.get(root, 0)) % multiple_of
         ]
         if odd:
-            more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-            shown = f"{', '.join(odd[:_SHOWN])}{more}"
-            notes.append(f"the target needs widths that are no multiples of {multiple_of}: {shown}")
+            notes.append(f"the target needs widths that are no multiples of {multiple_of}: {name_some(odd, _SHOWN)}")
         left = self.left(removals)
         if abs(left - wanted) > TOLERANCE:
             notes.append(

@@ -8,6 +8,7 @@ from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.units import name_some
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -220,10 +221,9 @@ def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str]
     edit.flatten(model)
     groups = find_groups(model)
     if unknown := sorted(set(keep) - {group.name for group in groups}):
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        names = name_some([repr(name) for name in unknown], _SHOWN)
         raise UsageError(
-            f"{', '.join(map(repr, unknown[:_SHOWN]))}{more} are to stay in floating point, and the graph has no "
-            "such products",
+            f"{names} are to stay in floating point, and the graph has no such products",
             "take the names from the table of groups of this graph",
         )
     return groups

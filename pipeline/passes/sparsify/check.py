@@ -20,6 +20,7 @@ import numpy as np
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.sparsify import sparsify
 from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.units import name_some
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -223,8 +224,7 @@ class Followed:
         text = f"2:4 held in {len(self.held)} of {len(self.held) + len(self.lost) + len(self.missing)} weights"
         for what, names in (("lost in ", self.lost), ("not found again: ", self.missing)):
             if names:
-                more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-                text = f"{text}; {what}{', '.join(names[:_NAMES])}{more}"
+                text = f"{text}; {what}{name_some(names, _NAMES)}"
         return text
 
 

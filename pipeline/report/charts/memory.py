@@ -22,9 +22,9 @@ from enginesmith.pipeline.report.charts.plotly import (
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import describe_drop, mark_name, name_some, speedup
+from enginesmith.pipeline.report.tables import describe_drop, mark_name, speedup
 from enginesmith.pipeline.results.run import VariantRecord
-from enginesmith.pipeline.units import format_bytes, ms
+from enginesmith.pipeline.units import format_bytes, ms, name_some
 
 _PARTS = {"weights": "", "activations": "/", "not divided": "."}
 """Parts that are stacked → the pattern that tells each from the others."""

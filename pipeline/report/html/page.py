@@ -25,12 +25,12 @@ from enginesmith.pipeline.report.html.blocks import (
 )
 from enginesmith.pipeline.report.html.sections import Drawings, describe_calibration, draw
 from enginesmith.pipeline.report.run_tables import tabulate_losses, tabulate_variants
-from enginesmith.pipeline.report.tables import Tone, mark_name, name_some, shorten_reason
+from enginesmith.pipeline.report.tables import Tone, mark_name, shorten_reason
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes, ms
+from enginesmith.pipeline.units import format_bytes, ms, name_some
 
 # Sections and a template as one file: all of it is escaped, besides the scripts and the style of ours.
 
