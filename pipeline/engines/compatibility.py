@@ -6,7 +6,7 @@ from types import MappingProxyType
 from pydantic import BaseModel
 
 from enginesmith.pipeline.system.nvidia import OLDEST_DRIVER
-from enginesmith.pipeline.system.software import Requirement, Stack, meets, numbers
+from enginesmith.pipeline.system.software import Requirement, Stack, numbers
 
 NO_GPU = "there is no NVIDIA GPU here"
 _COMMON_BRANCH = 580
@@ -79,8 +79,14 @@ def check_machine(stack: Stack) -> Iterator[Check]:
 
 def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str = "") -> Check:
     """Check whether all are installed in a version that was asked for."""
+    from packaging.specifiers import SpecifierSet
+
     here = stack.packages
-    wrong = [need for need in asked if need.name not in here or not meets(here[need.name], need.versions)]
+
+    def is_met(need: Requirement) -> bool:
+        return need.name in here and SpecifierSet(need.versions).contains(here[need.name], prereleases=True)
+
+    wrong = [need for need in asked if not is_met(need)]
     wrong.sort(key=lambda need: need.name in here)
     present = [f"{need.name} {here[need.name]}" if need.name in here else f"no {need.name}" for need in wrong]
     wanted = [f"{need.name}{need.versions}" for need in wrong]

@@ -17,7 +17,6 @@ from enginesmith.pipeline.system.nvidia import GpuState
 
 Numbers = tuple[int, ...]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _GLIBC = re.compile(r"manylinux_(\d+_\d+)")
 
 
@@ -87,27 +86,6 @@ def numbers(text: str) -> Numbers:
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
 
 
-def meets(version: str, wanted: str) -> bool:
-    """Tell whether a version is among ``==13.0.48``, ``~=9.0`` or ``>=12,<13`` (PEP 440, for plain numbers)."""
-    here = numbers(version)
-    for clause in filter(None, (part.strip() for part in wanted.split(","))):
-        operator, there = re.match(r"[=~<>!]*", clause)[0], numbers(clause.lstrip("=~<>! "))  # type: ignore[index]
-        prefix = there[:-1] if operator == "~=" else there
-        same = here[: len(prefix)] == prefix
-        verdicts = {
-            "==": same if clause.endswith("*") else here == there,
-            "~=": same and here >= there,
-            "!=": here != there,
-            ">=": here >= there,
-            "<=": here <= there,
-            ">": here > there,
-            "<": here < there,
-        }
-        if not verdicts.get(operator, True):
-            return False
-    return True
-
-
 def find(package: str) -> Path | None:
     """Find the folder that a package would be imported from."""
     spec = importlib.util.find_spec(package)
@@ -116,14 +94,14 @@ def find(package: str) -> Path | None:
 
 def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:
     """List what an installed package asks for by names that start like that."""
+    from packaging import requirements as texts
+
     listed = []
     for text in importlib.metadata.requires(package) or () if version(package) else ():
-        name = _NAME.match(text)
-        if name and name[0].startswith(start):
-            wanted, _, condition = text[name.end() :].partition(";")
-            extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", condition)
-            wanted = re.sub(r"^\[[^\]]*\]", "", wanted.strip())
-            listed.append(Requirement(name[0], wanted.strip(" ()"), extra[1] if extra else ""))
+        need = texts.Requirement(text)
+        if need.name.startswith(start):
+            extra = re.search(r'extra == "([^"]+)', str(need.marker))
+            listed.append(Requirement(need.name, str(need.specifier), extra[1] if extra else ""))
     return listed
 
 

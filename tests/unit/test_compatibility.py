@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import check_software
-from enginesmith.pipeline.engines.compatibility import Check
+from enginesmith.pipeline.engines.compatibility import Check, check_packages
 from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.system import nvidia, software
 from enginesmith.pipeline.system.nvidia import GpuState
-from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
+from enginesmith.pipeline.system.software import Formats, Requirement, Stack, numbers
 
 H100 = GpuState(
     name="NVIDIA H100", compute_capability="9.0", driver="580.65.06", compute_mode="default", pci_bus_id="0000:17:00.0"
@@ -161,7 +161,8 @@ def test_what_cannot_be_known_says_so() -> None:
     ],
 )
 def test_versions_are_held_against_what_is_asked(version: str, wanted: str, fits: bool) -> None:
-    assert meets(version, wanted) is fits
+    stack = Stack(packages={"a": version})
+    assert check_packages(stack, "libraries", [Requirement("a", wanted, "")]).ok is fits
 
 
 def test_numbers_leave_labels_out() -> None:
