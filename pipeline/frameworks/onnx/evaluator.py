@@ -1,6 +1,6 @@
 """Compute graphs with ONNX Runtime as a library, for calibration, comparisons and probes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 LIBRARY, TITLE = "onnxruntime", "ONNX Runtime"
 TOOLS = (LIBRARY, "onnxruntime-gpu")
 """Distributions that it comes in."""
-_ERRORS = 3
+_FATAL = 4
+"""Severity from which ONNX Runtime logs by itself; what it raises says the same."""
 _EQUAL_SHARE = 0.9999
 """Integers that have to be equal: of 10 000 classes of pixels, one may lie on an edge."""
 
@@ -33,13 +34,14 @@ def import_library() -> tuple[Any, tuple[type[Exception], ...]]:
     return onnxruntime, failures
 
 
-def session_options(library: Any, threads: int) -> Any:
-    """Make options of a session that computes a graph as it stands, one operator after the other."""
+def session_options(library: Any, threads: int = 0) -> Any:
+    """Make options of a session that computes a graph as it stands, one operator after the other; 0 threads: all."""
     options = library.SessionOptions()
-    options.log_severity_level = _ERRORS
+    options.log_severity_level = _FATAL
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.execution_mode = library.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 
@@ -70,22 +72,19 @@ def compare_graphs(before: Path, after: Path) -> None:
     raise ModelError(f"it could not be run for comparison ({reason})")
 
 
-def run_graph(path: Path, feeds: Feeds) -> list[Array]:
-    """Run a graph on the CPU for its outputs; feeds that it does not read are left out.
+def run_graph(model: Path | bytes, feeds: Feeds, outputs: Sequence[str] | None = None, threads: int = 0) -> list[Array]:
+    """Run a graph, a file or its bytes, on the CPU for its outputs; feeds that it does not read are left out.
 
     Raises:
         ModelError: it cannot be loaded, or does not take these feeds.
         MissingCapability: ONNX Runtime is not installed.
     """
     library, failures = import_library()
-    options = library.SessionOptions()
-    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options = session_options(library, threads)
     try:
-        session = library.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session = library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         inputs = {value.name for value in session.get_inputs()}
-        return list(session.run(None, {name: value for name, value in feeds.items() if name in inputs}))
+        return list(session.run(outputs, {name: value for name, value in feeds.items() if name in inputs}))
     except failures as error:
         raise ModelError(str(error).splitlines()[0][:200]) from error
 

@@ -54,15 +54,8 @@ def compute(model: "onnx.ModelProto", feeds: Feeds, outputs: Sequence[str] | Non
     Raises:
         ModelError: ONNX Runtime does not take it.
     """
-    library, failures = evaluator.import_library()
-    options = evaluator.session_options(library, threads=1)
-    try:
-        session = library.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        taken = {value.name for value in session.get_inputs()}
-        names = list(outputs or [value.name for value in session.get_outputs()])
-        values = session.run(names, {name: value for name, value in feeds.items() if name in taken})
-    except failures as error:
-        raise ModelError(str(error).splitlines()[0][:200]) from error
+    names = list(outputs or [value.name for value in model.graph.output])
+    values = evaluator.run_graph(model.SerializeToString(), feeds, names, threads=1)
     return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
 
 

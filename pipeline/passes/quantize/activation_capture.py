@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-_FATAL = 4
-
-
 class ActivationCapture:
     """An open session; how many samples are fed at once can change the last bits of what it answers."""
 
@@ -55,13 +52,9 @@ def open_activation_capture(path: Path, values: Sequence[str]) -> Iterator[Activ
     """
     library, failures = evaluator.import_library()
     failures = (*failures, ValueError)  # what is missing or of another rank
-    options = library.SessionOptions()
-    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = _FATAL
-    options.intra_op_num_threads = len(sched_getaffinity(0))
+    options = evaluator.session_options(library, len(sched_getaffinity(0)))
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     folder = str(path.parent.absolute())
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
