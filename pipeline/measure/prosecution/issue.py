@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginesmith.pipeline.measure.prosecution.reduction import measure_distance
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import count_words, name_some
 
@@ -215,28 +216,11 @@ def _compare(evidence: "Evidence") -> list[_Difference]:
         if name not in found:
             continue
         given = np.asarray(found[name])
-        apart, span = _measure(expected, given)
+        apart, span = measure_distance(expected, given)
         each = _Difference(name, expected, given, apart, span, evidence.tolerance)
         if each.apart.size and each.wrong.any():
             made.append(each)
     return made
-
-
-def _measure(expected: Array, found: Array) -> tuple[Array, float]:
-    """Measure the distance of each element, and the range of the expected ones; infinite for another shape.
-
-    Elements that are expected to be NaN or infinite are not compared, as they are not judged.
-    """
-    right = expected.astype(np.float64)
-    finite = np.isfinite(right)
-    span = float(np.ptp(right[finite])) if finite.any() else 0.0
-    span = span or float(np.abs(right[finite]).max(initial=0)) or 1.0
-    if expected.shape != found.shape:
-        return np.full(1, np.inf), span
-    given = found.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        apart = np.where(np.isfinite(given), np.abs(given - right), np.inf)
-    return np.where(finite, apart, 0.0), span
 
 
 def _to_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:

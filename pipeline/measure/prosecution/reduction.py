@@ -270,12 +270,25 @@ def are_equal(value: Array, other: Array, tolerance: float = _SAME) -> bool:
         return bool(np.array_equal(value, other))
     if not np.array_equal(np.isfinite(value), np.isfinite(other)):
         return False
-    finite = np.isfinite(other)
-    wanted, given = other[finite].astype(np.float64), value[finite].astype(np.float64)
-    if not wanted.size:
-        return True
-    span = float(np.ptp(wanted)) or float(np.abs(wanted).max()) or 1.0
-    return float(np.abs(wanted - given).max()) <= tolerance * span
+    apart, span = measure_distance(other, value)
+    return float(apart.max(initial=0.0)) <= tolerance * span
+
+
+def measure_distance(expected: Array, found: Array) -> tuple[Array, float]:
+    """Measure the distance of each element, and the range of the expected ones; infinite for another shape.
+
+    Elements that are expected to be NaN or infinite are not compared, as they are not judged.
+    """
+    right = expected.astype(np.float64)
+    finite = np.isfinite(right)
+    span = float(np.ptp(right[finite])) if finite.any() else 0.0
+    span = span or float(np.abs(right[finite]).max(initial=0)) or 1.0
+    if expected.shape != found.shape:
+        return np.full(1, np.inf), span
+    given = found.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = np.where(np.isfinite(given), np.abs(given - right), np.inf)
+    return np.where(finite, apart, 0.0), span
 
 
 def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Iterable[str]) -> list[int]:
