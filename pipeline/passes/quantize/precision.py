@@ -26,6 +26,7 @@ from enginesmith.pipeline.passes.quantize.layers import Correct, Quantised, Quan
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from enginesmith.pipeline.passes.quantize.writer import Writer
+from enginesmith.pipeline.passes.rescale.channels import inputs_first
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -354,13 +355,7 @@ def _is_read_rounded(node: "ir.Node") -> bool:
 
 def _count_inputs(node: "ir.Node", weight: tuple[int, ...]) -> int:
     """Count the channels that a product reads, along axis 1 of its input, or 0 where Gemm transposes it."""
-    match node.op_type:
-        case "Conv":
-            return weight[1] * node.attributes.get_int("group", 1)
-        case "ConvTranspose":
-            return weight[0]
-        case _:
-            return weight[1] if node.attributes.get_int("transB", 0) else weight[0]
+    return weight[0] if inputs_first(node) else weight[1] * node.attributes.get_int("group", 1)
 
 
 def _write_out_clamp(clamp: "ir.Node", writer: Writer) -> None:
