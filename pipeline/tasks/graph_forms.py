@@ -20,7 +20,7 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
-from enginesmith.pipeline.passes.quantize import diagnose, layers, layerwise_error, precision
+from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
@@ -120,7 +120,7 @@ class Sensitivity(Task):
         layers.find_groups(model)  # which names the nodes
         known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
         nodes = ((str(node.name), node) for node in model.graph)
-        return {name: diagnose.explain_loss(node, known, shifts[name]) for name, node in nodes if name in shifts}
+        return {name: layerwise_error.explain_loss(node, known, shifts[name]) for name, node in nodes if name in shifts}
 
     def _measure_errors(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress

@@ -8,7 +8,7 @@ import pytest
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.passes.finetune.options import Recovery
-from enginesmith.pipeline.passes.quantize.diagnose import explain_loss
+from enginesmith.pipeline.passes.quantize.layerwise_error import explain_loss
 from enginesmith.pipeline.report import run_tables, terminal
 from enginesmith.pipeline.results.explain import choose_explained, list_losses
 from enginesmith.pipeline.results.run import Assignment, VariantRecord
