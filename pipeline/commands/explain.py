@@ -16,7 +16,7 @@ def explain(run: Path, variant: str | None, as_json: bool) -> None:
 
     For each layer that loses much: the cause, the remedy that was found, and what it costs; then the trials that led
     there, and the training. VARIANT is by default the winner, or the first that was quantized. The section
-    "Sensitivity" of report.html has the errors of the layers as a chart.
+    "Precision" of report.html has the errors of all layers.
 
     Example: enginesmith explain runs/net openvino-int8
     """

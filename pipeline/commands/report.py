@@ -22,7 +22,7 @@ from enginesmith.pipeline.commands import context, parameters
 def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bool) -> None:
     """Write the reports of a run or a fleet again.
 
-    They are made from run.json, samples.npz and gate.json in the run directory RUN.
+    They are made from run.json and gate.json in the run directory RUN.
 
     Example: enginesmith report runs/net -f html -o public
     """

@@ -2,18 +2,13 @@
 
 import os
 import signal
-import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from enginesmith.pipeline.errors import UsageError, storage_errors
-from enginesmith.pipeline.measure.rows import SAMPLES
+from enginesmith.pipeline.errors import storage_errors
 from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report import junit, markdown
 from enginesmith.pipeline.results import documents, gate_report
@@ -23,7 +18,6 @@ from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system.worker import hide_main_module
 
 Format = Literal["html", "md", "junit", "json"]
-Samples = Mapping[str, NDArray[Any]]
 NAMES: Mapping[Format, str] = {"html": "report.html", "md": "report.md", "junit": "junit.xml", "json": "run.json"}
 REPORTS: tuple[Format, ...] = ("html", "md", "junit")
 """Formats that a run directory has besides run.json."""
@@ -35,21 +29,18 @@ def write(
     run: Run,
     folder: Path,
     formats: Sequence[Format] = REPORTS,
-    samples: Samples | None = None,
     gate: Gate | FleetGate | None = None,
 ) -> list[Path]:
     """Write a run in these formats, each whole or not at all; gives back the files.
 
-    ``samples`` are the latencies whose distribution is drawn, and ``gate`` is what was judged of the run; when left
-    out, those in the folder, if there are some.
+    ``gate`` is what was judged of the run; when left out, that in the folder, if there is one.
 
     Raises:
         StoreError: the folder cannot be written.
-        UsageError: the samples are damaged.
     """
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        return [_write_one(run, folder, form, samples, gate) for form in dict.fromkeys(formats)]
+        return [_write_one(run, folder, form, gate) for form in dict.fromkeys(formats)]
 
 
 class Writer:
@@ -90,32 +81,15 @@ def _from_record(folder: Path) -> None:
     write(runs.read(folder), folder)
 
 
-def _write_one(run: Run, folder: Path, form: Format, samples: Samples | None, gate: Gate | FleetGate | None) -> Path:
+def _write_one(run: Run, folder: Path, form: Format, gate: Gate | FleetGate | None) -> Path:
     path, gate = folder / NAMES[form], gate or gate_report.load(folder)
     if form == "html":
         from enginesmith.pipeline.report.html.page import render
 
-        documents.write_text(path, render(run, read_samples(folder) if samples is None else samples, gate))
+        documents.write_text(path, render(run, gate))
     elif form == "json":
         runs.write(run, folder)
     else:
         section = gates.render(gate) if gate else ""
         documents.write_text(path, markdown.render(run, section) if form == "md" else junit.render(run, gate))
     return path
-
-
-def read_samples(folder: Path) -> dict[str, NDArray[Any]] | None:
-    """Read the latencies of a run directory, in seconds by variant and batch size; None where there are none.
-
-    Raises:
-        UsageError: the file is damaged.
-    """
-    path = folder / SAMPLES
-    if not path.exists():
-        return None
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        why = "it is no archive of numbers" if isinstance(error, ValueError) else error
-        raise UsageError(f"{path} is damaged: {why}", "remove it: the report does without the distributions") from error

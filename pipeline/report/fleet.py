@@ -188,8 +188,7 @@ def write_again(folder: Path, output: Path | None = None, formats: Sequence[Form
     home = folder if folder.is_dir() else folder.parent
     gate = gate_report.load(home)
     if not records.is_fleet(folder):
-        samples = files.read_samples(home) if "html" in formats else None
-        return files.write(run_files.read(folder), output or home, formats, samples, gate)
+        return files.write(run_files.read(folder), output or home, formats, gate)
     fleet = earlier_fleet.open_fleet(folder)
     runs = {entry.name: run for entry in fleet.record.entries if (run := fleet.run(entry))}
     return write(fleet.record, output or home, runs, formats, gate)

@@ -129,7 +129,7 @@ class RunDirectory:
             while self._swapped:
                 shutil.rmtree(self._swapped.pop(), ignore_errors=True)
             latency = artifact_of(outcomes, self._plan.latency)
-            if latency is not None and latency.sha256 != self._sampled:  # for the reports and for comparing runs
+            if latency is not None and latency.sha256 != self._sampled:  # for whoever wants each call
                 partial = self._folder / f".{SAMPLES}.partial"
                 shutil.copyfile(latency.folder / SAMPLES, partial)
                 partial.replace(self._folder / SAMPLES)

@@ -92,7 +92,7 @@ def test_a_real_run_is_shown_with_all_its_numbers_and_charts(digits_run: Path, b
     assert {"report.html", "report.md", "junit.xml", "samples.npz", "run.json"} <= files
     shown = browser.open(digits_run / "report.html")
     assert not shown.console
-    assert {"pareto", "memory", "latency-by-batch", "fidelity", "ecdf-1"} <= shown.charts.keys()
+    assert {"pareto", "memory", "latency-by-batch", "fidelity"} <= shown.charts.keys()
     assert all(shown.charts.values()), shown.charts
     assert shown.root["data-drawn"] == str(len(shown.charts))
     run = documents.read(digits_run)

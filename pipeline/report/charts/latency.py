@@ -1,19 +1,14 @@
-"""Draw latency and throughput by batch size, distributions of latency, and throughput by callers."""
+"""Draw latency and throughput by batch size."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import TOO_NOISY, Interval
 from enginesmith.pipeline.report.charts.plotly import (
     Cast,
     Chart,
     Figure,
     axis,
-    bars,
     draw_line,
     draw_others,
     hover_text,
@@ -25,7 +20,6 @@ from enginesmith.pipeline.report.charts.plotly import (
     why_none,
 )
 from enginesmith.pipeline.report.tables import best_level, mark_name, rate
-from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import count_words, ms
 
 _Rows = Mapping[str, Sequence[LatencyRow]]
@@ -137,154 +131,4 @@ def _summarize_throughput(cast: Cast, rows: _Rows) -> str:
     theirs = next((row_ for row_ in rows.get(baseline.id, ()) if row_.batch == row.batch), None)
     if theirs and best.id != baseline.id and theirs.throughput_per_s:
         text += f", where {short_name(baseline)} answers {rate(theirs.throughput_per_s)}"
-    return f"{text}{cast.unnamed(rows)}."
-
-
-# Latency distributions: which share of the calls took at most how long.
-
-Samples = Mapping[str, NDArray[Any]]
-"""Latencies in seconds, as in ``LatencyResult.samples``."""
-_MOST_POINTS = 200
-_MOST_CHARTS = 4
-_TAIL = (0.995, 0.999, 1.0)
-
-
-def ecdf(cast: Cast, samples: Samples | None) -> list[Chart]:
-    """Draw a chart for each of the first batch sizes, that of the budgets first."""
-    sizes = {row.batch for record in cast.records for row in record.latency if row.p50_ms is not None}
-    if not sizes:
-        why = f"No latency was measured: {why_none(cast.run, 'latency', 'nothing has run yet')}."
-        return [Chart("ecdf", "Distribution of latency (ms)", empty=why)]
-    ordered = sorted(sizes, key=lambda size: (size != cast.run.deciding_batch, size))
-    return [_draw_distribution(cast, samples or {}, size, len(sizes)) for size in ordered[:_MOST_CHARTS]]
-
-
-def _draw_distribution(cast: Cast, samples: Samples, size: int, sizes: int) -> Chart:
-    name = f"ecdf-{size}"
-    title = f"Distribution of latency (ms) at batch {size}: share of calls (%) that took at most so long"
-    seconds = {record.id: samples[key] for record in cast.records if (key := f"{record.id}/{size}/seconds") in samples}
-    by_id = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
-    if not by_id:
-        return Chart(name, title, empty="The run has no latency samples: samples.npz is not in its folder.")
-    shown, traces, drawn = cast.named(by_id), list[Figure](), list[float]()
-    for record in shown:
-        (x, shares), style = _quantiles(by_id[record.id]), cast.style(record)
-        drawn += x
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": style.name,
-                "x": x,
-                "y": shares,
-                "line": {**style.line, "shape": "hv"},
-                "zorder": int(style.winner),
-                "hovertext": [f"{share:.4g} % within {ms(value)} ms" for value, share in zip(x, shares, strict=True)],
-                "hovertemplate": f"{hover_text(mark_name(record))}<br>%{{hovertext}}<extra></extra>",
-            }
-        )
-    budgets = cast.run.recipe.budgets
-    asked = {"50 %": budgets.max_latency_ms, "99 %": budgets.max_p99_ms} if size == cast.run.deciding_batch else {}
-    known = [(value, f"budget: {share} within {ms(value)} ms") for share, value in asked.items() if value is not None]
-    shapes = [limit("x", value, text, drawn, line) for line, (value, text) in enumerate(known)]
-    x_axis = axis(f"latency of a call at batch {size} (ms)", drawn, zero=False)
-    y_axis = axis("share of calls (%)", log=False, zero=False) | {"range": [0, 101]}
-    figure = {"data": traces, "layout": layout(x_axis, y_axis, len(shown), shapes=shapes)}
-    return Chart(name, title, figure, _summarize_distribution(cast, by_id, sizes))
-
-
-def _quantiles(values: NDArray[Any]) -> tuple[list[float], list[float]]:
-    """Choose latencies, the tail among them; gives them with the share of calls that took no longer, in per cent."""
-    count = values.size
-    if count <= _MOST_POINTS:
-        places = np.arange(1, count + 1)
-    else:
-        even = np.linspace(0, 0.99, _MOST_POINTS - len(_TAIL))
-        places = np.unique(np.clip(np.ceil(np.array([*even, *_TAIL]) * count).astype(int), 1, count))
-    return values[places - 1].tolist(), (100 * places / count).tolist()
-
-
-def _summarize_distribution(cast: Cast, by_id: Mapping[str, NDArray[Any]], sizes: int) -> str:
-    best = min(cast.select(by_id), key=lambda record: float(np.median(by_id[record.id])))
-    values, baseline = by_id[best.id], cast.run.baseline.id
-    half = ms(float(np.median(values)))
-    text = f"Half of {short_name(best)}'s {values.size} calls took at most {half} ms, "
-    text += f"the slowest {ms(float(values[-1]))} ms"
-    if baseline in by_id and best.id != baseline:
-        base = by_id[baseline]
-        faster = float(np.mean(values < base[0]))
-        text += f"; {100 * faster:.3g} % of them were faster than the fastest of {baseline} ({ms(base[0])} ms)"
-    more = sizes - _MOST_CHARTS
-    text += f"; {more} more batch sizes are in the table of latencies" if more > 0 else ""
-    return f"{text}{cast.unnamed(by_id, 'in the table only')}."
-
-
-# What several callers at the same time gain in throughput, and pay in latency.
-
-_MOST_NUMBERED = 4
-"""Lines that numbers of callers stand at; of more, only the winner's."""
-
-
-def concurrency(cast: Cast) -> Chart:
-    """Draw throughput against the tail of latency, a point for each number of callers."""
-    at = cast.run.deciding_batch
-    rows = {record.id: row for record in cast.records if (row := record.row(at)) and row.concurrency}
-    if not rows:
-        why = "Throughput of several callers was not measured: --concurrency 1,2,4 asks for it."
-        return Chart("concurrency", f"Throughput (samples/s) against latency (ms) at batch {at}", empty=why)
-    rank = "p99" if any(level.p99_ms is not None for row in rows.values() for level in row.concurrency) else "p50"
-    by_id = {
-        name: [(value, level) for level in row.concurrency if (value := _latency(level, rank)) is not None]
-        for name, row in rows.items()
-    }
-    by_id = {name: known for name, known in by_id.items() if known}
-    shown, rest = cast.named(by_id), cast.rest(by_id)
-    traces = draw_others([_make_line(by_id[record.id]) for record in rest], "lines+markers")
-    for record in shown:
-        numbered = len(shown) <= _MOST_NUMBERED or cast.style(record).winner
-        traces.append(_draw_callers(cast, record, by_id[record.id], rows[record.id].knee, numbered=numbered))
-    x_axis = axis(f"{rank} latency of a call (ms)", [value for known in by_id.values() for value, _ in known])
-    rates = [level.samples_per_s.median for known in by_id.values() for _, level in known]
-    figure = {"data": traces, "layout": layout(x_axis, axis("throughput (samples/s)", rates), len(shown) + bool(rest))}
-    title = f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time"
-    return Chart("concurrency", title, figure, _summarize_callers(cast, rows, rank))
-
-
-def _latency(level: Throughput, rank: str) -> float | None:
-    return level.p99_ms if rank == "p99" else level.p50_ms
-
-
-def _make_line(known: Sequence[tuple[float, Throughput]]) -> tuple[list[float], list[float | None]]:
-    return [value for value, _ in known], [level.samples_per_s.median for _, level in known]
-
-
-def _draw_callers(
-    cast: Cast, record: VariantRecord, known: Sequence[tuple[float, Throughput]], knee: int | None, *, numbered: bool
-) -> Figure:
-    hover = []
-    for _, level in known:
-        text = f"{count_words(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
-        text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
-        more = ", the knee: more callers gain less than 5 %" if level.callers == knee else ""
-        hover.append(hover_text(mark_name(record), text + more))
-    style = cast.style(record)
-    error = bars([level.samples_per_s for _, level in known], style.colour)
-    trace = draw_line(style, *_make_line(known), hover, error_y=error)
-    if numbered:
-        trace |= {"mode": "lines+markers+text", "textposition": "top center"}
-        trace["text"] = [str(level.callers) for _, level in known]
-    return trace
-
-
-def _summarize_callers(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> str:
-    pairs = [(record, level) for record in cast.select(rows) for level in rows[record.id].concurrency]
-    best, level = max(pairs, key=lambda pair: pair[1].samples_per_s.median)
-    most = f"{rate(level.samples_per_s.median)} samples/s with {count_words(level.callers, 'caller')}"
-    text = f"{short_name(best)} answers most, {most}"
-    value = _latency(level, rank)
-    text += f", at {rank} {ms(value)} ms" if value is not None else ""
-    knee = rows[best.id].knee
-    text += f"; from {knee} on, more callers gain less than 5 %" if knee is not None and knee != level.callers else ""
-    if unknown := sum(_latency(level, rank) is None for _, level in pairs):
-        text += f"; {unknown} of {len(pairs)} points are left out, as they have too few calls for a {rank}"
     return f"{text}{cast.unnamed(rows)}."

@@ -9,7 +9,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from enginesmith.pipeline.report import charts, provenance, sentences
 from enginesmith.pipeline.report.html import sections
@@ -119,9 +118,9 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]]
 """Sections in the order of the page: id, heading, the question that people come with, the function that fills it."""
 
 
-def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None, gate: Gate | FleetGate | None = None) -> str:
-    """Render the page of a run; ``samples`` are the latencies of samples.npz, and ``gate`` is what was judged."""
-    drawn = charts.charts(run, samples)
+def render(run: Run, gate: Gate | FleetGate | None = None) -> str:
+    """Render the page of a run; ``gate`` is what was judged of it."""
+    drawn = charts.charts(run)
     drawings = draw(drawn)
     figures = {chart.id: chart.figure for chart in drawn if chart.figure is not None}
     broken = any(not verdict.passed for verdict in run.verdicts)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enginesmith.pipeline.recipe import commented
 from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report import provenance, run_tables, sentences, training_tables
-from enginesmith.pipeline.report.charts import Chart
+from enginesmith.pipeline.report.charts.plotly import Chart, why_none
 from enginesmith.pipeline.report.html.blocks import (
     Block,
     Code,
@@ -71,13 +71,22 @@ def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 
 def render_sensitivity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
-    """List what each group costs in low precision."""
+    """List the groups that lose most in low precision, and the trials of what stays in float."""
     trials = []
     for index, record in enumerate(run.variants):
         if count := len(record.search):
             name = f"{mark_name(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
             trials.append(Folded(name, (run_tables.tabulate_search(record, f"trials-{index}", name),)))
-    return (drawings["sensitivity"], *trials)
+    return (*(tuple(_losses(run)) or (Words(_explain_no_losses(run)),)), *trials)
+
+
+def _explain_no_losses(run: Run) -> str:
+    groups = [group for record in run.variants for group in record.assignment]
+    if not groups:
+        return "Nothing was quantized group by group in this run."
+    if all(group.sqnr_db is None for group in groups):
+        return "The groups were not tried one by one: no accuracy or fidelity goal asked for a search."
+    return "No group loses much in low precision."
 
 
 def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
@@ -92,7 +101,6 @@ def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     return (
         *list_points(f"{note}." for note in sentences.list_footnotes(run)),
         *([Words(f"Ranges come from {describe_calibration(run)}."), *_assignments(run)] if assigned else [none]),
-        *_losses(run),
         *show_rows(make_table("paid", "Whether low precision pays", paid)),
         *show_rows(run_tables.tabulate_coverage(run)),
     )
@@ -150,7 +158,8 @@ def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
             lost = training_tables.tabulate_groups(facts, f"lost-{place}-{index}", title)
             whole = list_points(f"{group} is not pruned: {why}." for group, why in facts.whole.items())
             groups.append(Folded(title, (*show_rows(lost), *whole)))
-    return (*models, *trained, drawings["training"], *curves, *groups)
+    alone = () if trained else (Words("Pruned models were not trained back: --recover distil does it."),)
+    return (*models, *trained, *alone, *curves, *groups)
 
 
 # Render what was left out and where the numbers come from: steps, the machine, doing it again.
@@ -241,12 +250,10 @@ def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 
 def render_latency(run: Run, drawings: Drawings) -> tuple[Block, ...]:
-    """List the distributions and percentiles of single calls."""
-    first, *others = (drawing for name, drawing in drawings.items() if name.startswith("ecdf"))
+    """List the percentiles of single calls."""
+    none = Words(f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}.")
     return (
-        first,
-        *fold("The distribution at other batch sizes", *others),
-        *show_rows(run_tables.tabulate_latency(run)),
+        *(show_rows(run_tables.tabulate_latency(run)) or (none,)),
         *show_rows(run_tables.tabulate_device_latency(run)),
         *list_points(f"{note}." for note in sentences.list_measurement_notes(run)),
     )
@@ -265,21 +272,22 @@ def render_memory(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 
 def render_batch_sweep(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List latency and throughput by batch size and callers."""
-    sweep, callers = run_tables.tabulate_sweep(run), run_tables.tabulate_throughput(run)
+    sweep = run_tables.tabulate_sweep(run)
+    none = Words("Throughput of several callers was not measured: --concurrency 1,2,4 asks for it.")
     return (
         drawings["latency-by-batch"],
         drawings["throughput-by-batch"],
         *fold(sweep.caption, sweep),
-        drawings["concurrency"],
-        *fold(callers.caption, callers),
+        *(show_rows(run_tables.tabulate_throughput(run)) or (none,)),
     )
 
 
 def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Compare each variant with the limits of the device."""
+    why = why_none(run, "limits", "no floor is known")
+    none = Words(f"Nothing was compared with the device's limits: {why}.")
     return (
-        drawings["limits"],
-        *show_rows(run_tables.tabulate_limits(run)),
+        *(show_rows(run_tables.tabulate_limits(run)) or (none,)),
         *show_rows(provenance.tabulate_rates(run)),
         *list_points(f"{warning}." for warning in (run.limits.warnings if run.limits else ())),
     )
@@ -289,12 +297,10 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
     sizes = ", ".join(str(batch) for batch in sorted({table.batch for entry in run.records for table in entry.profile}))
     said = f"At batch {sizes}. Profilers slow the model down: use this for shares of the time, not for its length."
-    side_by_side = run_tables.tabulate_profile(run)
     notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
-        *([Words(said)] if sizes else []),
-        drawings["profile"],
-        *fold(side_by_side.caption, side_by_side),
+        Words(said if sizes else f"Nothing was profiled: {why_none(run, 'profile', 'not asked for')}."),
+        *show_rows(run_tables.tabulate_profile(run)),
         *fold(
             "Every module, and why it takes more or less time than in the original model",
             run_tables.tabulate_modules(run),

@@ -1,4 +1,4 @@
-"""Draw fidelity by stage, the sensitivity of groups, and how training went."""
+"""Draw fidelity by stage."""
 
 import itertools
 import re
@@ -6,31 +6,24 @@ from collections.abc import Mapping, Sequence
 
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.measure.rows import StageFidelity
-from enginesmith.pipeline.passes.finetune.options import Recovery
 from enginesmith.pipeline.report.charts.plotly import (
-    MOST_NAMED,
     Cast,
     Chart,
     Figure,
     axis,
     draw_line,
-    draw_markers,
     draw_others,
     escape,
     hover_text,
-    label,
     layout,
     limit,
-    list_layout,
     places,
     short_name,
     shorten_name,
     why_none,
 )
 from enginesmith.pipeline.report.tables import mark_name
-from enginesmith.pipeline.report.training_tables import list_trained, thin_curve
-from enginesmith.pipeline.results.explain import narrowest_type
-from enginesmith.pipeline.results.run import Assignment, VariantRecord
+from enginesmith.pipeline.results.run import VariantRecord
 
 _TICK = 12
 """Characters in a line of a stage's name below the plot."""
@@ -165,108 +158,3 @@ def _summarize_fidelity(cast: Cast, by_id: _Worst) -> str:
     fall, record, stage, before = max(falls, key=lambda fall: fall[0])
     change = f"from {before:.1f} dB to {before - fall:.1f} dB"
     return f"{short_name(record)} loses most at {stage.stage}, {change}; {ends}{cast.unnamed(by_id)}."
-
-
-# What each group costs when it alone is quantised.
-
-_MOST_GROUPS = 20
-
-
-def sensitivity(cast: Cast) -> Chart:
-    """Draw SQNR of each group's own result in the low precision; an open marker is a group that stayed in float."""
-    title = "SQNR (dB) of each group's own result in low precision, its inputs exact; open markers stayed in float"
-    tried = [
-        (record, group, group.sqnr_db)
-        for record in cast.records
-        for group in record.assignment
-        if group.sqnr_db is not None
-    ]
-    if not tried:
-        why = "Nothing was quantized group by group in this run."
-        if any(record.assignment for record in cast.run.variants):
-            why = "The groups were not tried one by one: no accuracy or fidelity goal asked for a search."
-        return Chart("sensitivity", title, empty=why)
-    worst: dict[str, float] = {}
-    for _, group, sqnr in tried:
-        worst[group.group] = min(worst.get(group.group, float("inf")), sqnr)
-    ordered = sorted(worst, key=lambda group: (worst[group], group))
-    having = {record.id for record, _, _ in tried}
-    record, group, sqnr = min(tried, key=lambda row: row[2])
-    text = f"{group.group} ({group.operator}) loses most in low precision, to {sqnr:.1f} dB in {short_name(record)}"
-    if len(ordered) > _MOST_GROUPS:
-        text += f"; the {_MOST_GROUPS} worst of {len(ordered)} groups are shown"
-    summary = f"{text}{cast.unnamed(having, 'in the table only')}."
-    named, shown = cast.named(having), ordered[:_MOST_GROUPS]
-    traces = [trace for record in named for trace in _draw_groups(cast, record, shown)]
-    names = [label(group) for group in shown]
-    figure = {"data": traces, "layout": list_layout(axis("SQNR (dB)", log=False), names, len(named))}
-    return Chart("sensitivity", title, figure, summary)
-
-
-def _draw_groups(cast: Cast, record: VariantRecord, shown: Sequence[str]) -> list[Figure]:
-    """Draw the groups in low precision, and with open markers those that stayed in float."""
-    style, low = cast.style(record), narrowest_type(record.precision)
-    groups = {group.group: group for group in record.assignment if group.sqnr_db is not None and group.group in shown}
-    parts: dict[str, list[Assignment]] = {style.symbol: [], f"{style.symbol}-open": []}
-    for group in groups.values():
-        parts[style.symbol + ("" if narrowest_type(group.precision) == low else "-open")].append(group)
-    traces: list[Figure] = []
-    for symbol, part in parts.items():
-        if part:
-            marker = {**style.marker, "symbol": symbol, "line": {"width": 1.5, "color": style.colour}}
-            hover = [hover_text(mark_name(record), _describe_group(group)) for group in part]
-            x, y = [group.sqnr_db for group in part], [shown.index(group.group) for group in part]
-            more = {"marker": marker, "legendgroup": style.name, "showlegend": not traces}
-            traces.append(draw_markers(style.name, x, y, hover, **more))
-    return traces
-
-
-def _describe_group(group: Assignment) -> str:
-    why = f": {group.why}" if group.why else ""
-    return f"{group.group} ({group.operator}): SQNR {group.sqnr_db:.1f} dB, computed in {group.precision}{why}"
-
-
-# How training went.
-
-
-def training(cast: Cast) -> Chart:
-    """Draw metric on held-back samples and loss by step, a line for each training."""
-    trained = [each for each in list_trained(cast.run) if each[2].curve]
-    names = (recovery.metric.rpartition("/")[2] for _, _, recovery in trained)  # of a file, without its folders
-    metric = " and ".join(dict.fromkeys(names)) or "metric"
-    title = f"Training: {metric} on held-out samples, and training loss, by step"
-    if not trained:
-        why = "Pruned models were not trained back: --recover distil does it."
-        none = "Nothing was trained in this run."
-        return Chart("training", title, empty=why if any(variant.prune for variant in cast.run.variants) else none)
-    name, _, last = trained[-1]
-    summary = (
-        f"{name} went from {last.metric.rpartition('/')[2]} {last.before:.4f} to {last.after:.4f} in {last.steps} steps"
-    )
-    summary += f" ({last.reason}); the model it learns from has {last.teacher:.4f} on the same {last.held_back} samples"
-    summary += f"; {len(trained) - MOST_NAMED} more are not shown." if len(trained) > MOST_NAMED else "."
-    return Chart("training", title, _draw_training(cast, trained[:MOST_NAMED], metric), summary)
-
-
-def _draw_training(cast: Cast, trained: Sequence[tuple[str, VariantRecord, Recovery]], metric: str) -> Figure:
-    traces: list[Figure] = []
-    for name, record, recovery in trained:
-        style, curve = cast.style(record), thin_curve(recovery.curve)
-        steps, hover = [point.step for point in curve], []
-        for point in curve:
-            loss = "" if point.loss is None else f", loss {point.loss:.4g}"
-            rate = f"learning rate {point.learning_rate:.2g}{', kept' if point.step == recovery.best_step else ''}"
-            hover.append(hover_text(name, f"step {point.step}: {recovery.metric} {point.metric:.4f}{loss}, {rate}"))
-        common = {"name": label(name), "legendgroup": name, "marker": {**style.marker, "size": 5}}
-        traces.append(draw_line(style, steps, [point.metric for point in curve], hover, **common))
-        below = {"yaxis": "y2", "showlegend": False}
-        traces.append(draw_line(style, steps, [point.loss for point in curve], hover, **common, **below))
-    metrics = [point.metric for _, _, recovery in trained for point in recovery.curve]
-    teachers = dict.fromkeys(recovery.teacher for _, _, recovery in trained)
-    shapes = [limit("y", value, f"learnt from {value:.4f}", metrics) for value in teachers]
-    upper = axis(f"{metric}, held out", log=False, zero=False) | {"domain": [0.55, 1]}
-    losses = [point.loss for _, _, recovery in trained for point in recovery.curve]
-    lower = axis("training loss", losses, zero=False) | {"domain": [0, 0.45]}
-    x_axis = axis("training step", log=False) | {"anchor": "y2"}
-    both = layout(x_axis, upper, len(trained), shapes=shapes, yaxis2=lower)
-    return {"data": traces, "layout": {**both, "height": both["height"] + 120}}
