@@ -50,8 +50,8 @@ def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> T
     return make_table(name, caption, rows)
 
 
-def list_trained(run: Run) -> Iterator[tuple[str, VariantRecord, Recovery]]:
-    """Iterate over each training: the name of what was trained, one variant of it, and the record."""
+def _list_trained(run: Run) -> Iterator[tuple[str, Recovery]]:
+    """Iterate over each training: the name of what was trained, and the record."""
     seen: set[str] = set()
     for record in run.variants:
         turns: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def list_trained(run: Run) -> Iterator[tuple[str, VariantRecord, Recovery]]:
             name = _name_trained(record, recovery, turns[recovery.subject])
             if name not in seen:
                 seen.add(name)
-                yield name, record, recovery
+                yield name, recovery
 
 
 def _name_trained(record: VariantRecord, recovery: Recovery, turn: int) -> str:
@@ -84,7 +84,7 @@ def tabulate_training(run: Run) -> Table:
             "of": f"{recovery.teacher:.4f}",
             "samples held out": str(recovery.held_back),
         }
-        for name, _, recovery in list_trained(run)
+        for name, recovery in _list_trained(run)
     )
     return make_table("trained", "What training brought back, on held-out samples", rows)
 
@@ -99,7 +99,7 @@ def tabulate_training_steps(run: Run) -> Table:
             "metric": f"{point.metric:.4f}",
             "learning rate": f"{point.learning_rate:.2g}",
         }
-        for name, _, recovery in list_trained(run)
+        for name, recovery in _list_trained(run)
         for point in thin_curve(recovery.curve)
     )
     return make_table("training-by-step", "How training went", rows)

@@ -296,7 +296,7 @@ def test_numbers_are_the_runs() -> None:
 def test_budgets_are_lines() -> None:
     found = by_id(full())
     lines = {
-        name: [shape["label"]["text"].replace("<br>&nbsp;", "") for shape in chart.figure["layout"]["shapes"]]
+        name: [shape["label"]["text"] for shape in chart.figure["layout"]["shapes"]]
         for name, chart in found.items()
         if chart.figure and chart.figure["layout"].get("shapes")
     }

@@ -270,25 +270,20 @@ def intervals(style: Style, at: Sequence[float], values: Sequence[Interval | Non
         "mode": "markers",
         "x" if way == "y" else "y": [place for place, _ in known],
         way: [ratio.median for _, ratio in known],
-        f"error_{way}": bars([ratio for _, ratio in known], style.colour),
+        f"error_{way}": {
+            "type": "data",
+            "symmetric": False,
+            "array": [ratio.high - ratio.median for _, ratio in known],
+            "arrayminus": [ratio.median - ratio.low for _, ratio in known],
+            "color": style.colour,
+            "thickness": 1.5,
+            "width": 4,
+        },
         "marker": {"color": style.colour, "size": 1},
         "hoverinfo": "skip",
         "showlegend": False,
     }
     return [trace] if known else []
-
-
-def bars(values: Sequence[Interval], colour: str) -> Figure:
-    """Draw intervals around their medians as error bars, none for those that are too noisy to tell."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [0.0 if ratio.too_noisy else ratio.high - ratio.median for ratio in values],
-        "arrayminus": [0.0 if ratio.too_noisy else ratio.median - ratio.low for ratio in values],
-        "color": colour,
-        "thickness": 1.5,
-        "width": 4,
-    }
 
 
 def draw_others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode: str = "lines") -> list[Figure]:
@@ -308,10 +303,10 @@ def draw_others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]],
     return [trace] if lines else []
 
 
-def limit(direction: str, value: float, text: str, values: Sequence[float], line: int = 0) -> Figure:
+def limit(direction: str, value: float, text: str, values: Sequence[float]) -> Figure:
     """Draw a line at a budget across the plot, ``"x"`` being a vertical one; ``values`` are those in the plot.
 
-    Texts stand on the side that has room, those of vertical lines above the plot, in as many lines as there are.
+    Texts stand on the side that has room, those of vertical lines above the plot.
     """
     other = "y" if direction == "x" else "x"
     label: Figure = {"text": escape(text), "textposition": "end", "font": {"size": 11}}
@@ -319,8 +314,7 @@ def limit(direction: str, value: float, text: str, values: Sequence[float], line
     if direction == "y":
         label["yanchor"] = "top" if left else "bottom"
     else:
-        above = {"textangle": 0, "xanchor": "right" if left else "left", "yanchor": "bottom"}
-        label |= {**above, "text": escape(text) + "<br>&nbsp;" * line, "padding": 2}
+        label |= {"textangle": 0, "xanchor": "right" if left else "left", "yanchor": "bottom", "padding": 2}
     return {
         "type": "line",
         f"{direction}0": value,
