@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 WIDER = 4.0
 """Inputs may be this many times as large as the samples'."""
-_LARGEST = float(np.finfo(np.float16).max)
-_SPARED = {"Attention": (3,), "Clip": (1, 2), "Pad": (2,)}
+LARGEST = float(np.finfo(np.float16).max)
+MASKS = {"Attention": (3,)}
+"""Inputs that are added to scores: numbers beyond the range mean "not this one", and so do the lowest within it."""
+LIMITS = {"Clip": (1, 2), "Pad": (2,)}
+SPARED = {**MASKS, **LIMITS}
 """Inputs that say the same when they are brought to the end of the range."""
 _MOVES = frozenset({"Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 _LINEAR = frozenset({"GlobalAveragePool", "ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceSum", "Neg", "Abs"})
@@ -70,7 +73,7 @@ def _compute_bounds(graph: "ir.Graph", largest: Mapping[str, float]) -> "dict[ir
 def _note(bounds: "dict[ir.Value, float]", value: "ir.Value", bound: float) -> None:
     import onnx_ir as ir
 
-    if bound > _LARGEST and value.dtype == ir.DataType.FLOAT:
+    if bound > LARGEST and value.dtype == ir.DataType.FLOAT:
         bounds[value] = bound
 
 
@@ -100,12 +103,12 @@ def _find_power(node: "ir.Node") -> float:
 
 def _explain_bound(node: "ir.Node", bounds: "Mapping[ir.Value, float]") -> str:
     """Explain which value that the node reads or makes may be too large; empty if none is."""
-    spared = _SPARED.get(node.op_type, ())
+    spared = SPARED.get(node.op_type, ())
     values = [value for index, value in enumerate(node.inputs) if index not in spared]
     for value in (*values, *node.outputs):
         if value is not None and value in bounds:
             reach = f"{value.name!r} may reach {bounds[value]:.3g} on inputs {WIDER:.0f} times as large as the samples'"
-            return f"{reach}, and float16 ends at {_LARGEST:.0f}"
+            return f"{reach}, and float16 ends at {LARGEST:.0f}"
     return ""
 
 

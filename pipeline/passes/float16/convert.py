@@ -16,9 +16,9 @@ import numpy as np
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
+from enginesmith.pipeline.passes.float16.bounds import MASKS
 from enginesmith.pipeline.passes.float16.rules import (
     DEQUANTISE,
-    MASKS,
     QUANTISE,
     Judged,
     choose,

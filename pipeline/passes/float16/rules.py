@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginesmith.pipeline.passes.float16.bounds import find_islands
+from enginesmith.pipeline.passes.float16.bounds import LARGEST, LIMITS, SPARED, find_islands
 
 if TYPE_CHECKING:
     import onnx
@@ -88,14 +88,9 @@ def find_dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
 
 # The numbers of float16: up to 65504, and none that is smaller than 6.1e-5 with all its bits.
 
-LARGEST = float(np.finfo(np.float16).max)
-MARGIN = 2.0
+_MARGIN = 2.0
 """Float16 has to hold this many times as much as was seen, which other data may exceed."""
-MASKS = {"Attention": (3,)}
-"""Inputs that are added to scores: numbers beyond the range mean "not this one", and so do the lowest within it."""
 _SMALLEST = float(np.finfo(np.float16).tiny)
-_BOUNDS = {"Clip": (1, 2), "Pad": (2,)}
-"""Inputs that say the same when they are brought to the end of the range."""
 _SCALES = {"QuantizeLinear": (1,), "DequantizeLinear": (1,)}
 _SUMS = ("Add", "Sub", "Sum")
 _BIASES = {"Conv": 2, "ConvTranspose": 2, "Gemm": 2, "GRU": 3, "LSTM": 3, "RNN": 3}
@@ -119,7 +114,7 @@ class Range:
 
     def explain(self, node: "ir.Node", slots: Slots) -> str:
         """Explain why the node cannot be in float16; empty if it can."""
-        spared = (*MASKS.get(node.op_type, ()), *_BOUNDS.get(node.op_type, ()))
+        spared = SPARED.get(node.op_type, ())
         for index, value in enumerate(node.inputs):
             if value in self._beyond and index not in spared:
                 return _explain_too_large(value.name, self._beyond[value])
@@ -134,14 +129,14 @@ class Range:
                 return f"the constant {name!r} is at most {reach:.3g}, and all but vanishes in float16"
         for value in node.outputs:
             reach = self._largest.get(value.name or "", 0.0)
-            if reach > LARGEST / MARGIN and is_float(value):
+            if reach > LARGEST / _MARGIN and is_float(value):
                 return _explain_too_large(value.name, reach)
         return ""
 
     def follow(self, node: "ir.Node", slots: Slots) -> None:
         """Note which outputs are too large: by what was seen, else because a constant or what is moved is."""
         reaches = [self._beyond[value] for value in node.inputs if value in self._beyond and node.op_type in _MOVE]
-        if node.op_type not in (*_BOUNDS, "Div"):
+        if node.op_type not in (*LIMITS, "Div"):
             constants = [self._measure_reach(tensor) for _, _, tensor in _list_constants(node, slots)]
             reaches += [reach for reach in constants if reach > LARGEST]
         for value in node.outputs:
@@ -149,7 +144,7 @@ class Range:
 
     def _note(self, value: "ir.Value", guess: float = 0.0) -> None:
         reach = self._largest.get(value.name or "", guess) if is_float(value) else guess
-        if reach > LARGEST / MARGIN:
+        if reach > LARGEST / _MARGIN:
             self._beyond[value] = reach
 
     def _measure_reach(self, tensor: "ir.TensorProtocol") -> float:
