@@ -118,7 +118,13 @@ CASES: dict[str, Case] = {
             "boxes up to 640 and probabilities up to 1 share a tensor, and so a scale (ultralytics: YOLO11s, mAP 0.743 "
             "to 0.324)",
         ),
-        Case(MODELS["text_reader"], "one wrong letter spoils a line, and hard-swish networks are small"),
+        Case(
+            MODELS["text_reader"],
+            "one wrong letter spoils a line, and hard-swish networks are small",
+            "Rounding activations alone is too much: with all depthwise convolutions and three more in float32, and no "
+            "weight rounded, 0.0195 of the letters are lost [0.0141, 0.0250]; bfloat16 loses 0.0093 with the whole "
+            "graph in it",
+        ),
         Case(
             Model("upscaler", "dense:upscaler", trained("upscaler"), "psnr", max_drop=0.1),
             "without normalization the ranges of pictures differ, and each level that is lost is noise in the answer",

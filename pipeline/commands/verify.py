@@ -35,6 +35,8 @@ def verify(file: Path, model: str | None, trust: bool, as_json: bool, quiet: boo
             f"{', '.join(given)} cannot be given with a bundle, which has its inputs and the device with it",
             f"omit {'it' if len(given) == 1 else 'them'}; or give an ONNX file and the model: --against MODEL",
         )
+    if model is not None and trust:
+        raise UsageError("--trust is for a bundle, and with --against FILE is none", "omit it")
     with context.open_settings(options, quiet) as settings:
         result = (
             stages.verify(context.recipe_of(model, None, options), file, settings)

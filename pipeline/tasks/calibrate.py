@@ -210,7 +210,7 @@ def _collect(
             made = f", made by the {maker.op_type} node {maker.name!r}," if maker else ""
             row = feeding.provenance.rows[index * feeding.provenance.batch]
             raise ModelError(
-                f"the value {first!r}{made} is NaN or infinite on row {row} of {feeding.provenance.data}, and what "
-                "follows with it",
+                f"the value {first!r}{made} is NaN or infinite on row {row} of {feeding.provenance.data}"
+                f"{'' if index else ' (the first that was tried)'}, and what follows with it",
                 "look at the weights before it, and at that row: no range holds what is infinite",
             )

@@ -4,7 +4,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -30,6 +30,7 @@ from enginesmith.pipeline.tasks.measure import EngineCheck, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
 from enginesmith.pipeline.units import count_words
 
+_T = TypeVar("_T")
 _BY_SIZE = (
     "; at other sizes it is right: if the module decides by a size in Python, limit its range with --shape, or use "
     "torch.cond"
@@ -213,10 +214,13 @@ class Verify(EngineCheck):
         spans = samples.read(reference).spans
         entries: list[StageFidelity] = []
         failed = ""
+        names: dict[str, str] = {}
         with self.engine.load(inputs["model"], self.device) as session:
             for case, feeds, expected in samples.read_calls(reference):
                 progress(f"comparing at {_format_sizes(case.sizes)}")
-                found = self._compare(session, case, feeds, expected, spans)
+                names = names or _pair_by_position(session.signature, feeds[0], expected[0])
+                feeds, expected = ([_rename(each, names) for each in calls] for calls in (feeds, expected))
+                found = self._compare(session, case, feeds, expected, _rename(spans, names))
                 entries += found
                 if not failed and found and not found[0].passed:
                     failed = f"{found[0].point} ({_format_sizes(case.sizes)}): {found[0].reason}"
@@ -227,6 +231,7 @@ class Verify(EngineCheck):
         return Effect(
             file=RECORDS,
             summary=f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree",
+            notes=tuple(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
             rejected=f"after {self.stage} at {failed}" if failed else "",
         )
 
@@ -255,6 +260,24 @@ class Verify(EngineCheck):
             )
             for point in case.points
         ]
+
+
+def _pair_by_position(signature: Signature, feeds: Feeds, outputs: Feeds) -> dict[str, str]:
+    """Map the model's names of inputs and outputs to a file's, in their order, where none of them is the file's own.
+
+    Files that others exported often have other names. What has the same number and no name in common is renamed.
+    """
+    found: dict[str, str] = {}
+    for given, specs in ((feeds, signature.inputs), (outputs, signature.outputs)):
+        own = [spec.name for spec in specs]
+        if len(own) == len(given) and not set(own) & set(given):
+            found |= dict(zip(given, own, strict=True))
+    return found
+
+
+def _rename(values: Mapping[str, _T], names: Mapping[str, str]) -> dict[str, _T]:
+    """Rename the keys that have another name."""
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def run_once(session: Session, feeds: Feeds, *, replayed: bool) -> dict[str, Array]:

@@ -187,8 +187,10 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
-    fidelity = tuple(read_models(outcomes[plans.VERIFY_FILE].artifact, StageFidelity))
-    return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe)}", fidelity=fidelity)
+    checked = outcomes[plans.VERIFY_FILE].artifact
+    fidelity = tuple(read_models(checked, StageFidelity))
+    notes = "".join(f"\n  note: {note}" for note in checked.history[-1].notes) if checked else ""
+    return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe)}{notes}", fidelity=fidelity)
 
 
 def _describe_closeness(fidelity: Sequence[StageFidelity], recipe: Recipe) -> str:

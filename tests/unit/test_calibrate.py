@@ -207,7 +207,7 @@ def test_a_product_of_what_is_not_finite_names_the_first_such_value(tmp_path: Pa
     proto.graph.initializer.append(numpy_helper.from_array(np.eye(10, dtype=np.float32), "square"))
     onnx.save(proto, model.path)
     with pytest.raises(
-        ModelError, match=r"'broken', made by the Div node 'division', is NaN or infinite on row \d+ of"
+        ModelError, match=r"'broken', made by the Div node 'division', is NaN or infinite on row \d+ of .* \(the first"
     ):
         calibrated(tmp_path, model, reference(tmp_path))
 

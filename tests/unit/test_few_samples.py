@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from enginesmith.calibration.dataset import Dataset
-from enginesmith.pipeline.errors import StepOutOfMemory
+from enginesmith.pipeline.errors import ModelError, StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune import loop, trainer
 from enginesmith.pipeline.passes.finetune.augment import augment, list_images, mirror
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, split_data
-from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Evaluator, Work
+from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Evaluator, Work, agreement
 from enginesmith.pipeline.passes.finetune.losses import Distil, output_targets
 from enginesmith.pipeline.passes.finetune.options import Augmentation, RecoverOptions, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Models, Trainer
@@ -139,6 +139,18 @@ def test_single_numbers_among_the_outputs_are_passed_over() -> None:
     assert [target.name for target in plan.outputs] == ["logits"]
     assert loop._choose_augmentation(found, samples) is not None
     assert Evaluator(found, plan).rate().metric == 1.0
+
+
+def test_with_single_numbers_alone_the_users_loss_decides() -> None:
+    found = work()
+    size = TensorSpec(name="size", dtype="float32", shape=())
+    for each in (found.models.student, found.models.average, found.models.teacher):
+        module = each.module.model
+        each.module.call = lambda image, module=module: (module(image).square().mean(),)
+        each.signature = each.signature.model_copy(update={"outputs": (size,)})
+    assert agreement({}, {}, None) == 1.0
+    with pytest.raises(ModelError, match="floating-point numbers for each sample"):
+        loop._draft(found)
 
 
 def test_an_input_without_a_batch_is_no_image() -> None:

@@ -15,6 +15,7 @@ from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.calibration.options import PartName
 from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.frameworks.torch.surgery import Attention, find_frozen
 from enginesmith.pipeline.passes.finetune import batches, evaluate, losses
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, split_data
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
@@ -141,6 +142,15 @@ def test_what_the_user_froze_stays() -> None:
     models.ready(CPU)
     trained = {name for name, value in models.student.module.model.named_parameters() if value.requires_grad}
     assert trained == {name for name, _ in Net().named_parameters()} - {"one.0.weight"}
+
+
+def test_what_was_frozen_in_an_attention_that_was_replaced_stays() -> None:
+    net = nn.Sequential(nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, kdim=4, vdim=4))
+    net[0], net[1] = Attention(net[0]), Attention(net[1])
+    given = ("0.in_proj_weight", "0.in_proj_bias", "1.k_proj_weight", "1.out_proj.weight")
+    found = find_frozen(net, given) & {name for name, _ in net.named_parameters()}
+    parts = [f"0.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    assert found == {*parts, "1.k_proj.weight", "1.out_proj.weight"}
 
 
 def test_whole_numbers_among_the_parameters_stay() -> None:

@@ -494,6 +494,26 @@ def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) ->
     assert after.cases == before.cases
 
 
+def test_a_file_with_other_names_is_compared_by_position(tmp_path: Path) -> None:
+    (reference := tmp_path / "reference").mkdir()
+    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
+    samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans={"answer": 2.0}))
+    row = np.float32([[0.5, 1.0, -1.0]])
+    samples.write_arrays(reference, "feeds", 0, {"given": row})
+    samples.write_arrays(reference, "outputs", 0, {"answer": row})
+    inputs = {"reference": Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)}
+    verify = Verify(stage="file", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    for operator, passed in (("Identity", True), ("Neg", False)):
+        inputs["model"] = graph(tmp_path / f"{operator}.onnx", operator)
+        (out := tmp_path / operator).mkdir()
+        effect = verify.run(inputs, out, lambda _: None)
+        assert (effect.rejected == "") == passed
+        assert effect.notes == (
+            "'given' is compared with 'x', by position",
+            "'answer' is compared with 'y', by position",
+        )
+
+
 def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
     """Of one answer, 0.001, an engine's 0.002 is all wrong; of answers from -1 to 1, it is right in int8."""
     (reference := tmp_path / "reference").mkdir()

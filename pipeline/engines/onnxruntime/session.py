@@ -253,9 +253,12 @@ def _load_error(error: Exception, file: str) -> EnginesmithError:
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
         verdict = f"has no CPU kernels for what is in {file}"
         remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
+    elif "Could not find an implementation" in text:
+        verdict = f"has no kernel for what is in {file}"
+        remedy = "take another precision or engine; or update onnxruntime"
     elif type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
         verdict = f"does not support what is in {file}"
-        remedy = "export with another opset (--opset), or without that operator, or update onnxruntime"
+        remedy = "leave that operator out, update onnxruntime, or export a PyTorch model with another opset (--opset)"
     return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
 
 

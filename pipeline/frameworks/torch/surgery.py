@@ -93,6 +93,20 @@ class Attention(nn.Module):
         return sum(added[1:], added[0]) if added else None
 
 
+def find_frozen(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Find the parameters that are frozen, by names from before any attention was replaced."""
+    found = set(names)
+    for path, module in model.named_modules():
+        if isinstance(module, Attention):
+            prefix = f"{path}." if path else ""
+            for part in ("q_proj", "k_proj", "v_proj"):
+                if found & {f"{prefix}in_proj_weight", f"{prefix}{part}_weight"}:
+                    found.add(f"{prefix}{part}.weight")
+                if f"{prefix}in_proj_bias" in found:
+                    found.add(f"{prefix}{part}.bias")
+    return found
+
+
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)

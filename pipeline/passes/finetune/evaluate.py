@@ -173,9 +173,12 @@ def shrink_evaluation(plan: TrainingPlan) -> TrainingPlan | None:
 
 def agreement(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
     """Compute the agreement with the teacher: the share of equal classes, where the first output is
-    more than one class, else one minus the mean squared error over the teacher's variance.
+    more than one class, else one minus the mean squared error over the teacher's variance. Without outputs for each
+    sample it is always 1, so that the loss alone decides.
     """
     del labels
+    if not theirs:
+        return 1.0
     name = next(iter(theirs))
     ours, others = outputs[name].astype(np.float64), theirs[name].astype(np.float64)
     if ours.ndim == 2 and ours.shape[1] > 1:

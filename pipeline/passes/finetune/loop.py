@@ -239,8 +239,8 @@ def _draft(work: Work) -> TrainingPlan:
         least_part=work.fixed or 1,
         autocast=autocast,
         learning_rate=work.options.learning_rate or work.rates[len(work.rates) // 2],
-        augmentation=_choose_augmentation(work, samples),
         outputs=output_targets(models.teacher, samples) if distilled else (),
+        augmentation=_choose_augmentation(work, samples),
         features=feature_targets(models.student, models.teacher, samples) if features else (),
     )
 

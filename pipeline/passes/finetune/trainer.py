@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from enginesmith.pipeline.errors import ModelError, storage_errors
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.frameworks.torch.surgery import find_frozen
 from enginesmith.pipeline.passes.finetune import batches
 from enginesmith.pipeline.passes.finetune.augment import augment
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, SplitData
@@ -114,6 +115,7 @@ class Models:
             loaded.module.eval().requires_grad_(False)
             if any(axes := [spec.batch_axis for spec in loaded.signature.outputs]):
                 self._hooks.append(loaded.module.register_forward_hook(partial(_put_samples_first, axes)))
+        frozen = find_frozen(self.student.module.model, self.student.frozen)
         for name, value in self.student.module.model.named_parameters():
             if value.dtype in (torch.float16, torch.bfloat16):
                 raise ModelError(
@@ -121,7 +123,7 @@ class Models:
                     "train in",
                     "recover the model in float32, and choose its precision afterwards",
                 )
-            value.requires_grad_(value.is_floating_point() and name not in self.student.frozen)
+            value.requires_grad_(value.is_floating_point() and name not in frozen)
 
     def restore(self) -> None:
         """Let the modules answer with the batch where it was."""
