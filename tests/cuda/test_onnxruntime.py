@@ -1,6 +1,7 @@
 """ONNX Runtime's CUDA provider: what sessions say, graphs, nodes on the CPU, and the script of bundles."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,34 @@ run = runpy.run_path(script)["_onnxruntime"](file, {"options": json.loads(option
 for rows in (2, 3, 2):
     assert run({"x": np.zeros((rows, 64), np.float32)})["y"].shape == (rows, 64)
 assert "torch" not in sys.modules
+"""
+
+STUB = """
+#include <stdio.h>
+#include <unistd.h>
+int getInferLibVersion(void) { return 101300; }
+void* createInferBuilder_INTERNAL(void* logger, int version) { return 0; }
+void* createInferRefitter_INTERNAL(void* engine, void* logger, int version) { return 0; }
+void* createNvOnnxParser_INTERNAL(void* network, void* logger, int version) { return 0; }
+void* createNvOnnxParserRefitter_INTERNAL(void* refitter, void* logger, int version) { return 0; }
+void* createInferRuntime_INTERNAL(void* logger, int version) { puts("took the options"); fflush(stdout); _exit(0); }
+
+static void* nothing(void) { return 0; }
+static void* functions[] = {[0 ... 63] = (void*)nothing};
+static void** registry[64] = {functions};
+void* getPluginRegistry(void) { return registry; }
+"""
+"""In place of TensorRT, with a registry of no plugins: the provider asks for a runtime once its options are read."""
+OPEN = """
+import sys
+from pathlib import Path
+from enginesmith.pipeline.engines.onnxruntime import providers
+from enginesmith.pipeline.engines.onnxruntime.tensorrt import OnnxRuntimeTensorRT
+from enginesmith.pipeline.system.device import Device
+graph, *texts = sys.argv[1:]
+given = {"trt_int8_enable": "True", "trt_profile_min_shapes": "x:1x64", "user_compute_stream": "7"}
+engine = OnnxRuntimeTensorRT(provider_options=tuple(texts), workspace_bytes=1 << 20)
+engine._session(Path(graph), Device(kind="cuda"), given, {})
 """
 
 
@@ -154,3 +183,19 @@ def test_a_provider_that_writes_no_context_file_keeps_the_graph(
         assert opened.run({"x": np.zeros((64, 64), np.float32)})["y"].shape == (64, 64)
     with cuda_allocator.counting(0), pytest.raises(MissingCapability, match="not counted"):
         OnnxRuntimeTensorRT().load(built, CUDA)
+
+
+def test_the_real_binding_takes_the_options_of_the_tensorrt_provider(tmp_path: Path) -> None:
+    (tmp_path / "stub.c").write_text(STUB)
+    (tmp_path / "tensorrt.py").touch()  # the package that brings its libraries
+    for name in ("libnvinfer", "libnvonnxparser"):
+        library = f"{name}.so.{providers.TENSORRT_MAJOR}"
+        flags = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", str(tmp_path / library)]
+        subprocess.run(["gcc", str(tmp_path / "stub.c"), *flags], check=True)
+    paths = {name: f"{tmp_path}:{os.environ.get(name, '')}" for name in ("LD_LIBRARY_PATH", "PYTHONPATH")}
+    switches = {name: values for name, values in providers.TENSORRT.settings.items() if "True" in values}
+    texts = [f"{name}={value}" for name, values in switches.items() for value in values[-1:]]
+    command = [sys.executable, "-c", OPEN, str(zeros(tmp_path, "Relu").path), *texts]
+    variables = {**os.environ, **paths, "ENGINESMITH_STORE": str(tmp_path / "store")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert "took the options" in done.stdout, done.stderr

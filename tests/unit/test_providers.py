@@ -211,9 +211,9 @@ def test_engines_go_into_a_context_file_and_the_rest_is_named(tmp_path: Path, mo
     assert b"EPContext" in built.path.read_bytes()
     ((_, given),) = opened.calls
     timing = {name: given.pop(name) for name in ("trt_timing_cache_enable", "trt_timing_cache_path")}
-    assert (timing["trt_timing_cache_enable"], Path(timing["trt_timing_cache_path"]).is_dir()) == ("1", True)
+    assert (timing["trt_timing_cache_enable"], Path(timing["trt_timing_cache_path"]).is_dir()) == ("True", True)
     shapes = {f"trt_profile_{point}_shapes": f"x:{size}x64" for point, size in (("min", 1), ("opt", 4), ("max", 8))}
-    assert given == {"device_id": "1", **shapes, "trt_fp16_enable": "1", "trt_int8_enable": "1"}
+    assert given == {"device_id": "1", **shapes, "trt_fp16_enable": "True", "trt_int8_enable": "True"}
     facts = engine.package_facts(built.path, CUDA)
     assert (facts.module, facts.targets) == ("onnxruntime", ("sm86",))
     assert facts.options["session"]["provider_options"][0] == {}
@@ -234,7 +234,7 @@ def test_engines_without_a_context_file_lie_beside_the_graph(
     assert built.path.read_bytes() == b"graph"
     path, given = opened.calls[-1]
     assert (path, given["trt_engine_cache_path"]) == (built.path, str(built.folder / "cache"))
-    wanted = {"trt_engine_cache_enable": "1", "trt_profile_max_shapes": "x:8x64", "trt_fp16_enable": "1"}
+    wanted = {"trt_engine_cache_enable": "True", "trt_profile_max_shapes": "x:8x64", "trt_fp16_enable": "True"}
     assert wanted.items() <= given.items()
     options = engine.package_facts(built.path, CUDA).options
     assert options["cache"] == "trt_engine_cache_path"

@@ -17,6 +17,8 @@ CPU_PROVIDER, CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
 _BEHIND = {"use_tf32": "0"}
 """Options of the CUDA provider where it takes what another one leaves."""
 _OFF_ON, _ON_OFF = ("0", "1"), ("1", "0")
+_FALSE_TRUE = ("False", "True")
+"""The only words that onnxruntime's Python binding takes for a switch of the TensorRT provider."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ TENSORRT = Provider(
         "trt_auxiliary_streams": (),
         "trt_min_subgraph_size": (),
         "trt_op_types_to_exclude": (),
-        "trt_layer_norm_fp32_fallback": _OFF_ON,
-        "trt_sparsity_enable": _OFF_ON,
-        "trt_engine_hw_compatible": _OFF_ON,
-        "trt_context_memory_sharing_enable": _OFF_ON,
-        "trt_cuda_graph_enable": _OFF_ON,
+        "trt_layer_norm_fp32_fallback": _FALSE_TRUE,
+        "trt_sparsity_enable": _FALSE_TRUE,
+        "trt_engine_hw_compatible": _FALSE_TRUE,
+        "trt_context_memory_sharing_enable": _FALSE_TRUE,
+        "trt_cuda_graph_enable": _FALSE_TRUE,
     },
     behind=(CUDA_PROVIDER,),
     prefix="trt",

@@ -164,7 +164,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
             given = {}
         else:
             model_file.copy(artifact.path, out / _MODEL)
-            given |= {} if self.provider.plugin else {"trt_engine_cache_enable": "1"}
+            given |= {} if self.provider.plugin else {"trt_engine_cache_enable": "True"}
         if given or self.provider.plugin:
             (out / CACHE).mkdir()
             self._session(out / _MODEL, device, {**given, self.provider.cache: str(out / CACHE)}, {})
@@ -192,7 +192,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         if not self.provider.plugin:
             timing = default_address().folder / "timing" / self.name
             timing.mkdir(parents=True, exist_ok=True)
-            given = {**given, "trt_timing_cache_enable": "1", "trt_timing_cache_path": str(timing)}
+            given = {**given, "trt_timing_cache_enable": "True", "trt_timing_cache_path": str(timing)}
         chosen = session_options(device, self.graph_optimization, self.memory_arena)
         for name, value in entries.items():
             chosen.add_session_config_entry(name, value)
@@ -202,8 +202,8 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
     def _precision(self, path: Path) -> dict[str, str]:
         """Allow the types that are in the graph: the provider builds weakly typed engines, in float32 by default."""
         summary = model_file.summary(path)
-        flags = {flag: "1" for dtype, flag in _PRECISION_FLAGS.items() if dtype in summary.weight_dtypes}
-        return flags | ({"trt_int8_enable": "1"} if "QuantizeLinear" in summary.operators else {})
+        flags = {flag: "True" for dtype, flag in _PRECISION_FLAGS.items() if dtype in summary.weight_dtypes}
+        return flags | ({"trt_int8_enable": "True"} if "QuantizeLinear" in summary.operators else {})
 
     def profile(self, request: ProfileRequest) -> Profiled:
         raise MissingCapability(f"{self.title} does not time the layers within its engines", "profile TensorRT itself")
