@@ -60,7 +60,8 @@ from enginesmith.pipeline.system.device import Device
 graph, *texts = sys.argv[1:]
 given = {"trt_int8_enable": "True", "trt_profile_min_shapes": "x:1x64", "user_compute_stream": "7"}
 engine = OnnxRuntimeTensorRT(provider_options=tuple(texts), workspace_bytes=1 << 20)
-engine._session(Path(graph), Device(kind="cuda"), given, {})
+dump, entries = engine._context_options(Path("context.onnx"), embedded=False)
+engine._session(Path(graph), Device(kind="cuda"), given | dump, entries)
 """
 
 

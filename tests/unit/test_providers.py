@@ -159,6 +159,9 @@ def test_options_that_are_measurably_faster_are_kept(tmp_path: Path, monkeypatch
     ]
 
 
+CONTEXT = ("ep_context_file_path", "ep_context_embed_mode")
+
+
 class Opened:
     """Sessions of the provider, which write a context file with these inputs or none, and a cache where they may."""
 
@@ -171,8 +174,13 @@ class Opened:
             ends = ([helper.make_tensor_value_info(name, 1, [1]) for name in names] for names in (self.writes, "y"))
             node = helper.make_node("EPContext", self.writes, ["y"], domain="com.microsoft", embed_mode=1)
             made = helper.make_model(helper.make_graph([node], "g", *ends), ir_version=8)
-            Path(chosen.get_session_config_entry("ep.context_file_path")).write_bytes(made.SerializeToString())
-            assert chosen.get_session_config_entry("ep.context_embed_mode") == "1"
+            if listed[0][0] == "TensorrtExecutionProvider":  # which reads no entries of the session
+                told = {name: given.pop(f"trt_{name}") for name in ("dump_ep_context_model", *CONTEXT)}
+            else:
+                told = {name: chosen.get_session_config_entry(name.replace("_", ".", 1)) for name in CONTEXT}
+            assert told.pop("dump_ep_context_model", "True") == "True"
+            assert told["ep_context_embed_mode"] == "1"
+            Path(told["ep_context_file_path"]).write_bytes(made.SerializeToString())
         for folder in (given[name] for name in ("trt_engine_cache_path", "nv_runtime_cache_path") if name in given):
             Path(folder, "kept.engine").write_bytes(b"engine")
         return self
@@ -255,6 +263,14 @@ def test_engines_without_a_context_file_lie_beside_the_graph(
 
 class Loaded:
     """A session."""
+
+
+def test_large_engines_are_files_of_the_cache_beside_the_context_file() -> None:
+    large, entries = OnnxRuntimeTensorRT()._context_options(Path("out/model.onnx"), embedded=False)
+    cached = {"trt_ep_context_embed_mode": "0", "trt_engine_cache_enable": "True"}
+    assert (cached.items() <= large.items(), entries) == (True, {})
+    options, entries = OnnxRuntimeTensorRTRTX()._context_options(Path("out/model.onnx"), embedded=False)
+    assert (options, entries["ep.context_embed_mode"]) == ({}, "0")
 
 
 def test_kernels_that_tensorrt_rtx_compiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

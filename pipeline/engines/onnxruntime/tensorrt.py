@@ -150,11 +150,9 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         self.require(device)
         assert artifact.signature is not None
         given = {**_shape_options(self.provider, artifact.signature, request.ranges), **self._precision(artifact.path)}
-        embedded = str(int(artifact.bytes < _EMBEDDED_BYTES))
-        context = {"enable": "1", "file_path": str(out / _MODEL), "embed_mode": embedded}
-        entries = {f"ep.context_{key}": text for key, text in context.items()} | {RECORD_NODES: "1"}
+        dump, entries = self._context_options(out / _MODEL, embedded=artifact.bytes < _EMBEDDED_BYTES)
         request.progress(f"{self.title} builds engines")
-        session = self._session(artifact.path, device, given, entries)
+        session = self._session(artifact.path, device, given | dump, entries | {RECORD_NODES: "1"})
         parts = session.get_provider_graph_assignment_info()
         assigned, engines = count_nodes(parts, [self.provider.name]), [part.ep_name for part in parts]
         del session, parts  # two at a time may not fit on the GPU
@@ -163,6 +161,8 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         if written := _is_whole(out / _MODEL, artifact.signature):
             given = {}
         else:
+            for file in out.iterdir():  # of one part alone
+                file.unlink()
             model_file.copy(artifact.path, out / _MODEL)
             given |= {} if self.provider.plugin else {"trt_engine_cache_enable": "True"}
         if given or self.provider.plugin:
@@ -186,6 +186,15 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         summary = f"{count} nodes in {engines.count(self.provider.name)} TensorRT engines, {form}"
         rest = describe_fallback(assigned)
         return Effect(file=_MODEL, summary=summary, notes=(rest,) if rest else (), signature=artifact.signature)
+
+    def _context_options(self, file: Path, *, embedded: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """List the provider's options and the session's entries that have engines written into a context file."""
+        told = {"file_path": str(file), "embed_mode": str(int(embedded))}
+        if self.provider.plugin:
+            return {}, {"ep.context_enable": "1", **{f"ep.context_{name}": text for name, text in told.items()}}
+        options = {"trt_dump_ep_context_model": "True", **{f"trt_ep_context_{k}": text for k, text in told.items()}}
+        # engines that are not embedded are those of its cache, which is the folder of the context file then
+        return options | ({} if embedded else {"trt_engine_cache_enable": "True"}), {}
 
     def _session(self, path: Path, device: Device, given: Mapping[str, str], entries: Mapping[str, str]) -> Any:
         """Open a session that builds what it lacks; TensorRT keeps times of kernels in a file for each kind of GPU."""
