@@ -13,7 +13,7 @@ from enginesmith.pipeline.engines.onnxruntime import engine as plain
 from enginesmith.pipeline.engines.onnxruntime import providers, tensorrt
 from enginesmith.pipeline.engines.onnxruntime.tensorrt import OnnxRuntimeTensorRT, OnnxRuntimeTensorRTRTX
 from enginesmith.pipeline.engines.options import EngineOptions, OnnxRuntimeOptions
-from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.planning.planner import plan
@@ -90,6 +90,16 @@ def test_workspaces_and_options_are_variants_of_the_provider_that_has_them() -> 
     assert cuda == ("CUDAExecutionProvider", {**shared, "use_tf32": "0"})
     assert cpu == ("CPUExecutionProvider", {})
     assert (engine.arithmetic, engine.replays_graphs()) == ("tf32", False)
+
+
+def test_options_that_the_session_cannot_keep_to_are_not_offered() -> None:
+    """A CUDA graph reads and writes fixed addresses; these sessions bind others in each call."""
+    asked = EngineOptions(
+        engines=("onnxruntime_tensorrt",),
+        onnxruntime=OnnxRuntimeOptions(provider_options=("trt_cuda_graph_enable=True",)),
+    )
+    with pytest.raises(UsageError, match="has the option 'trt_cuda_graph_enable'"):
+        list(OnnxRuntimeTensorRT.configurations(asked, "fp16"))
 
 
 TOGETHER = Interval(median=1.6, low=1.1, high=2)

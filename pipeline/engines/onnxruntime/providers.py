@@ -75,7 +75,6 @@ TENSORRT = Provider(
         "trt_sparsity_enable": _FALSE_TRUE,
         "trt_engine_hw_compatible": _FALSE_TRUE,
         "trt_context_memory_sharing_enable": _FALSE_TRUE,
-        "trt_cuda_graph_enable": _FALSE_TRUE,
     },
     behind=(CUDA_PROVIDER,),
     prefix="trt",
