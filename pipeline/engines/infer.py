@@ -298,10 +298,18 @@ def _tensorrt(file, engine):
         raise ImportError(f"TensorRT {trt.__version__} refuses it: it is built for {engine['compute_capabilities']}")
     context = loaded.create_execution_context()
 
+    def profile_for(feeds):
+        for index in range(loaded.num_optimization_profiles):  # the first that takes all shapes: narrow ones come first
+            limits = [(loaded.get_tensor_profile_shape(name, index), value.shape) for name, value in feeds.items()]
+            if all(a <= b <= c for (low, _, high), shape in limits for a, b, c in zip(low, shape, high, strict=True)):
+                return index
+        raise ValueError(f"the engine is not built for {[list(value.shape) for value in feeds.values()]}")
+
     def run(feeds):
         at, arrays, codes = {}, dict(feeds), [cuda.cuCtxSetCurrent(owner)]  # of this thread
-        if not all(context.set_input_shape(name, value.shape) for name, value in feeds.items()):
-            raise ValueError(f"the engine is not built for {[list(value.shape) for value in feeds.values()]}")
+        if (profile := profile_for(feeds)) != context.active_optimization_profile:
+            codes += [not context.set_optimization_profile_async(profile, 0)]
+        codes += [not context.set_input_shape(name, value.shape) for name, value in feeds.items()]
         for name in map(loaded.get_tensor_name, range(loaded.num_io_tensors)):
             shape, at[name] = tuple(context.get_tensor_shape(name)), ctypes.c_uint64()
             value = arrays.setdefault(name, np.empty(shape, trt.nptype(loaded.get_tensor_dtype(name))))

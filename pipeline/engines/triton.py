@@ -40,5 +40,7 @@ class TritonBackend:
     platform: str = ""
     configure: Callable[[Mapping[str, Any], str], Fields] = lambda options, device: []
     """From the options of a package and the kind of device: the backend's own fields."""
+    group: Callable[[Mapping[str, Any]], Fields] = lambda options: []
+    """From the options of a package: more fields of the instance group."""
     remark: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda engine: ()
     """From a package's record of the engine: remarks for people, a line each."""

@@ -149,6 +149,9 @@ def test_engines_of_tensorrt(made: ExampleRun, tmp_path: Path) -> None:
     found = manifest.read(tmp_path / "t/net_py_build")
     options = {"engine": found.engine.model_copy(update={"options": {**found.engine.options, "cuda_graphs": True}})}
     assert config(found, **options).optimization.cuda.graphs
+    assert not parsed.instance_group[0].profile
+    several = found.engine.model_copy(update={"options": {**found.engine.options, "profiles": 2}})
+    assert config(found, engine=several).instance_group[0].profile == ["0", "1"]
     with pytest.raises(UsageError, match="and not of tensorrt_rtx"):
         package(run, "triton", tmp_path / "rtx", "tensorrt_rtx-fp16")
     package(run, "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
@@ -166,7 +169,7 @@ def _model_config() -> Any:
     messages = {
         "Reshape": {"shape": "*int"},
         "Tensor": {"name": "string", "data_type": "enum", "dims": "*int", "reshape": "Reshape"},
-        "Group": {"count": "int", "kind": "kind"},
+        "Group": {"count": "int", "kind": "kind", "profile": "*string"},
         "Batching": {"preferred_batch_size": "*int", "max_queue_delay_microseconds": "int"},
         "Text": {"string_value": "string"},
         "Parameter": {"key": "string", "value": "Text"},

@@ -28,7 +28,7 @@ from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, SessionOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession, profile
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
-from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend
+from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.store.address import default_address
@@ -174,8 +174,8 @@ class TensorRT(WorkspaceEngine):
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = manifest.read(main)
         options = {"tf32": record.options.tf32, "version_compatible": record.options.version_compatible}
-        options["cuda_graphs"] = self.cuda_graphs
-        return PackageFacts(record.version, record.compute_capabilities, options)
+        more = {"cuda_graphs": self.cuda_graphs, "profiles": len(record.profiles)}
+        return PackageFacts(record.version, record.compute_capabilities, options | more)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
@@ -197,7 +197,11 @@ class TensorRT(WorkspaceEngine):
             cuda = Message([("graphs", "true")])  # model_config.proto: the TensorRT backend alone knows it
             return [("optimization", Message([("cuda", cuda)]))] if options.get("cuda_graphs") else []
 
-        return TritonBackend("tensorrt", "model.plan", "tensorrt_plan", configure, remark)
+        def group(options: Mapping[str, Any]) -> Fields:
+            profiles = [quoted(str(index)) for index in range(options.get("profiles", 1))]
+            return [("profile", profiles)] if profiles[1:] else []  # without names it has a context for the first alone
+
+        return TritonBackend("tensorrt", "model.plan", "tensorrt_plan", configure, group, remark)
 
     @classmethod
     def gates_workspace(cls) -> bool:

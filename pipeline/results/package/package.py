@@ -135,7 +135,8 @@ def config(name: str, manifest: Manifest) -> str:
     if batching is not None:
         fields.append(("dynamic_batching", batching))
     kind = "KIND_GPU" if manifest.engine.device == "cuda" else "KIND_CPU"
-    fields.append(("instance_group", Message([("count", 1), ("kind", kind)])))
+    group = backend.group(manifest.engine.options)
+    fields.append(("instance_group", Message([("count", 1), ("kind", kind), *group])))
     fields += backend.configure(manifest.engine.options, manifest.engine.device)
     run = " ".join(manifest.origin.run.split())  # a line break would end the comment
     comments = [f"{manifest.variant} of the run {run}; {manifests.FILE} beside this file has the rest"]
