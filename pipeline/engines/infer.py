@@ -23,9 +23,12 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 class Model:
-    """Load a bundle, for any number of threads. Raise RuntimeError if a file was changed or the engine cannot run."""
+    """Load a bundle, for any number of threads; plugins are libraries of TensorRT that its engine needs.
 
-    def __init__(self, folder=HERE):
+    Raise RuntimeError if a file was changed or the engine cannot run.
+    """
+
+    def __init__(self, folder=HERE, plugins=()):
         self.folder, self.exceeded = pathlib.Path(folder), set()
         self.manifest = json.loads((self.folder / "manifest.json").read_bytes())
         if self.manifest["schema"] != "enginesmith.bundle/1":
@@ -38,7 +41,7 @@ class Model:
         starts = {"onnxruntime": _onnxruntime, "openvino": _openvino, "torch": _torch}
         start, signature = starts.get(engine["package"], _tensorrt), self.manifest["signature"]
         try:
-            self._run = start(self.folder / engine["file"], {**engine, **signature})
+            self._run = start(self.folder / engine["file"], {**engine, **signature, "plugins": plugins})
         except (ImportError, OSError) as error:
             made = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
             raise RuntimeError(f"this machine cannot run the engine: {error}; {made}") from error
@@ -289,14 +292,48 @@ def _torch(file, engine):
 
 def _tensorrt(file, engine):
     trt, cuda = __import__(engine["package"]), ctypes.CDLL("libcuda.so.1")
-    owner, lock = ctypes.c_void_p(), threading.Lock()
+    owner, lock, logger = ctypes.c_void_p(), threading.Lock(), trt.Logger(trt.Logger.ERROR)
     if cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(owner), 0) or cuda.cuCtxSetCurrent(owner):
         raise ImportError("CUDA finds no GPU that it can use")
-    runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+    _load_plugins(trt, logger, engine)
+    runtime = trt.Runtime(logger)
+    runtime.engine_host_code_allowed = bool(engine["options"].get("host_code"))
     loaded = runtime.deserialize_cuda_engine(file.read_bytes())
     if loaded is None:
-        raise ImportError(f"TensorRT {trt.__version__} refuses it: it is built for {engine['compute_capabilities']}")
+        parts = [ctypes.c_int(), ctypes.c_int()]
+        for attribute, part in enumerate(parts, 75):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+            cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, 0)
+        here = (trt.__version__, "sm" + "".join(str(part.value) for part in parts))
+        told = f"TensorRT {here[0]} on {here[1]} refuses it: it is built by {engine['version']} for "
+        told += ", ".join(engine["compute_capabilities"])
+        fits = here[0] == engine["version"] and here[1] in engine["compute_capabilities"]
+        raise (RuntimeError if fits else ImportError)(told)
     context = loaded.create_execution_context()
+    at, sizes, shapes = {}, {}, {}  # of memory on the GPU, by tensor; of outputs whose size only a run decides
+    outputs = {spec["name"]: spec["dtype"] for spec in engine["outputs"]}
+    on_host = {name for name in outputs if loaded.get_tensor_location(name) == trt.TensorLocation.HOST}
+
+    def reserve(name, size):
+        if size > sizes.get(name, 0):
+            cuda.cuMemFree_v2(at.get(name, ctypes.c_uint64()))
+            at[name] = ctypes.c_uint64()
+            sizes[name] = 0 if cuda.cuMemAlloc_v2(ctypes.byref(at[name]), ctypes.c_size_t(size)) else size
+        return at[name].value
+
+    class Allocator(trt.IOutputAllocator):
+        def __init__(self):
+            trt.IOutputAllocator.__init__(self)
+
+        def reallocate_output(self, name, memory, size, alignment):
+            return reserve(name, size)
+
+        def reallocate_output_async(self, name, memory, size, alignment, stream):
+            return reserve(name, size)
+
+        def notify_shape(self, name, shape):
+            shapes[name] = tuple(shape)
+
+    allocator = Allocator()
 
     def profile_for(feeds):
         for index in range(loaded.num_optimization_profiles):  # the first that takes all shapes: narrow ones come first
@@ -306,29 +343,45 @@ def _tensorrt(file, engine):
         raise ValueError(f"the engine is not built for {[list(value.shape) for value in feeds.values()]}")
 
     def run(feeds):
-        at, arrays, codes = {}, dict(feeds), [cuda.cuCtxSetCurrent(owner)]  # of this thread
+        codes, answers = [cuda.cuCtxSetCurrent(owner)], {}  # of this thread
         if (profile := profile_for(feeds)) != context.active_optimization_profile:
             codes += [not context.set_optimization_profile_async(profile, 0)]
-        codes += [not context.set_input_shape(name, value.shape) for name, value in feeds.items()]
-        for name in map(loaded.get_tensor_name, range(loaded.num_io_tensors)):
-            shape, at[name] = tuple(context.get_tensor_shape(name)), ctypes.c_uint64()
-            value = arrays.setdefault(name, np.empty(shape, trt.nptype(loaded.get_tensor_dtype(name))))
-            codes += [cuda.cuMemAlloc_v2(ctypes.byref(at[name]), ctypes.c_size_t(max(value.nbytes, 1)))]
+        for name, value in feeds.items():
+            codes += [not context.set_input_shape(name, value.shape)]
+            codes += [not context.set_tensor_address(name, reserve(name, max(value.nbytes, 1)))]
             codes += [cuda.cuMemcpyHtoD_v2(at[name], value.ctypes, ctypes.c_size_t(value.nbytes))]
-            codes += [not context.set_tensor_address(name, at[name].value)]
-        codes += [any(codes) or not context.execute_async_v3(0) or cuda.cuCtxSynchronize()]
-        for name in arrays.keys() - feeds.keys():
-            codes += [cuda.cuMemcpyDtoH_v2(arrays[name].ctypes, at[name], ctypes.c_size_t(arrays[name].nbytes))]
-        codes += [cuda.cuMemFree_v2(address) for address in at.values()]
-        if any(codes):
-            raise RuntimeError(f"the engine did not run: CUDA's codes are {codes}")
-        return {name: value for name, value in arrays.items() if name not in feeds}
+        for name, dtype in outputs.items():
+            if -1 in (shape := tuple(context.get_tensor_shape(name))):
+                codes += [not context.set_output_allocator(name, allocator)]
+                continue
+            answers[name] = value = np.empty(shape, dtype)
+            address = value.ctypes.data if name in on_host else reserve(name, max(value.nbytes, 1))
+            codes += [not context.set_tensor_address(name, address)]
+        if any(codes) or not context.execute_async_v3(0) or cuda.cuCtxSynchronize():
+            raise RuntimeError(f"the engine did not run: CUDA's and TensorRT's codes before it are {codes}")
+        for name, dtype in outputs.items():
+            value = answers.setdefault(name, np.empty(shapes.get(name, ()), dtype))
+            size = ctypes.c_size_t(value.nbytes)
+            if name not in on_host and (code := cuda.cuMemcpyDtoH_v2(value.ctypes, at[name], size)):
+                raise RuntimeError(f"CUDA cannot copy {name} from the GPU: error {code}")
+        return {name: answers[name] for name in outputs}
 
     def run_alone(feeds):
         with lock:  # a context takes one call at a time
             return run(feeds)
 
     return run_alone
+
+
+def _load_plugins(trt, logger, engine):
+    if engine["package"] == "tensorrt":
+        trt.init_libnvinfer_plugins(logger, "")
+    paths = [pathlib.Path(path).resolve() for path in engine["plugins"]]
+    for path in paths:
+        if trt.get_plugin_registry().load_library(str(path)) is None:
+            raise ImportError(f"{path} is no library of plugins for TensorRT {trt.__version__}")
+    if lacking := set(engine["options"].get("plugins", ())) - {path.name for path in paths}:
+        raise ImportError(f"it needs the plugin libraries {', '.join(sorted(lacking))}: give them with --plugins")
 
 
 def main():
@@ -339,11 +392,12 @@ def main():
     )
     parser.add_argument("--input", nargs="+", action="extend", default=[], metavar="NAME=FILE.npy", help="an input")
     parser.add_argument("--output", metavar="FILE.npz", help="save the answers in this file")
+    parser.add_argument("--plugins", nargs="+", action="extend", default=[], metavar="FILE.so", help="TensorRT plugins")
     given = parser.parse_args()
     if unnamed := [text for text in given.input if "=" not in text]:
         parser.error(f"--input {unnamed[0]}: write NAME={unnamed[0]}, with the name of an input (see manifest.json)")
     try:
-        model = Model()
+        model = Model(plugins=given.plugins)
         feeds = {name: np.load(file) for name, _, file in (text.partition("=") for text in given.input)}
         answers, wrong = (model(feeds), []) if feeds else model.check()
         if given.output:

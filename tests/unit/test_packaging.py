@@ -11,12 +11,14 @@ import pytest
 
 import packaged_runs
 from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
 from enginesmith.pipeline.frameworks.samples import save_vector
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package import package as bundle
 from enginesmith.pipeline.results.package.package import package
+from enginesmith.pipeline.system.device import Availability
 from packaged_runs import ExampleRun
 
 made, no_script, with_script = packaged_runs.made, packaged_runs.no_script, packaged_runs.with_script  # fixtures
@@ -133,6 +135,22 @@ def test_packaging_ends_with_the_script_of_the_bundle(made: ExampleRun, tmp_path
     assert not (tmp_path / "wrong").exists()
     made.variants = [made.variants[0].model_copy(update={"status": "failed", "reason": "too far from eager"})]
     assert "does not match" in package(made.write(), "bundle", tmp_path / "named", "onnxruntime-fp32").check
+
+
+@pytest.mark.usefixtures("with_script")
+def test_a_script_that_fails_where_the_engine_can_run_is_an_error(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "infer.py"
+    made.variants.append(made.engine("tensorrt_rtx"))
+    monkeypatch.setattr(TensorRTRTX, "infer_script", classmethod(lambda kind: script))
+    monkeypatch.setattr(TensorRTRTX, "runnable", lambda engine, device: Availability(ok=True))
+    script.write_text("raise SystemExit('error: this machine cannot run the engine: it is built for sm90')")
+    found = package(made.write(), "bundle", tmp_path / "elsewhere", "tensorrt_rtx-fp16").check
+    assert found == "not run: it is built for sm90"
+    script.write_text("raise SystemExit('error: the engine did not run')")
+    with pytest.raises(ModelError, match="does not run this bundle: the engine did not run"):
+        package(made.write(), "bundle", tmp_path / "here", "tensorrt_rtx-fp16")
 
 
 @pytest.mark.usefixtures("with_script")

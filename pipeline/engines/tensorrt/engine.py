@@ -173,9 +173,10 @@ class TensorRT(WorkspaceEngine):
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = manifest.read(main)
-        options = {"tf32": record.options.tf32, "version_compatible": record.options.version_compatible}
-        more = {"cuda_graphs": self.cuda_graphs, "profiles": len(record.profiles)}
-        return PackageFacts(record.version, record.compute_capabilities, options | more)
+        options = record.options.model_dump(include={"tf32", "version_compatible", "host_code"})
+        options["plugins"] = [Path(path).name for path in record.options.plugins]
+        options |= {"cuda_graphs": self.cuda_graphs, "profiles": len(record.profiles)}
+        return PackageFacts(record.version, record.compute_capabilities, options)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":

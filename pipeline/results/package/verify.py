@@ -98,10 +98,10 @@ def run_script(folder: Path, manifest: Manifest) -> str:
     Nothing of enginesmith is loaded there and no library is found beforehand, as on the machine that serves the model.
 
     Raises:
-        ModelError: its answers are not those of the test vector, or it fails where this machine can run the graph.
+        ModelError: its answers are not those of the test vector, or it fails where this machine can run the engine.
     """
     engine = _engine(manifest)
-    runs_here = engine.loads_graph and engine.runnable(Device(kind=manifest.engine.device)).ok
+    runnable = engine.runnable(Device(kind=manifest.engine.device)).ok
     command = [sys.executable, "-B", str(folder.resolve() / manifests.INFER)]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=False)
@@ -109,7 +109,8 @@ def run_script(folder: Path, manifest: Manifest) -> str:
         return f"not run to its end: no answer after {_SCRIPT_SECONDS} s"
     lines = done.stderr.strip().splitlines()
     said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no message")
-    if done.returncode and (runs_here or _DIFFERS in said):
+    elsewhere = not engine.loads_graph and _UNABLE in said  # it may be for another GPU than the one that is here
+    if done.returncode and (_DIFFERS in said or (runnable and not elsewhere)):
         told = f"{manifests.INFER} does not run this bundle: {said.removeprefix('error: ')}"
         raise ModelError(told, "package another variant, or optimize again")
     if done.returncode:

@@ -76,6 +76,35 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *context) {
   return CUDA_SUCCESS;
 }
 
+/// Memory is the runtime's: TensorRT, which gets the addresses, calls the runtime with them.
+template <typename... Given>
+static CUresult call_runtime(const char *name, Given... given) {
+  auto function = reinterpret_cast<int (*)(Given...)>(dlsym(RTLD_DEFAULT, name));
+  return function ? static_cast<CUresult>(function(given...)) : CUDA_ERROR_NOT_SUPPORTED;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) { return cuCtxGetCurrent(context); }
+
+EXPORT CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuCtxSynchronize() { return call_runtime("cudaDeviceSynchronize"); }
+
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes) {
+  return call_runtime("cudaMalloc", reinterpret_cast<void **>(address), bytes);
+}
+
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
+  return call_runtime("cudaFree", reinterpret_cast<void *>(address));
+}
+
+EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes) {
+  return call_runtime("cudaMemcpy", reinterpret_cast<void *>(to), from, bytes, 1);
+}
+
+EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes) {
+  return call_runtime("cudaMemcpy", to, reinterpret_cast<const void *>(from), bytes, 2);
+}
+
 EXPORT CUresult cuGetErrorString(CUresult, const char **text) {
   *text = "an error of the driver";
   return CUDA_SUCCESS;

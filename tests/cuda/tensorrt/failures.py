@@ -2,6 +2,7 @@
 
 import gc
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from enginesmith.pipeline.engines.cuda_allocator import WEIGHTS, WORKSPACE, coun
 from enginesmith.pipeline.engines.profiling import ProfileRequest
 from enginesmith.pipeline.engines.tensorrt import manifest
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import BuilderFailed, ModelError, StepOutOfMemory, UnsupportedGraph
 from enginesmith.pipeline.system.device import Device
@@ -197,6 +199,22 @@ def test_all_memory_has_a_tag_and_comes_back(engine: Artifact) -> None:
             assert ledger.account().peak_by_tag[WORKSPACE] == 512
         account = ledger.account()
     assert (account.current, account.unknown_frees, account.double_frees) == (0, 0, 0)
+
+
+def test_the_script_of_bundles_runs_it_in_each_profile(graph: Artifact) -> None:
+    """Outputs of a size that a run decides included."""
+    out = graph.path.parent / "engine"
+    out.mkdir()
+    options = BuildOptions(profiles=("batch=1:1:1",))
+    effect = TensorRT(options=options).build(BuildRequest(graph, out, CUDA, RANGES))
+    facts = TensorRT(options=options).package_facts(out / effect.file, CUDA)
+    assert graph.signature is not None
+    described = {"package": "tensorrt", "plugins": (), "options": facts.options, **graph.signature.model_dump()}
+    run = runpy.run_path(str(TensorRT.infer_script()))["_tensorrt"](out / effect.file, described)
+    for batch in (1, 2, 8, 1):
+        outputs = run(feeds(batch))
+        assert (outputs["y"].shape, outputs["found"].shape) == ((batch, 4), (batch,))
+        assert not outputs["y"].any()
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")

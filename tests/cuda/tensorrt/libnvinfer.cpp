@@ -252,7 +252,7 @@ struct Context
     void* const* table;
     std::shared_ptr<Engine> engine;
     ExecutionContextAllocationStrategy strategy;
-    int32_t profile = -1;
+    int32_t profile = 0; // of a new context
     int64_t batch = -1;
     void* memory = nullptr;
     int64_t memoryBytes = 0;
@@ -320,7 +320,8 @@ bool Context::enqueue(cudaStream_t stream)
     {
         return refuse("this call was to fail");
     }
-    if (batch < 1 || memoryBytes < needed || !memory)
+    bool const own = strategy == ExecutionContextAllocationStrategy::kSTATIC; // it has memory for all profiles
+    if (batch < 1 || (!own && (memoryBytes < needed || !memory)))
     {
         return refuse("there are " + std::to_string(memoryBytes) + " bytes of device memory for this context, and it needs "
             + std::to_string(needed));
@@ -373,6 +374,7 @@ IExecutionContext* makeContext(Engine& engine, ExecutionContextAllocationStrateg
               .set(&V::setOptimizationProfileAsync,
                   [](auto* it, int32_t index, cudaStream_t) {
                       self<Context>(it).profile = index;
+                      self<Context>(it).batch = -1;
                       return index >= 0 && static_cast<size_t>(index) < self<Context>(it).engine->profiles;
                   })
               .set(&V::getEngine,
@@ -387,7 +389,12 @@ IExecutionContext* makeContext(Engine& engine, ExecutionContextAllocationStrateg
                           return false;
                       }
                       context.batch = tensor->dims.empty() || tensor->dims[0] != -1 ? 1 : dims.d[0];
-                      return context.batch <= context.engine->limit;
+                      if (tensor->ranges.empty())
+                      {
+                          return true;
+                      }
+                      auto const& range = tensor->ranges[static_cast<size_t>(context.profile)];
+                      return range[0] <= context.batch && context.batch <= range[2];
                   })
               .set(&V::inferShapes,
                   [](auto*, int32_t count, char const** names) {
