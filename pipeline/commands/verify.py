@@ -11,7 +11,11 @@ from enginesmith.pipeline.commands import context, parameters
 @click.command(cls=parameters.Command)
 @parameters.file_argument
 @click.option("--against", "model", metavar="MODEL", help="Model to compare with; not for a bundle.")
-@click.option("--trust", is_flag=True, help="Also load a bundle's machine code (aotinductor): you trust its maker.")
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Also load a bundle's machine code (aotinductor, TensorRT with host code): you trust its maker.",
+)
 @parameters.recipe_options("min_sqnr_db")
 @parameters.what_to_load
 @parameters.where_to_run

@@ -317,6 +317,11 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """
 
     @classmethod
+    def needs_trust(cls, options: Mapping[str, Any]) -> bool:
+        """Tell whether a package with these options is loaded only where the user trusts its maker."""
+        return cls.native_code
+
+    @classmethod
     def read_file(cls, path: Path) -> EngineFile | None:
         """Read what is recorded of an engine file with :attr:`file_suffix`; None if it is another engine's.
 

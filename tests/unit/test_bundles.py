@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import packaged_runs
 from enginesmith import cli, load
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
@@ -95,6 +96,13 @@ def test_machine_code_is_loaded_only_where_its_maker_is_trusted(made: ExampleRun
         assert "--trust" in caught.value.remedy
     with pytest.raises(ModelError, match=r"engine\.json"):
         load(tmp_path / "b", trust=True)
+
+
+def test_engines_with_host_code_are_loaded_only_where_their_maker_is_trusted() -> None:
+    options = {"tf32": False, "host_code": True}
+    assert (TensorRT.needs_trust(options), TensorRT.needs_trust({})) == (True, False)
+    engine = TensorRT.from_package(options)
+    assert (engine.options.host_code, engine.options.tf32) == (True, False)
 
 
 @pytest.mark.parametrize(("words", "code"), [(("--min-sqnr", "40"), 0), (("--min-sqnr", "300"), 1)])

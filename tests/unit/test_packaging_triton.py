@@ -150,6 +150,8 @@ def test_engines_of_tensorrt(made: ExampleRun, tmp_path: Path) -> None:
     options = {"engine": found.engine.model_copy(update={"options": {**found.engine.options, "cuda_graphs": True}})}
     assert config(found, **options).optimization.cuda.graphs
     assert not parsed.instance_group[0].profile
+    forward = found.engine.model_copy(update={"options": {**found.engine.options, "version_compatible": True}})
+    assert "version-compatible=true" in bundle.config("net", found.model_copy(update={"engine": forward}))
     several = found.engine.model_copy(update={"options": {**found.engine.options, "profiles": 2}})
     assert config(found, engine=several).instance_group[0].profile == ["0", "1"]
     with pytest.raises(UsageError, match="and not of tensorrt_rtx"):

@@ -36,7 +36,7 @@ RTX = versions.capabilities("tensorrt_rtx", "1.7.1")
 ENTERPRISE = versions.capabilities("tensorrt", "11.4.0")
 FLAGS = (
     *("TF32", "SPARSE_WEIGHTS", "WEIGHT_STREAMING", "STRIP_PLAN", "REFIT", "VERSION_COMPATIBLE"),
-    *("EXCLUDE_LEAN_RUNTIME", "ERROR_ON_TIMING_CACHE_MISS", "EDITABLE_TIMING_CACHE", "MONITOR_MEMORY"),
+    *("ERROR_ON_TIMING_CACHE_MISS", "EDITABLE_TIMING_CACHE", "MONITOR_MEMORY"),
 )
 
 
@@ -117,11 +117,6 @@ def test_flags_follow_the_options() -> None:
     assert configured(Config(), tf32=False, sparse_weights=True).flags == {"SPARSE_WEIGHTS", *always}
     assert {"REFIT", "STRIP_PLAN"} <= configured(Config(), refit=True, strip_plan=True).flags
     assert "WEIGHT_STREAMING" in configured(Config(), weight_streaming=True).flags
-
-
-def test_the_lean_runtime_comes_along_only_with_host_code() -> None:
-    assert "EXCLUDE_LEAN_RUNTIME" in configured(Config(), version_compatible=True).flags
-    assert "EXCLUDE_LEAN_RUNTIME" not in configured(Config(), version_compatible=True, host_code=True).flags
 
 
 def test_a_flag_that_tensorrt_does_not_take_is_an_error() -> None:

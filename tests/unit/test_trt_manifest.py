@@ -143,7 +143,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | 
 
 
 AMPERE_PLUS = {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}}
-FORWARD = {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}
+FORWARD = {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True, "host_code": True}}
+WITHOUT_RUNTIME = {**FORWARD, "options": {"version_compatible": True}}
 
 
 @pytest.mark.parametrize(
@@ -169,12 +170,13 @@ def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str,
         (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
         (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
         (AMPERE, "11.2.0", FORWARD, "the older 11.2.0 is installed"),
+        (AMPERE, "11.4.0", WITHOUT_RUNTIME, "of tensorrt 11.3.0, and 11.4.0 is installed"),
         (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
         (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
         (TURING, "11.4.0", AMPERE_PLUS, "cuda:0 is sm75"),
         (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
     ],
-    ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"],
+    ids=["package", "version", "older", "without-runtime", "driver", "device", "turing", "rtx-has-no-ampere-plus"],
 )
 def test_an_engine_for_elsewhere_says_what_differs(
     device: CudaDevice | None, version: str | None, changes: dict, words: str, here

@@ -14,6 +14,7 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, Capabilities, capabilities
 from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.nvidia import CudaDevice
@@ -73,6 +74,17 @@ def test_what_needs_a_device_is_taken_where_there_is_one(name: str) -> None:
 def test_what_the_flavour_lacks_is_refused_with_a_device_too() -> None:
     with pytest.raises(MissingCapability, match="--version-compatible"):
         validate_options(BuildOptions(version_compatible=True), "tensorrt_rtx", RTX, device=True)
+
+
+def test_an_engine_for_later_versions_has_host_code() -> None:
+    """TensorRT's lean runtime, which `engine_host_code_allowed` lets a later version load."""
+    options: dict[str, Any] = {"version_compatible": True}
+    recipe: dict[str, Any] = {"model": "net.onnx", "engines": ["tensorrt"], "device": "cuda", "tensorrt": options}
+    with pytest.raises(UsageError, match="--version-compatible puts a runtime into the engine") as caught:
+        make(recipe)
+    assert "--host-code" in caught.value.remedy
+    options["host_code"] = True
+    assert make(recipe).tensorrt.host_code
 
 
 @pytest.mark.parametrize("name", sorted(SET))

@@ -347,7 +347,6 @@ def _set_flags(trt: Any, config: Any, settings: BuilderSettings) -> None:
         flags.STRIP_PLAN: options.strip_plan,
         flags.REFIT: options.refit,
         flags.VERSION_COMPATIBLE: options.version_compatible,
-        flags.EXCLUDE_LEAN_RUNTIME: options.version_compatible and not options.host_code,
         flags.ERROR_ON_TIMING_CACHE_MISS: options.locked and settings.known.timing_cache,
         flags.EDITABLE_TIMING_CACHE: settings.known.timing_cache,
         flags.MONITOR_MEMORY: True,

@@ -128,6 +128,10 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:
+        lean = asked.tensorrt.version_compatible and "version_compatible" not in cls.known().refused
+        if lean and not asked.tensorrt.host_code:
+            told = "--version-compatible puts a runtime into the engine, which is code for the CPU"
+            raise UsageError(told, "allow to load it: add --host-code")
         if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
             raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
 
@@ -180,7 +184,12 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
-        return cls(options=BuildOptions(tf32=bool(options.get("tf32", True))))
+        tf32, host_code = bool(options.get("tf32", True)), cls.needs_trust(options)
+        return cls(options=BuildOptions(tf32=tf32, host_code=host_code))
+
+    @classmethod
+    def needs_trust(cls, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("host_code"))
 
     @classmethod
     def infer_script(cls) -> Path:
@@ -192,7 +201,11 @@ class TensorRT(WorkspaceEngine):
 
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
             targets = ", ".join(engine["compute_capabilities"])
-            return (f"needs a Triton with TensorRT {engine['version']}, on {targets}",)
+            needed = f"needs a Triton with TensorRT {engine['version']}"
+            if not engine["options"].get("version_compatible"):
+                return (f"{needed}, on {targets}",)
+            allowed = "started with --backend-config=tensorrt,version-compatible=true"
+            return (f"{needed} or later, on {targets}, {allowed}: code in the engine is run",)
 
         def configure(options: Mapping[str, Any], device: str) -> Fields:
             cuda = Message([("graphs", "true")])  # model_config.proto: the TensorRT backend alone knows it

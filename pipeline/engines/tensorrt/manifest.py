@@ -101,7 +101,8 @@ def misfit(manifest: EngineManifest, index: int) -> str:
     here = installed_version(manifest.engine)
     if here is None:
         return f"{manifest.engine} is not installed, and the engine is of version {manifest.version}"
-    if here != manifest.version and not manifest.options.version_compatible:
+    lean = manifest.options.version_compatible and manifest.options.host_code  # the runtime that later versions need
+    if here != manifest.version and not lean:
         return f"it is of {manifest.engine} {manifest.version}, and {here} is installed"
     if numbers(here) < numbers(manifest.version):
         return f"it is of {manifest.engine} {manifest.version}, and the older {here} is installed"

@@ -34,7 +34,9 @@ class BuildOptions(BaseModel, frozen=True, extra="forbid"):
     weight_streaming: _Switch = Field(False, description="stream weights from the host while the engine runs")
     strip_plan: _Switch = Field(False, description="leave the weights out of the engine, to be refitted later")
     refit: _Switch = Field(False, description="let the weights be replaced in the built engine")
-    version_compatible: _Switch = Field(False, description="let later versions of TensorRT load the engine")
+    version_compatible: _Switch = Field(
+        False, description="let later versions of TensorRT load the engine; needs host_code"
+    )
     hardware_compatibility: Annotated[Literal["none", "ampere_plus", "same_compute_capability"], _ADVANCED] = Field(
         "none", description="other GPUs that the engine also runs on"
     )

@@ -68,9 +68,9 @@ def verify(
 
 def require_trust(manifest: Manifest, *, trust: bool) -> None:
     """Insist that the user trusts who made a bundle, if its engine is machine code; MissingCapability if not."""
-    if engine_class(manifest.engine.name).native_code and not trust:
+    if engine_class(manifest.engine.name).needs_trust(manifest.engine.options) and not trust:
         raise MissingCapability(
-            "the engine is machine code, which could do anything on this machine as soon as it is loaded",
+            "the engine has machine code, which could do anything on this machine as soon as it is loaded",
             "if you trust who made the bundle: enginesmith verify --trust, or load(..., trust=True) in Python",
         )
 
@@ -119,7 +119,7 @@ def run_script(folder: Path, manifest: Manifest) -> str:
 
 
 def _engine(manifest: Manifest) -> Engine:
-    """Make the engine, with no option that a file could allow itself."""
+    """Make the engine, with no option that a file could allow itself, except what :func:`require_trust` asks for."""
     return engine_class(manifest.engine.name).from_package(manifest.engine.options)
 
 
