@@ -240,8 +240,12 @@ def test_an_engine_that_is_built_ahead_of_time_needs_no_device() -> None:
 
 
 class TimingCache:
-    def __init__(self, keys: list[str]) -> None:
-        self.keys = keys
+    def __init__(self, keys: list[str], here: bool = True) -> None:
+        self.keys, self.here = keys, here
+
+    def combine(self, other: "TimingCache", ignore_mismatch: bool) -> bool:
+        self.keys += [key for key in other.keys if key not in self.keys]
+        return self.here or ignore_mismatch
 
     def queryKeys(self) -> list[str]:  # noqa: N802
         return self.keys
@@ -258,9 +262,8 @@ class CacheConfig:
         self.cache: TimingCache | None = None
 
     def create_timing_cache(self, data: bytes) -> TimingCache:
-        return TimingCache(
-            data.decode().removeprefix("cache:").split(",") if data[6:] and data.startswith(b"cache:") else []
-        )
+        known = data[6:] and data.startswith(b"cache:")
+        return TimingCache(data.decode().removeprefix("cache:").split(",") if known else [], self.here or not known)
 
     def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
         self.cache = cache
@@ -282,16 +285,36 @@ def test_a_timing_cache_is_begun_kept_and_taken_up_again(file: Path) -> None:
     cache = timing.attach_timing_cache(TRT, config, file, locked=False, named=True)
     assert config.cache is cache
     cache.keys.append("conv")
-    assert timing.save_timing_cache(cache, file, False) == file_digest(file)
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert timing.save_timing_cache(config, cache, file, False) == file_digest(file)
+    assert {path.name for path in file.parent.iterdir()} == {file.name, f".{file.name}.lock"}
     assert timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True, named=False).queryKeys() == ["conv"]
+
+
+def test_builds_side_by_side_keep_each_others_timings(file: Path) -> None:
+    stored(file, b"cache:conv")
+    configs = CacheConfig(), CacheConfig()
+    caches = [timing.attach_timing_cache(TRT, config, file, locked=False, named=False) for config in configs]
+    for name, config, cache in zip(("gemm", "pool"), configs, caches, strict=True):
+        cache.keys.append(name)
+        timing.save_timing_cache(config, cache, file, False)
+    assert file.read_bytes() == b"cache:conv,gemm,pool"
+
+
+def test_a_timing_cache_that_nobody_named_takes_the_place_of_one_from_elsewhere(file: Path) -> None:
+    stored(file, b"cache:conv")
+    config = CacheConfig(here=False)
+    cache = timing.attach_timing_cache(TRT, config, file, locked=False, named=False)
+    cache.keys.append("gemm")
+    timing.save_timing_cache(config, cache, file, False)
+    assert file.read_bytes() == b"cache:gemm"
 
 
 def test_a_locked_timing_cache_is_left_as_it_is(file: Path) -> None:
     stored(file, b"cache:conv")
-    cache = timing.attach_timing_cache(TRT, CacheConfig(), file, locked=True, named=False)
+    config = CacheConfig()
+    cache = timing.attach_timing_cache(TRT, config, file, locked=True, named=False)
     cache.keys.append("gemm")
-    assert timing.save_timing_cache(cache, file, True) == file_digest(file)
+    assert timing.save_timing_cache(config, cache, file, True) == file_digest(file)
     assert file.read_bytes() == b"cache:conv"
 
 

@@ -4,6 +4,8 @@ Where a workspace limit is only a gate (TensorRT-RTX 1.7), the smallest follows 
 compares limit and weights together with the activations. Seen for four models at batch 1, 16 and 64, within 16 KiB.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import math
 import re
@@ -188,11 +190,21 @@ def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool, name
     return cache
 
 
-def save_timing_cache(cache: Any, file: Path, locked: bool) -> str:
-    """Write the cache back, whole or not at all, and compute its digest; a locked one is left as it is."""
-    if not locked:
-        write_whole(file, bytes(cache.serialize()))
-    return file_digest(file)
+def save_timing_cache(config: Any, cache: Any, file: Path, locked: bool) -> str:
+    """Add the cache's timings to the file, and compute its digest; a locked one is left as it is.
+
+    Other builds may have written there since this one began: their timings stay.
+    """
+    if locked:
+        return file_digest(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_name(f".{file.name}.lock").open("a") as lock:
+        with contextlib.suppress(OSError):  # a network drive without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        stored = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
+        combined = stored.combine(cache, ignore_mismatch=False)  # not with one of another device or version
+        write_whole(file, bytes((stored if combined else cache).serialize()))
+        return file_digest(file)
 
 
 @dataclass(frozen=True)
@@ -281,7 +293,7 @@ def _build(
         workspace_limit_bytes=config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE),
         sha256=digest.result(),
         tensors=read_tensors(network),
-        timing_cache_sha256=save_timing_cache(cache, timings, options.locked) if cache and timings else None,
+        timing_cache_sha256=save_timing_cache(config, cache, timings, options.locked) if cache and timings else None,
         device_peak_bytes=ledger.account().peak if ledger else None,
     )
 

@@ -811,6 +811,7 @@ ITimingCache* makeTimingCache(std::string text)
     static Table<V> const table
         = Table<V>{}
               .set(&V::serialize, [](auto const* it) { return hostMemory(self<TimingCache>(it).text); })
+              .set(&V::combine, [](auto*, ITimingCache const&, bool) { return true; })
               .set(&V::queryKeys, [](auto const*, TimingCacheKey*, int64_t) { return int64_t{0}; });
     bool const ours = text.compare(0, 6, "cache ") == 0;
     return new Shell<ITimingCache, V, TimingCache>(
