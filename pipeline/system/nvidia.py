@@ -56,6 +56,11 @@ class CudaDevice(BaseModel, frozen=True):
         """``sm86`` for compute capability 8.6."""
         return "sm{}{}".format(*self.compute_capability)
 
+    @property
+    def file_stem(self) -> str:
+        """Name for files that hold for this model of GPU alone."""
+        return f"{self.target}-{self.name.replace(' ', '_').replace('/', '_')}"
+
 
 class Driver(BaseModel, frozen=True):
     """The CUDA driver: its version (13020 is CUDA 13.2) and its devices, or why there are none."""

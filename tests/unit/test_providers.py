@@ -229,7 +229,8 @@ def test_engines_go_into_a_context_file_and_the_rest_is_named(tmp_path: Path, mo
     assert b"EPContext" in built.path.read_bytes()
     ((_, given),) = opened.calls
     timing = {name: given.pop(name) for name in ("trt_timing_cache_enable", "trt_timing_cache_path")}
-    assert (timing["trt_timing_cache_enable"], Path(timing["trt_timing_cache_path"]).is_dir()) == ("True", True)
+    folder = Path(timing["trt_timing_cache_path"])
+    assert (timing["trt_timing_cache_enable"], folder.is_dir(), folder.name) == ("True", True, "sm86-a_GPU")
     shapes = {f"trt_profile_{point}_shapes": f"x:{size}x64" for point, size in (("min", 1), ("opt", 4), ("max", 8))}
     assert given == {"device_id": "1", **shapes, "trt_fp16_enable": "True", "trt_int8_enable": "True"}
     facts = engine.package_facts(built.path, CUDA)

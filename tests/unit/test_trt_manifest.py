@@ -188,6 +188,18 @@ def test_an_engine_for_elsewhere_says_what_differs(
     assert "enginesmith build" in caught.value.remedy
 
 
+def test_an_engine_that_was_built_on_another_model_of_gpu_is_doubted(here, engine: Path) -> None:
+    """It has the same compute capability, and TensorRT loads it with a warning."""
+    here(AMPERE, "11.4.0")
+    built: dict[str, object] = {"engine": "tensorrt", "version": "11.4.0", "device": "NVIDIA A40"}
+    with pytest.warns(UserWarning, match=f"may be slower .* built on NVIDIA A40, and cuda:0 is {AMPERE.name}"):
+        manifest.validate_machine(record(**built), 0)
+    assert "NVIDIA A40" in manifest.describe(engine, record(**built))["runs here"]
+    for fine in ({"device": AMPERE.name}, {"options": {"hardware_compatibility": "same_compute_capability"}}):
+        manifest.validate_machine(record(**built | fine), 0)
+    assert manifest.describe(engine, record(**built | {"device": None}))["runs here"] == "yes"
+
+
 def test_the_header_says_version_targets_and_weights(engine: Path) -> None:
     header = manifest.read_header(engine)
     assert header == manifest.Header(version="1.7.1.116", compute_capabilities=("sm86",), weights_bytes=49408)

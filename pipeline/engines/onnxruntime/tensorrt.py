@@ -197,9 +197,13 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         return options | ({} if embedded else {"trt_engine_cache_enable": "True"}), {}
 
     def _session(self, path: Path, device: Device, given: Mapping[str, str], entries: Mapping[str, str]) -> Any:
-        """Open a session that builds what it lacks; TensorRT keeps times of kernels in a file for each kind of GPU."""
+        """Open a session that builds what it lacks; TensorRT keeps times of kernels.
+
+        Its file of them is named by the compute capability, which several models of GPU have: each gets a folder.
+        """
         if not self.provider.plugin:
-            timing = default_address().folder / "timing" / self.name
+            here = nvidia.cuda_device(device.index)
+            timing = default_address().folder / "timing" / self.name / (here.file_stem if here else "unknown")
             timing.mkdir(parents=True, exist_ok=True)
             given = {**given, "trt_timing_cache_enable": "True", "trt_timing_cache_path": str(timing)}
         chosen = session_options(device, self.graph_optimization, self.memory_arena)

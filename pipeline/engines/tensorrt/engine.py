@@ -393,7 +393,7 @@ class TensorRT(WorkspaceEngine):
             return None
         if self.options.timing_cache:
             return Path(self.options.timing_cache)
-        name = f"{here.target}-{here.name.replace(' ', '_')}-{versions.installed_version(self.flavour)}.cache"
+        name = f"{here.file_stem}-{versions.installed_version(self.flavour)}.cache"
         return default_address().folder / "timing" / name
 
     def facts(self, artifact: Artifact) -> EngineFacts:

@@ -1,6 +1,7 @@
 """Read and check the manifest beside each engine: what it is, what it was made of, and where it may run."""
 
 import struct
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,13 +88,15 @@ def read(engine: Path) -> EngineManifest:
 
 
 def validate_machine(manifest: EngineManifest, index: int) -> None:
-    """Refuse an engine that this machine cannot run, and say what differs.
+    """Refuse an engine that this machine cannot run, and say what differs; warn of one that was built on another GPU.
 
     Raises:
         MissingCapability: another version of TensorRT, or a device that it was not built for.
     """
     if reason := misfit(manifest, index):
         raise MissingCapability(f"the engine cannot run here: {reason}", _REMEDY)
+    if doubt := find_doubt(manifest, index):
+        warnings.warn(f"the engine may be slower here than one that is built here, or fail: {doubt}", stacklevel=3)
 
 
 def misfit(manifest: EngineManifest, index: int) -> str:
@@ -118,6 +121,18 @@ def misfit(manifest: EngineManifest, index: int) -> str:
     return f"it is built for {built}, and cuda:{index} is {device.target} ({device.name})"
 
 
+def find_doubt(manifest: EngineManifest, index: int) -> str:
+    """Say on which other model of GPU its kernels were timed; empty if on this one, or if it is built for several.
+
+    TensorRT loads such an engine with a warning (NVIDIA/TensorRT#2900).
+    """
+    device = cuda_device(index)
+    one_model = manifest.engine == "tensorrt" and manifest.options.hardware_compatibility == "none"
+    if not one_model or device is None or manifest.device in (None, device.name):
+        return ""
+    return f"it was built on {manifest.device}, and cuda:{index} is {device.name}"
+
+
 class Header(BaseModel, frozen=True):
     """Describe the first bytes of a TensorRT-RTX engine; the layout is not documented, and was read off (1.7)."""
 
@@ -140,7 +155,7 @@ def read_header(engine: Path) -> Header | None:
 def describe(file: Path, manifest: EngineManifest) -> dict[str, Any]:
     """Describe an engine file for people: its manifest, and whether the engine can run here."""
     header = read_header(file) if manifest.engine == "tensorrt_rtx" else None
-    reason = misfit(manifest, 0)
+    reason, doubt = misfit(manifest, 0), find_doubt(manifest, 0)
     profiles = [
         ", ".join(f"{name} {' … '.join(str(list(shape)) for shape in shapes)}" for name, shapes in profile.items())
         for profile in manifest.profiles
@@ -149,7 +164,7 @@ def describe(file: Path, manifest: EngineManifest) -> dict[str, Any]:
     return {
         "kind": "TensorRT engine",
         **manifest.model_dump(mode="json", exclude=shown_below),
-        "runs here": f"no: {reason}" if reason else "yes",
+        "runs here": f"no: {reason}" if reason else f"yes, but {doubt}" if doubt else "yes",
         "inputs": [str(spec) for spec in manifest.signature.inputs],
         "outputs": [str(spec) for spec in manifest.signature.outputs],
         "profiles": profiles,
