@@ -220,14 +220,14 @@ def test_what_a_builder_takes_is_counted_and_later_given_back(monkeypatch: pytes
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", lambda size, device, stream: 0x1000 * size)
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", done.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: done.append(f"waited for {device}"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     trt, builder = SimpleNamespace(IGpuAsyncAllocator=object), SimpleNamespace()
-    ledger = building._ledger(trt, builder, 0)
+    ledger = building._ledger(trt, builder, 1)
     for size in (5, 7):
         builder.gpu_allocator.allocate_async(size, 256, 0, 0)
     assert builder.gpu_allocator.deallocate_async(0x5000, 0) is True
-    assert done == ["waited", 0x5000, "emptied"]
+    assert done == ["waited for 1", 0x5000, "emptied"]
     built = building.Built(BuildLog(), 0, "", (), device_peak_bytes=ledger.account().peak)
     assert built.figures.build_device_peak_bytes == 12
 

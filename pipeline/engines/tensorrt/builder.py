@@ -303,7 +303,7 @@ def _ledger(trt: Any, builder: Any, device: int | None) -> CudaAllocationTracker
     if device is None:
         return None
     ledger = ledger_of(device)
-    builder.gpu_allocator = allocator(trt, ledger, waits=True)
+    builder.gpu_allocator = allocator(trt, ledger, waits_for=device)
     return ledger
 
 

@@ -105,11 +105,11 @@ def ledger_of(device: int) -> CudaAllocationTracker:
     return cuda_allocator.active(device) or CudaAllocationTracker(TorchMemory(device))
 
 
-def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
+def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, waits_for: int | None = None) -> Any:
     """Make a GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
 
-    With ``waits`` it waits for the device before it gives memory back, to the device itself, as ``cudaFree`` does: for
-    the builder, which works on streams of its own, and leaves out kernels for which it sees too little free memory.
+    With ``waits_for`` it waits for that device before it gives memory back, to the device itself, as ``cudaFree`` does:
+    for the builder, which works on streams of its own, and leaves out kernels for which it sees too little free memory.
     """
     import torch
 
@@ -134,10 +134,11 @@ def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, 
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
             """Give memory back, and tell if it was this allocator's; no memory is nothing to give back."""
-            if memory and waits:
-                torch.cuda.synchronize()
+            waits = memory and waits_for is not None
+            if waits:
+                torch.cuda.synchronize(waits_for)  # a thread of TensorRT's may have another device as its current one
             freed = not memory or ledger.free(memory)
-            if memory and waits:
+            if waits:
                 torch.cuda.empty_cache()
             return freed
 
