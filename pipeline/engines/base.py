@@ -387,7 +387,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """Yield the options that may mend a wrong answer, each with the engine that has it."""
         yield from ()
 
-    def reproduce(self) -> str:
+    def reproduce(self, device: Device) -> str:
         """Return lines of Python that answer ``inputs`` by the graph at ``MODEL``, as ``found``, by output name.
 
         They need the engine's own package alone; empty where it cannot run a graph from a file.

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.issue import write_issue
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import AddedOption
 
@@ -66,6 +69,38 @@ def test_the_script_shows_the_fault_alone(model: onnx.ModelProto, tmp_path: Path
     assert {file.name for file in (tmp_path / "bare").iterdir()} == {
         *("finding.json", "inputs.npz", "expected.npz", "issue.md")
     }
+
+
+def test_the_lines_of_onnxruntime_answer_as_its_session_did(model: onnx.ModelProto, tmp_path: Path) -> None:
+    onnx.save(model, tmp_path / "model.onnx")
+    known: dict[str, Any] = {"MODEL": str(tmp_path / "model.onnx"), "inputs": FEEDS}
+    exec(OnnxRuntime().reproduce(Device()), known)
+    np.testing.assert_allclose(known["found"]["y"], reduction.compute(model, FEEDS)["y"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_on_cuda_they_have_the_options_of_the_session(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A binding that keeps what it is given; without a GPU, ONNX Runtime's would run it on the CPU without a word."""
+    given: list[Any] = []
+    names = ["CUDAExecutionProvider"] * here + ["CPUExecutionProvider"]
+    session = SimpleNamespace(get_providers=lambda: names, get_outputs=list, run=lambda names, feeds: [])
+    binding = SimpleNamespace(
+        SessionOptions=SimpleNamespace,
+        GraphOptimizationLevel=SimpleNamespace(ORT_ENABLE_ALL="all"),
+        preload_dlls=lambda: given.append("libraries"),
+        InferenceSession=lambda model, options, **more: given.append(more) or session,
+    )
+    monkeypatch.setitem(sys.modules, "onnxruntime", binding)
+    engine = OnnxRuntime(provider_options=("prefer_nhwc=1",), cuda_graphs=True, without=("ConvBNFusion",))
+    lines, known = engine.reproduce(Device(kind="cuda", index=1)), {"MODEL": "model.onnx", "inputs": {}}
+    if here:
+        exec(lines, known)
+    else:
+        with pytest.raises(ImportError, match="another device"):
+            exec(lines, known)
+    cuda = {"device_id": "1", "use_tf32": "0", "prefer_nhwc": "1"}
+    wanted = [("CUDAExecutionProvider", cuda), ("CPUExecutionProvider", {})]
+    assert given == ["libraries", {"providers": wanted, "disabled_optimizers": ["ConvBNFusion"]}]
 
 
 def test_a_report_says_what_was_expected_and_found_and_by_what(model: onnx.ModelProto) -> None:

@@ -76,9 +76,12 @@ _NO_INT8 = (
 _REPRODUCE = """
 import onnxruntime
 
-options = onnxruntime.SessionOptions()
+{start}options = onnxruntime.SessionOptions()
 options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
-session = onnxruntime.InferenceSession(MODEL, options, providers=["{provider}"], disabled_optimizers={without})
+providers = {listed}
+session = onnxruntime.InferenceSession(MODEL, options, providers=providers, disabled_optimizers={without})
+if session.get_providers()[0] != providers[0][0]:
+    raise ImportError("onnxruntime would run it on another device")
 names = [value.name for value in session.get_outputs()]
 found = dict(zip(names, session.run(names, inputs)))
 """
@@ -390,10 +393,13 @@ class OnnxRuntime(Engine):
             option = AddedOption(field="graph_optimization", value=level, words=f"--graph-optimization {level}")
             yield option, self.model_copy(update={"graph_optimization": level})
 
-    def reproduce(self) -> str:
-        provider = "CUDAExecutionProvider" if self.cuda_graphs or self.provider_options else "CPUExecutionProvider"
-        without = [*SLOW_ON_CPU, *self.without]
-        return _REPRODUCE.format(level=LEVELS[self.graph_optimization], provider=provider, without=without)
+    def reproduce(self, device: Device) -> str:
+        """Write lines with the session's options; without a CUDA graph, which fixed buffers belong to."""
+        listed = providers.session_providers(self.provider, device, self.without_graphs()._options)
+        without = [*(SLOW_ON_CPU if device.kind == "cpu" else ()), *self.without]
+        start = "onnxruntime.preload_dlls()\n" if device.kind == "cuda" else ""
+        level = LEVELS[self.graph_optimization]
+        return _REPRODUCE.format(start=start, level=level, listed=listed, without=without)
 
     def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:
         return self.tuned(artifact)._open(artifact, device)

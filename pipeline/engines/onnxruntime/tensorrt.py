@@ -120,6 +120,10 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
     def triton(cls) -> None:
         """Return None: which context files Triton's backend loads has not been tried."""
 
+    def reproduce(self, device: Device) -> str:
+        """Return nothing: the options of its session follow the graph."""
+        return ""
+
     @property
     def _options(self) -> dict[str, str]:
         chosen = dict(text.split("=", 1) for text in self.provider_options)

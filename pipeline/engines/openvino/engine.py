@@ -132,7 +132,7 @@ class OpenVINO(Engine):
     def infer_script(cls) -> Path:
         return Path(__file__).parents[1] / "infer.py"
 
-    def reproduce(self) -> str:
+    def reproduce(self, device: Device) -> str:
         return _REPRODUCE.format(floats=self.floats)
 
     @classmethod

@@ -30,6 +30,7 @@ from enginesmith.pipeline.measure.prosecution.stages import (
     open_engine,
 )
 from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.machine import environment
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import AddedOption
@@ -75,7 +76,7 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
         versions=_list_versions(known, at),
         unreduced=reason,
     )
-    script = known.engine.reproduce() if is_engine else simulation().reproduce()
+    script = known.engine.reproduce(known.device) if is_engine else simulation().reproduce(Device())
     if reduced:
         evidence = Evidence(
             reduced.model, reduced.feeds, reduced.expected, reduced.found, script, tolerance=reduced.tolerance
