@@ -428,9 +428,9 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
             raise MissingCapability(f"{cls.name} cannot run on {device}: {answer.reason}", answer.remedy)
 
     @classmethod
-    def buildable(cls) -> Availability:
-        """Tell whether this machine can build it."""
-        return cls.available(Device(kind=cls.kinds[0]))
+    def buildable(cls, device: Device) -> Availability:
+        """Tell whether this machine can build it for a device."""
+        return cls.available(device if cls.runs_module() else Device(kind=cls.kinds[0]))
 
     def runnable(self, device: Device) -> Availability:
         """Tell whether this machine can run what these options build."""

@@ -108,7 +108,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     others, more = compress(resolved, dense_plan)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
-        _check_buildable(engines)
+        _check_buildable(engines, recipe.where)
         if any(variant.name.quantizer == "nncf" for variant in asked):
             require_nncf()
     lacking = [variant.unavailable for variant in variants[1:]]
@@ -187,14 +187,14 @@ def _check_source(resolved: ResolvedRecipe) -> None:
         )
 
 
-def _check_buildable(engines: Sequence[str]) -> None:
-    """Refuse engines none of which can be built here.
+def _check_buildable(engines: Sequence[str], device: Device) -> None:
+    """Refuse engines none of which can be built here for a device.
 
     Raises:
         MissingCapability: so it is; says why of the first one.
     """
     kinds = [engine_class(name) for name in engines]
-    checks = [kind.buildable() for kind in kinds if kind.file_suffix or kind.kinds == ("cuda",)]
+    checks = [kind.buildable(device) for kind in kinds if kind.file_suffix or kind.kinds == ("cuda",)]
     if len(checks) == len(kinds) and checks and not any(check.ok for check in checks):
         raise MissingCapability(f"{engines[0]} cannot be built here: {checks[0].reason}", checks[0].remedy)
 

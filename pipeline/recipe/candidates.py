@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class
+from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.recipe.recipe import LISTS, Recipe
 from enginesmith.pipeline.system import software
+from enginesmith.pipeline.system.device import Device
 
 LOSSLESS = "fp32"
 """The precision that changes nothing but the order of sums."""
@@ -82,6 +84,12 @@ def _list_engines(recipe: Recipe) -> Iterator[str]:
         if name != BASELINES["torch"]
         and recipe.where.kind in engine_class(name).kinds
         and (is_torch or engine_class(name).consumes == "onnx")
-        and engine_class(name).installed(recipe.where).ok
+        and _is_here(engine_class(name), recipe.where)
     ]
     yield from sorted(able, key=lambda name: engine_class(name).consumes == "torch")
+
+
+def _is_here(engine: type[Engine], device: Device) -> bool:
+    """Tell whether an engine runs here and, if it is built from a module, whether it can be built."""
+    made = engine.consumes == "torch" and not engine.runs_module()
+    return engine.installed(device).ok and (not made or engine.buildable(device).ok)

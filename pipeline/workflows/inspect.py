@@ -225,15 +225,15 @@ def engines(device: str) -> list[Facts]:
     rows = []
     for name in ENGINES:
         engine = engine_class(name)
-        here, builds = engine.available(where), engine.buildable()
+        here, builds = engine.available(where), engine.buildable(where)
         rows.append(
             {
                 "engine": name,
                 "made from": engine.consumes,
                 "usable": "yes" if here.ok else "no",
                 "builds here": "yes" if builds.ok else f"no: {builds.reason}",
-                "reason": here.reason,
-                "remedy": here.remedy,
+                "reason": here.reason or builds.reason,
+                "remedy": here.remedy or builds.remedy,
             }
         )
     unknown = dict.fromkeys(("made from", "usable", "builds here"), "unknown")
@@ -313,7 +313,8 @@ def examine() -> Diagnosis:
 
 def _describe_usable(row: Facts) -> str:
     if row["usable"] != "no":
-        return "ok" if row["usable"] == "yes" else row["reason"]
+        built = not row["builds here"].startswith("no: ")
+        return (row["reason"] or "ok") if built else f"runs, and cannot be built here: {row['reason']}"
     elsewhere = engine_class(row["engine"]).built_elsewhere and row["builds here"] == "yes"
     return f"no: {row['reason']}" + ("; it can be built here for other machines" if elsewhere else "")
 

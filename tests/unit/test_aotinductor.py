@@ -17,7 +17,7 @@ from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch import saved
 from enginesmith.pipeline.passes.export.export import capture_program
-from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tensors import TensorSpec
 
 CPU = Device(threads=1)
@@ -147,8 +147,28 @@ def test_without_a_compiler_nothing_is_built_and_a_package_can_still_run(
     with pytest.raises(MissingCapability, match=r"no C\+\+ compiler 'no-such-compiler'") as caught:
         AOTInductor().build(BuildRequest(Artifact(kind="torch", path=tmp_path, sha256="", bytes=0), tmp_path, CPU))
     assert "apt-get install g++" in caught.value.remedy
-    assert not AOTInductor.buildable().ok
+    assert not AOTInductor.buildable(CPU).ok
     assert AOTInductor.available(CPU).ok
+
+
+def test_on_cuda_a_build_needs_the_headers_of_the_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aotinductor, "check_inductor", lambda device, kinds: Availability(ok=True))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(aotinductor.shutil, "which", lambda name: tmp_path / "bin" / name)
+    cuda, headers = Device(kind="cuda"), tmp_path / "include" / "crt"
+    headers.mkdir(parents=True)
+    (headers.parent / "cuda.h").touch()
+    answer = AOTInductor.buildable(cuda)
+    assert answer.reason == f"there is no CUDA toolkit in {tmp_path}: it lacks include/cuda_runtime.h"
+    assert "CUDA_HOME" in answer.remedy
+    (headers.parent / "cuda_runtime.h").touch()
+    (headers / "host_config.h").touch()
+    assert AOTInductor.buildable(cuda).ok
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "elsewhere"))
+    assert not AOTInductor.buildable(cuda).ok
+    assert AOTInductor.buildable(CPU).ok
 
 
 @pytest.mark.thorough

@@ -17,6 +17,7 @@ MEANINGLESS = Check(name="torch", found="without CUDA", needed="CUDA", ok=None, 
 def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
     rows = [
         {"engine": "eager", "usable": "yes", "builds here": "yes", "reason": "", "remedy": ""},
+        {"engine": "aotinductor", "usable": "yes", "builds here": "no: no g++", "reason": "no g++", "remedy": "get it"},
         {"engine": "tensorrt_rtx", "usable": "no", "builds here": "yes", "reason": "no GPU", "remedy": "get one"},
     ]
     monkeypatch.setattr(inspect, "find_stack", Stack)
@@ -28,9 +29,11 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
 def test_fixes_begin_with_what_does_not_fit(found: Diagnosis) -> None:
     assert found.fixes[0] == "cuDNN: pip install 'nvidia-cudnn-cu13==9.*'"
     assert "tensorrt_rtx on cuda: get one" in found.fixes
+    assert "aotinductor on cuda: get it" in found.fixes
     assert not any("tensorrt_rtx on cpu" in fix for fix in found.fixes)  # it never runs there
     assert found.engines["cpu"] == {
         "eager": "ok",
+        "aotinductor": "runs, and cannot be built here: no g++",
         "tensorrt_rtx": "no: no GPU; it can be built here for other machines",
     }
 

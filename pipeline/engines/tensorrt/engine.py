@@ -248,7 +248,7 @@ class TensorRT(WorkspaceEngine):
         return availability
 
     @classmethod
-    def buildable(cls) -> Availability:
+    def buildable(cls, device: Device) -> Availability:
         availability = versions.importable(cls.flavour)
         return nvidia.available(0) if availability.ok and not cls.known().builds_without_gpu else availability
 

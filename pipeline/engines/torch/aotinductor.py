@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import platform
 import re
+import shutil
 import tempfile
 import warnings
 import zipfile
@@ -27,7 +29,7 @@ from enginesmith.pipeline.engines.torch.session import EagerSession
 from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, ModelError
 from enginesmith.pipeline.system import nvidia, software
 from enginesmith.pipeline.system.cpu import vector_units
-from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.device import Availability, Device, unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _PACKAGE, _RECORD = "model.pt2", "engine.json"
 _RUNNERS = 16  # calls that can run at the same time, with shared weights; further ones wait
 _SHOWN = 8
+_HEADERS = ("cuda.h", "cuda_runtime.h", "crt/host_config.h")
+"""Files of the CUDA toolkit that compiled code includes, and what these include."""
 
 
 class Audit(BaseModel, frozen=True):
@@ -188,8 +192,11 @@ class AOTInductor(Engine):
         return Eager.installed(device)
 
     @classmethod
-    def buildable(cls) -> Availability:
-        return check_inductor(Device(), ["cpu"])
+    def buildable(cls, device: Device) -> Availability:
+        """Check for the tools of a build: the code around the kernels is C++ everywhere; on CUDA it calls CUDA, too."""
+        on_cuda = device.kind == "cuda"
+        tools = check_inductor(device, ["cpu", "cuda"] if on_cuda else ["cpu"])
+        return _check_toolkit() if on_cuda and tools.ok else tools
 
     @property
     def arithmetic(self) -> str:
@@ -223,8 +230,7 @@ class AOTInductor(Engine):
 
         device = request.device
         self.require(device)
-        kinds = ["cpu", *(["cuda"] if device.kind == "cuda" else [])]  # the code around the kernels is C++ everywhere
-        if not (tools := check_inductor(device, kinds)).ok:
+        if not (tools := self.buildable(device)).ok:
             raise MissingCapability(f"{self.name} cannot compile for {device}: {tools.reason}", tools.remedy)
         Eager().enter_thread(device)
         loaded = self._cast(load_artifact(request.artifact), device)
@@ -283,6 +289,18 @@ class AOTInductor(Engine):
         self.require(device)
         Eager().enter_thread(device)
         start_threads(device)
+
+
+def _check_toolkit() -> Availability:
+    """Look for the headers of the CUDA toolkit where torch does (``torch.utils.cpp_extension``)."""
+    compiler = shutil.which("nvcc")
+    found = str(Path(compiler).parents[1]) if compiler else "/usr/local/cuda"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or found
+    missing = [name for name in _HEADERS if not Path(home, "include", name).is_file()]
+    if not missing:
+        return Availability(ok=True)
+    remedy = "install NVIDIA's CUDA toolkit, of the CUDA that torch is built for, and set CUDA_HOME to its folder"
+    return unavailable(f"there is no CUDA toolkit in {home}: it lacks include/{missing[0]}", remedy)
 
 
 def _compile(program: Any, path: Path, device: Device) -> None:
