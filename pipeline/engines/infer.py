@@ -275,6 +275,8 @@ def _torch(file, engine):
     if target != made["target"]:
         raise ImportError(f"it is compiled for a GPU of the kind {made['target']}, and here is {target}")
     cast = None if made["dtype"] == "float32" else getattr(torch, made["dtype"])
+    if engine["device"] == "cuda":  # as in the measured run: torch's default rounds convolutions to TF32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = torch._inductor.aoti_load_package(str(file))
 
     def place(value):

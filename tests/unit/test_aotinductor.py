@@ -1,6 +1,7 @@
 """AOTInductor: what is captured without ONNX, what its code says, and which packages are never loaded."""
 
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,24 @@ def test_the_script_of_bundles_loads_no_package_from_elsewhere(package: Artifact
             start(package.path, {"device": "cpu", "options": {**options, **changes}})
     with pytest.raises(RuntimeError):  # torch opens it, and it is no archive
         start(package.path, {"device": "cpu", "options": options})
+
+
+@pytest.fixture
+def tf32_as_it_was() -> Iterator[None]:
+    yield
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.usefixtures("tf32_as_it_was")
+def test_the_script_of_bundles_rounds_nothing_to_tf32(package: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda file: None)
+    script = runpy.run_path(str(AOTInductor.infer_script()))
+    options = {**AOTInductor().package_facts(package.path, CPU).options, "target": "sm89"}
+    script["_torch"](package.path, {"device": "cuda", "options": options})
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_the_script_of_bundles_refuses_one_dimension_with_two_sizes() -> None:
