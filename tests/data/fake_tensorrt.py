@@ -248,12 +248,23 @@ class Heap:
 
 
 def replace_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA as far as sessions use it."""
+    """CUDA as far as sessions use it; ``torch.cuda.current_stream()`` is the last one that was set."""
+    current: list[Stream] = []
+
+    @contextlib.contextmanager
+    def stream(one: Stream) -> Iterator[None]:
+        before = [*current]
+        current[:] = [one]
+        yield
+        current[:] = before
+
     Stream.made, Graph.capturing, Graph.fails = 0, None, False
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for name in ("stream", "device"):
-        monkeypatch.setattr(torch.cuda, name, lambda one: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda one: current.__setitem__(slice(None), [one]))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0] if current else None)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda one: contextlib.nullcontext())
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *one: None)
     yield

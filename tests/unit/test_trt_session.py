@@ -124,6 +124,23 @@ def test_nothing_is_captured_unless_that_was_asked_for(engine: Engine, asked: bo
         assert bound.graph is None
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_call_enters_its_stream_and_spends_no_time_on_leaving_it(
+    engine: Engine, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_session(engine, cuda_graphs=graphs) as one:
+        bound = one.bind(feeds(2))
+        assert torch.cuda.current_stream() is None
+        right(one, 2)
+        assert torch.cuda.current_stream() is None, "whoever asks for a whole answer keeps the stream that they had"
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "stream", lambda stream: pytest.fail("it costs as much as a small engine"))
+            patch.setattr(torch.cuda, "device", lambda stream: pytest.fail("it costs as much as a small engine"))
+            for _ in range(3):
+                one.enqueue(bound)
+        assert torch.cuda.current_stream() is one._stream
+
+
 def test_outputs_of_unknown_shape_are_no_part_of_a_graph(engine: Engine) -> None:
     with open_session(engine, UNKNOWN, cuda_graphs=True) as one, pytest.raises(ModelError, match="'found'") as caught:
         one.bind(feeds(2))

@@ -13,7 +13,7 @@ import gc
 import math
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class TensorRTSession(Session):
         self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
         """Stands in for tensors without elements, whose address has to be one nonetheless."""
         self.activation_memory = activation_memory(self._device, shared=options.share_activation_memory)
-        self._stream = self.activation_memory.stream
+        self._stream, self._set_stream = self.activation_memory.stream, torch.cuda.set_stream
         self._handle = int(self._stream.cuda_stream)
         self._by_graph = options.cuda_graphs and not opened.captures_itself
         self._contexts: dict[Shapes, Context] = {}
@@ -202,17 +202,18 @@ class TensorRTSession(Session):
     def enqueue(self, bound: Bound) -> None:
         """Put one inference on the stream.
 
+        The session's stream and device stay the calling thread's current ones: to put those before back would cost
+        each call some microseconds, and these would be counted as the engine's.
+
         Raises:
             ModelError: TensorRT did not take it; StepOutOfMemory where memory was what it lacked.
         """
-        import torch
-
         self._opened  # noqa: B018 - raises on a closed session
+        self._set_stream(self._stream)
         generation = self.activation_memory.generation
         if bound.graph is not None and bound.generation == generation:
             self._last = bound
-            with torch.cuda.stream(self._stream):
-                bound.graph.replay()
+            bound.graph.replay()
             return
         self._ready(bound)
         if self._by_graph and bound.calls >= _WARM_CALLS:
@@ -224,14 +225,11 @@ class TensorRTSession(Session):
 
     def _execute(self, bound: Bound) -> None:
         """Call the context; once more with its profile's activation memory, where less was not enough."""
-        import torch
-
         context, log = bound.context, self._opened.log
         while True:
             before = log.seen
-            with torch.cuda.device(self._where.index):
-                if context.native.execute_async_v3(self._handle):
-                    return
+            if context.native.execute_async_v3(self._handle):
+                return
             error = log.failure("TensorRT did not run this input", "build the engine again", before)
             if isinstance(error, StepOutOfMemory) or context.memory_bytes >= context.most_bytes:
                 raise error
@@ -262,22 +260,27 @@ class TensorRTSession(Session):
 
         graph, taken, log = torch.cuda.CUDAGraph(), False, self._opened.log
         before = log.seen
-        with torch.cuda.stream(self._stream):
+        try:
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    taken = bound.context.native.execute_async_v3(self._handle)
-                finally:
-                    graph.capture_end()
-            except RuntimeError as error:
-                raise ModelError(f"CUDA captured no graph of this engine: {error}", _WITHOUT_GRAPHS) from error
-            if not taken:
-                raise log.failure("TensorRT could not be captured as a CUDA graph", _WITHOUT_GRAPHS, before)
-            bound.graph = graph
-            graph.replay()
+                taken = bound.context.native.execute_async_v3(self._handle)
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            raise ModelError(f"CUDA captured no graph of this engine: {error}", _WITHOUT_GRAPHS) from error
+        if not taken:
+            raise log.failure("TensorRT could not be captured as a CUDA graph", _WITHOUT_GRAPHS, before)
+        bound.graph = graph
+        graph.replay()
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+    def answer(self, values: Sequence[Array]) -> Sequence[Array]:
+        import torch
+
+        with torch.cuda.stream(self._stream):  # which puts the thread's own back
+            return super().answer(values)
 
     def fetch(self) -> dict[str, Array]:
         import torch
