@@ -238,6 +238,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """Kinds of device that it can run on."""
     built_elsewhere: ClassVar[bool] = False
     """True if it can be built where it cannot run."""
+    times_kernels: ClassVar[bool] = False
+    """True if it chooses kernels on a GPU by their times there: when it is built, or in first calls if it is not."""
     memory_from_torch: ClassVar[bool] = False
     """True if its device memory comes from torch's caching allocator, which then counts it exactly."""
     shows_graph: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """Execute steps in processes of this machine.
 
 Measurements run alone: on the machine, or, if there are several GPUs of one kind, on a GPU of their own, with builds
-beside them as far as memory allows.
+beside them as far as memory allows. What chooses kernels by their times has its GPU to itself, too.
 """
 
 import contextlib
@@ -133,11 +133,13 @@ class LocalExecutor(Executor):
 
     def _is_undisturbed(self, together: Collection[Step]) -> bool:
         measuring = [step.task for step in together if step.task.exclusive]
+        gpus = [step.task for step in together if step.task.gpus]
+        if len(gpus) > 1 and not self._gpus.several and any(task.times_kernels for task in gpus):
+            return False
         if not measuring or all(step.task.pairs and step.task.title == measuring[0].title for step in together):
             return len(together) <= self._jobs
-        gpus = [step.task.gpus for step in together if step.task.gpus]
-        on_their_own = all(task.gpus == "one" for task in measuring)
-        return self._gpus.several and on_their_own and "all" not in gpus and len(gpus) <= self._gpus.count
+        on_their_own = all(task.gpus == "one" for task in [*measuring, *gpus])
+        return self._gpus.several and on_their_own and len(gpus) <= self._gpus.count
 
     def allows_lookups(self, step: Step) -> bool:
         """Return whether lookups may go on; a measurement tolerates them only where it tolerates builds."""

@@ -67,6 +67,11 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
         return "one" if self.runs_on.kind == "cuda" else ""
 
     @property
+    def times_kernels(self) -> bool:
+        """Tell whether it chooses kernels by their times, so that nothing else may run on its GPU at the same time."""
+        return False
+
+    @property
     def pairs(self) -> bool:
         """Tell whether others of the same title may run beside it, although it is exclusive."""
         return False

@@ -60,6 +60,10 @@ class Build(Task):
         return "" if self.engine.built_ahead else super().gpus
 
     @property
+    def times_kernels(self) -> bool:
+        return self.engine.times_kernels
+
+    @property
     def machine_specific(self) -> bool:
         return not self.engine.built_ahead
 

@@ -271,6 +271,10 @@ class EngineCheck(Task):
     device: Device
 
     @property
+    def times_kernels(self) -> bool:
+        return self.engine.runs_module() and self.engine.times_kernels
+
+    @property
     def machine_specific(self) -> bool:
         plain = self.engine.exact() in (baseline("torch"), baseline("onnx"), simulation())
         return self.device.kind != "cpu" or not plain

@@ -354,6 +354,27 @@ def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
     assert not executor.can_start(build, [one, other])
 
 
+@pytest.mark.parametrize(
+    ("timing", "beside"),
+    [
+        ("build-tensorrt-fp32", "verify-onnxruntime-fp32"),
+        ("build-onnxruntime_tensorrt-fp32", "build-tensorrt-fp32"),
+        ("build-aotinductor-fp32", "build-onnxruntime-fp32"),
+        ("verify-compiled-fp32", "build-onnxruntime-fp32"),
+    ],
+)
+def test_what_chooses_kernels_by_their_times_has_its_gpu_to_itself(tmp_path: Path, timing: str, beside: str) -> None:
+    names = ["onnxruntime", "compiled", "aotinductor", "tensorrt", "onnxruntime_tensorrt"]
+    recipe = resolve_recipe(make({"model": "digits", "engines": names, "device": "cuda"}))
+    steps = {str(step.id): step for step in plan(recipe, here=False).steps}
+    one_gpu, two = (LocalExecutor(Store(tmp_path), 2, Gpus(count)) for count in (1, 2))
+    assert not one_gpu.can_start(steps[timing], [steps[beside]])
+    assert not one_gpu.can_start(steps[beside], [steps[timing]])
+    assert one_gpu.can_start(steps["export"], [steps[timing]])
+    assert one_gpu.can_start(steps["verify-onnxruntime-fp32"], [steps["build-onnxruntime-fp32"]])
+    assert two.can_start(steps[beside], [steps[timing]])
+
+
 def test_a_gpu_of_another_kind_is_reserved_and_a_wait_ends_with_the_run(tmp_path: Path) -> None:
     """Of an A100, another one and a T4, say, the last one was named."""
     gpus = Gpus(2)

@@ -72,6 +72,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "qat")
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
+    times_kernels: ClassVar[bool] = True
     needs_shapes: ClassVar[bool] = True
     shows_graph: ClassVar[bool] = False
     loads_graph: ClassVar[bool] = False

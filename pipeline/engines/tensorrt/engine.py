@@ -97,6 +97,7 @@ class TensorRT(WorkspaceEngine):
     builder_tells_memory: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+    times_kernels: ClassVar[bool] = True
     memory_from_torch: ClassVar[bool] = True
     only_running: ClassVar[frozenset[str]] = frozenset({"run", "cuda_graphs"})
     replays_in: ClassVar[tuple[str, ...]] = ("triton",)
@@ -433,6 +434,7 @@ class TensorRTRTX(TensorRT):
     flavour: ClassVar[FlavourName] = "tensorrt_rtx"
     tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
     built_elsewhere: ClassVar[bool] = True
+    times_kernels: ClassVar[bool] = False
 
     @classmethod
     def triton(cls) -> None:

@@ -175,6 +175,7 @@ class AOTInductor(Engine):
     precisions: ClassVar[tuple[str, ...]] = tuple(DTYPES)
     modules: ClassVar[tuple[str, ...]] = ("torch", "torch._inductor.package", __name__)
     native_code: ClassVar[bool] = True
+    times_kernels: ClassVar[bool] = True
 
     dtype: DType = "float32"
     """Type that weights and float inputs are cast to; outputs come back in the model's own. float32 casts nothing."""

@@ -270,6 +270,7 @@ class Compiled(Eager):
 
     name: ClassVar[str] = "compiled"
     title: ClassVar[str] = "torch.compile"
+    times_kernels: ClassVar[bool] = True
 
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """CUDA graphs are a variant of their own, so no mode captures them."""
