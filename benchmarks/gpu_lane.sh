@@ -63,7 +63,7 @@ for part in $parts; do
         "$python" benchmarks/gpu/record.py tests "$work/junit.xml" "$tests" --out "$record"
         ;;
     commands)
-        within "$python" benchmarks/gpu/commands.py --models resnet18 bert_base --out "$record" --jobs "${JOBS:-4}"
+        within "$python" benchmarks/gpu/commands.py --models resnet18 bert_base --out "$record"
         ;;
     tensorrt)
         within "$python" benchmarks/gpu/lane.py --models digits resnet50 --out "$record"

@@ -1,19 +1,19 @@
 """What users run, on the device at hand: the doctor, a search, models in all engines, bundles, the vendors' timers.
 
-    python benchmarks/gpu/commands.py --models resnet18 bert_base --out gpu_lane.json [--measure-time 15s] [--jobs 2]
+    python benchmarks/gpu/commands.py --models resnet18 bert_base --out gpu_lane.json [--measure-time 15s]
 
-Each is a command in a process of its own, with a time limit; the part ``commands`` of the lane's record has each one's
-exit code, seconds and document, and what it said where it failed. Reports stay in the folder ``runs`` beside the
-record. The vendors' timers (``trtexec``, ``onnxruntime_perf_test``) measure the same files where they are installed:
-they differ from ours by 3 % at most, or one of them is wrong.
+Each is a command in a process of its own, one after another, with a time limit; the part ``commands`` of the lane's
+record has each one's exit code, seconds and document, and what it said where it failed. Reports stay in the folder
+``runs`` beside the record. The vendors' timers (``trtexec``, ``onnxruntime_perf_test``) measure the same files
+where they are installed: they differ from ours by 3 % at most, or one of them is wrong.
 """
 
 import argparse
+import json
 import re
 import shutil
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def optimize(lane: Lane, model: str, engines: Sequence[str], measure_time: str, 
         place, "package", *enginesmith("package", str(run), "--variant", _BUNDLE, "-f", "bundle", "-o", str(bundle))
     ):
         lane.note(place, "infer.py", sys.executable, str(bundle / "infer.py"))
-    graphs, plans = list(run.rglob("*.onnx")), [*run.rglob("*.engine"), *run.rglob("*.plan")]
+    graphs, plans = list(run.rglob("*.onnx")), [file for file in run.rglob("*.engine") if engine_of(file) == "tensorrt"]
     timers = {
         "trtexec": (plans, ("--useCudaGraph", "--useSpinWait", "--noDataTransfers")),
         "onnxruntime_perf_test": (graphs, ("-e", "cuda", "-I", "-t", "10")),
@@ -49,13 +49,18 @@ def optimize(lane: Lane, model: str, engines: Sequence[str], measure_time: str, 
             place[timer] = {"skipped": f"{timer} is not installed" if files else "no variant that it reads was made"}
 
 
+def engine_of(file: Path) -> str:
+    """Which engine built a file, as its manifest says: trtexec reads no engine of TensorRT-RTX."""
+    name: str = json.loads(file.with_name(f"{file.name}.json").read_text())["engine"]
+    return name
+
+
 def main() -> None:
     """Write the record; without a device it says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["resnet18"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--measure-time", default="15s", help="for each batch size")
-    parser.add_argument("--jobs", type=int, default=1, help="commands at the same time: more disturb the times")
     given = parser.parse_args()
     lane = Lane(given.out, "commands")
     if lane.skip_without_device():
@@ -66,13 +71,11 @@ def main() -> None:
     lane.note(place, "doctor", *enginesmith("doctor"))
     lane.note(place, "engines", *enginesmith("engines", "--device", "cuda"))
     rows = place["engines"]["document"] or []
-    engines = [row["engine"] for row in rows if row["usable"] == "yes"]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        search = ("optimize", "digits", *_SEARCH, "--device", "cuda", "--out", str(runs / "search"))
-        waiting = [pool.submit(lane.note, place, "search", *enginesmith(*search))]
-        waiting += [pool.submit(optimize, lane, model, engines, given.measure_time, runs) for model in given.models]
-        for one in waiting:
-            one.result()
+    engines = [row["engine"] for row in rows if row["usable"] == row["builds here"] == "yes"]
+    search = ("optimize", "digits", *_SEARCH, "--device", "cuda", "--out", str(runs / "search"))
+    lane.note(place, "search", *enginesmith(*search))
+    for model in given.models:
+        optimize(lane, model, engines, given.measure_time, runs)
     lane.record["complete"] = True
     lane.write()
 

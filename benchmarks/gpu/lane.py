@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,10 @@ class Lane:
     def __init__(self, out: Path, part: str) -> None:
         self._whole = Record(out)
         self._part, self.record = part, self._whole.start(part)
-        self._lock = threading.Lock()
 
     def write(self) -> None:
         """The record as it is now."""
-        with self._lock:
-            self._whole.write()
+        self._whole.write()
 
     def skip_without_device(self) -> bool:
         """Whether there is no device, which the record and the terminal then say."""
@@ -66,8 +63,7 @@ class Lane:
         found = {"exit": code, "seconds": round(time.monotonic() - started, 2), "document": document}
         if code or document is None:
             found["said"] = (output + said)[-_TAIL:]
-        with self._lock:
-            place[name] = found
+        place[name] = found
         print(f"  {name}: {'done' if not code else _reason(document, said)}", flush=True)
         self.write()
         return code == 0

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -90,3 +90,27 @@ def test_parts_of_several_calls_are_put_together(tmp_path: Path, monkeypatch: py
     found = record.merged([first, second])
     assert found["models"] == {"a": {"complete": False}, "b": {"complete": False}}
     assert found["tests"] == {"complete": False}
+
+
+def test_trtexec_is_given_an_engine_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import commands
+
+    for name in ("tensorrt_rtx", "tensorrt"):
+        (tmp_path / "digits" / name).mkdir(parents=True)
+        (tmp_path / "digits" / name / "model.engine").touch()
+        (tmp_path / "digits" / name / "model.engine.json").write_text(json.dumps({"engine": name}))
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: iter(sorted(self.glob(f"*/{pattern}"), reverse=True)))
+    ran: dict[str, tuple[str, ...]] = {}
+
+    class Lane:
+        record: ClassVar[dict[str, Any]] = {"models": {"digits": {}}}
+
+        def note(self, place: dict[str, Any], name: str, *command: str) -> bool:
+            ran[name] = command
+            return True
+
+    monkeypatch.setattr(commands.shutil, "which", lambda name: name)
+    commands.optimize(Lane(), "digits", ["tensorrt"], "1s", tmp_path)
+    assert ran["trtexec"][-1] == f"--loadEngine={tmp_path / 'digits' / 'tensorrt' / 'model.engine'}"
+    assert "onnxruntime_perf_test" not in ran
