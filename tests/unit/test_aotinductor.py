@@ -172,6 +172,20 @@ def test_on_cuda_a_build_needs_the_headers_of_the_cuda_toolkit(tmp_path: Path, m
     assert AOTInductor.buildable(CPU).ok
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_weights_on_cuda_come_from_the_allocator_that_limits_hold(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *program, **how: chosen.update(how["inductor_configs"])
+    )
+    aotinductor._compile(None, tmp_path / "model.pt2", Device(kind=kind))
+    with torch._inductor.config.patch(chosen):  # which knows all of these names
+        assert torch._inductor.config.aot_inductor.weight_use_caching_allocator is (kind == "cuda")
+    assert AOTInductor.memory_from_torch
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning")
 def test_a_cast_module_is_compiled_in_its_type(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Run a session within a limit of memory, and describe what happened where memory ran out.
 
 On the CPU the limit is on address space and on what of it can be written (RLIMIT_AS and RLIMIT_DATA, getrlimit(2)):
-allocators reserve room for later, which takes address space when it is reserved and counts as data when it is used.
-On CUDA it is on torch's caching allocator, which eager and TensorRT take their memory from, and on ONNX Runtime's
-arena. Without a limit it is the device's own memory that runs out. Once a session's process has ended, what is in use
-besides is looked at, too.
+allocators reserve room for later, which takes address space when it is reserved and counts as data when it is used. On
+CUDA it is on torch's caching allocator, which PyTorch's engines and TensorRT take their memory from, and on ONNX
+Runtime's arena. Without a limit it is the device's own memory that runs out. Once a session's process has ended, what
+is in use besides is looked at, too.
 """
 
 import contextlib
