@@ -7,6 +7,7 @@ cannot be had is missing, with the reason.
 
 import contextlib
 import itertools
+import math
 import os
 import time
 import warnings
@@ -44,7 +45,7 @@ _WIDE = 3.0
 """Ratio of the best to the median above which a figure is doubtful."""
 _BEYOND_CACHE = 4
 """Copied bytes for each byte of all caches, so that nothing of them is left there the next time."""
-_LEAST_BYTES, _MOST_BYTES = 128 * _MIB, 1024 * _MIB
+_LEAST_BYTES, _MOST_BYTES = {"cpu": 128 * _MIB, "cuda": 512 * _MIB}, 1024 * _MIB
 _SHARE_OF_MEMORY = 16
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
 _PIECE = {"cpu": 4 * _MIB, "cuda": 128 * _MIB}
@@ -222,7 +223,8 @@ def _list_probes(
     device: Device, cache: int | None, free: int, reasons: Mapping[str, str]
 ) -> Mapping[str, Callable[[str], Probe]]:
     threads = _count_threads(device)
-    size = min(_MOST_BYTES, max(_LEAST_BYTES, _BEYOND_CACHE * (cache or 0)), free // _SHARE_OF_MEMORY) // threads
+    least = max(_LEAST_BYTES[device.kind], _BEYOND_CACHE * (cache or 0))
+    size = min(_MOST_BYTES, least, free // _SHARE_OF_MEMORY) // threads
     sizes = {"copy_bandwidth": size, "read_bandwidth": size}
     if cache:  # source and target of all threads together take half of the caches at most
         sizes["cache_bandwidth"] = min(_CACHED[device.kind], cache // 4 // threads)
@@ -245,13 +247,15 @@ def memory_probe(device: Device, size: int, figure: str) -> Probe:
     import torch
 
     piece, reads = min(size, _PIECE[device.kind]), figure == "read_bandwidth"
+    count = math.ceil(size / piece)
 
     def make() -> Call:
-        source, target = (torch.ones(max(1, size // piece), piece // 4, device=str(device)) for _ in range(2))
+        source, target = (torch.ones(count, piece // 4, device=str(device)) for _ in range(2))
         pieces = itertools.cycle(list(zip(source, target, strict=True)))
         return (lambda: next(pieces)[0].sum()) if reads else (lambda: torch.Tensor.copy_(*next(pieces)))
 
-    pieces = f"the next {piece / _MIB:g} MiB of {size // _MIB}" if piece < size else f"the same {size / _MIB:g} MiB"
+    one, all_of_them = (f"{size / _MIB:g} MiB" for size in (piece, count * piece))
+    pieces = f"the next {one} of {all_of_them}" if count > 1 else f"the same {one}"
     calls = tuple(make() for _ in range(_count_threads(device)))
     timer = time_by_events if device.kind == "cuda" else time_by_host
     how = f"torch {'sums up' if reads else 'copies'} {pieces}"

@@ -275,7 +275,7 @@ def test_each_cache_counts_once(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make probes of next to no size, and no more rounds than there must be."""
-    monkeypatch.setattr(device_rates, "_LEAST_BYTES", 4 * MIB)
+    monkeypatch.setattr(device_rates, "_LEAST_BYTES", {"cpu": 4 * MIB})
     monkeypatch.setattr(device_rates, "_BEYOND_CACHE", 0)
     monkeypatch.setattr(device_rates, "_PIECE", {"cpu": MIB, "cuda": MIB})
     monkeypatch.setattr(device_rates, "_OPERATORS", 3)
@@ -405,11 +405,20 @@ def test_memory_is_gone_through_piece_by_piece(figure: str, monkeypatch: pytest.
     monkeypatch.setattr(device_rates, "_PIECE", {"cpu": 4096})
     monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: seen.append(of.data_ptr()))
     monkeypatch.setattr(torch.Tensor, "sum", lambda one: seen.append(one.data_ptr()))
-    (call,) = device_rates.memory_probe(Device(threads=1), 3 * 4096, figure).calls
+    probe = device_rates.memory_probe(Device(threads=1), 3 * 4096 - 100, figure)
+    assert probe.how.endswith(" the next 0.00390625 MiB of 0.0117188 MiB")
+    (call,) = probe.calls
     for _ in range(4):
         call()
     assert len(set(seen)) == 3
     assert seen[0] == seen[3]
+
+
+@pytest.mark.parametrize(("cache", "free", "mib"), [(50 << 20, 79 << 30, 512), (6 << 20, 4 << 30, 256)])
+def test_a_gpu_copies_and_reads_far_more_than_its_cache_holds(cache: int, free: int, mib: int) -> None:
+    probes = device_rates._list_probes(Device(kind="cuda"), cache, free, {})
+    sizes = [probes[f"{figure}_bandwidth"].args[1] for figure in ("copy", "read", "cache")]
+    assert sizes == [mib << 20, mib << 20, min(16 << 20, cache // 4)]
 
 
 # As tasks
