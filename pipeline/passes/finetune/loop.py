@@ -281,12 +281,20 @@ def _choose_samples(work: Work, plan: TrainingPlan) -> TrainingPlan:
     batch, seconds = work.material.batch(rows), 0.0
     with torch.no_grad():
         for _ in range(2):  # the first call does what is done once
+            _wait(work.material.device)
             start = time.monotonic()
             work.models.teacher.module(*batch.inputs.values())
+            _wait(work.material.device)
             seconds = (time.monotonic() - start) / len(rows)
     affordable = int(_SHARE_OF_ONE_EVALUATION * work.options.seconds / seconds) // _PASSES
     judged = min(len(work.material.held_back), max(_LEAST_JUDGED, affordable))
     return plan.model_copy(update={"judged": judged, "statistics": min(_STATISTICS, max(_LEAST_JUDGED, affordable))})
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for what was started on a GPU: calls return before it is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _evaluate_start(work: Work, plan: TrainingPlan) -> tuple[Evaluator, Verdict, float]:
