@@ -6,7 +6,6 @@ beside them as far as memory allows. What chooses kernels by their times has its
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import queue
@@ -40,8 +39,7 @@ class Gpus:
     @classmethod
     def detect(cls) -> "Gpus":
         """Count them as the driver shows them."""
-        devices = nvidia.driver().devices
-        return cls(sum(1 for _ in itertools.takewhile(lambda device: device == devices[0], devices)))
+        return cls(nvidia.count_alike())
 
     @contextlib.contextmanager
     def reserve(self, device: Device) -> Iterator[dict[str, str]]:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import uuid
@@ -68,6 +69,12 @@ class Driver(BaseModel, frozen=True):
     version: int | None = None
     devices: tuple[CudaDevice, ...] = ()
     reason: str = ""
+
+
+def count_alike(index: int = 0) -> int:
+    """Count the devices from this one on that are of its kind, up to the first of another kind."""
+    devices = driver().devices[index:]
+    return sum(1 for _ in itertools.takewhile(lambda device: device == devices[0], devices))
 
 
 @functools.cache

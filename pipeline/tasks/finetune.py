@@ -24,6 +24,7 @@ from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.memory.limits import StepMeter
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, BatchLimits, RecoverOptions, Recovery, Subject
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
@@ -106,9 +107,7 @@ class Recover(ResumableTask):
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
         size = self.options.processes or 1
         if not self.options.processes and self.device.kind == "cuda":
-            import torch
-
-            size = max(1, torch.cuda.device_count() - self.device.index)
+            size = max(1, nvidia.count_alike(self.device.index))
         with _start_helpers(self, inputs, begun, size) as start:
             opened = self.prepare(inputs, 0, size)
             start()

@@ -1,5 +1,7 @@
 """What recovery does on CUDA, with a device that is played: times, processes, random numbers, copies."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,11 @@ import torch
 
 from enginesmith.pipeline.passes.finetune import loop
 from enginesmith.pipeline.passes.finetune.batches import Batch
-from enginesmith.pipeline.passes.finetune.options import TrainingPlan
+from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
+from enginesmith.pipeline.system import nvidia
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvidia import CudaDevice, Driver
+from enginesmith.pipeline.tasks import finetune
 
 CUDA = torch.device("cuda", 0)
 
@@ -42,3 +48,24 @@ def test_evaluations_are_planned_by_the_time_that_the_device_takes(monkeypatch: 
     )
     plan = TrainingPlan.model_construct(micro_batch=4, judged=32, statistics=32)
     assert loop._choose_samples(work, plan).judged == 40, "4 % of the time, in three passes at half a second a sample"
+
+
+@pytest.mark.parametrize(("index", "size"), [(0, 2), (1, 1), (2, 1)])
+def test_gpus_of_the_chosen_ones_kind_share_the_work(
+    index: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one beside them would make each step wait for it, and its memory end larger batches."""
+    h100, l4 = CudaDevice(name="H100", compute_capability=(9, 0)), CudaDevice(name="L4", compute_capability=(8, 9))
+    monkeypatch.setattr(nvidia, "driver", lambda: Driver(devices=(h100, h100, l4)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    started: list[int] = []
+
+    def start_helpers(task: finetune.Recover, inputs: Mapping[str, Any], begun: Path, size: int) -> None:
+        started.append(size)
+        raise InterruptedError
+
+    monkeypatch.setattr(finetune, "_start_helpers", start_helpers)
+    task = finetune.Recover(options=RecoverOptions(), data="digits", device=Device(kind="cuda", index=index))
+    with pytest.raises(InterruptedError):
+        task.go_on({}, tmp_path, tmp_path, lambda text: None)
+    assert started == [size]

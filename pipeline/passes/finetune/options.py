@@ -50,7 +50,7 @@ class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
     processes: int | None = Field(
         None,
         ge=1,
-        description="processes that share each batch; by default one for each GPU, or one on the CPU",
+        description="processes that share each batch; by default one for each GPU of one kind, or one on the CPU",
     )
     checkpoint_seconds: float = Field(20.0, ge=0, description="seconds between checkpoints; no effect on the result")
 
