@@ -69,3 +69,19 @@ def test_gpus_of_the_chosen_ones_kind_share_the_work(
     with pytest.raises(InterruptedError):
         task.go_on({}, tmp_path, tmp_path, lambda text: None)
     assert started == [size]
+
+
+def test_random_numbers_of_the_device_are_as_before_after_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {CUDA: "before"}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", state.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: state.update({device: value}))
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    with loop._repeatable(CUDA):
+        state[CUDA] = "seeded"
+        torch.manual_seed(4)
+        assert torch.backends.cudnn.deterministic
+    assert state == {CUDA: "before"}
+    assert torch.rand(1) == expected
+    assert not torch.backends.cudnn.deterministic

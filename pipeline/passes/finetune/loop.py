@@ -44,8 +44,8 @@ Tell = Callable[[str], None]
 def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell: Tell) -> Recovery | None:
     """Train until the plan is done or it is of no use; the best weights are in ``work.models.average`` then.
 
-    Goes on from the last checkpoint in ``begun``, with the same result as if it had never been ended. Processes but
-    the first help, and have nothing to tell.
+    Goes on from the last checkpoint in ``begun``, on the CPU with the same result as if it had never been ended (some
+    kernels of CUDA add up in no fixed order). Processes but the first help, and have nothing to tell.
 
     Raises:
         DataError: the data does not fit the method.
@@ -53,7 +53,7 @@ def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell:
         StepOutOfMemory: not even one sample at a time fits.
         StoreError: checkpoints cannot be written.
     """
-    with _repeatable():
+    with _repeatable(work.material.device):
         checkpoints = Checkpoints(begun, fingerprint)
         if team.leads and checkpoints.last() is None:
             tell("planning")
@@ -68,17 +68,16 @@ def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell:
 
 
 @contextmanager
-def _repeatable() -> Iterator[None]:
+def _repeatable(device: torch.device) -> Iterator[None]:
     """Make torch choose its kernels repeatably within the block; threads and random numbers are restored after it."""
     before = torch.get_num_threads(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    random = torch.get_rng_state()
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+            yield
     finally:
         torch.set_num_threads(before[0])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[1:]
-        torch.set_rng_state(random)
 
 
 def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:

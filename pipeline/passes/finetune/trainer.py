@@ -1,7 +1,7 @@
 """Train by one step after another, keep the state on disk, and hold it against the clock.
 
 A step takes gradients of a batch in parts, AdamW, and the average of the weights. A training that was killed goes on
-from its last checkpoint and ends with the same weights:
+from its last checkpoint; on the CPU it ends with the same weights:
 
     FOLDER/best-STEP.safetensors                        the best weights, as they are to be kept
     FOLDER/state-STEP/{student,average,moments}.safetensors, progress.json
