@@ -5,11 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.passes.finetune import loop
-from enginesmith.pipeline.passes.finetune.batches import Batch
+from enginesmith.pipeline.passes.finetune.batches import Batch, SplitData
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
@@ -85,3 +87,16 @@ def test_random_numbers_of_the_device_are_as_before_after_a_recovery(monkeypatch
     assert state == {CUDA: "before"}
     assert torch.rand(1) == expected
     assert not torch.backends.cudnn.deterministic
+
+
+def test_rows_are_copied_from_pinned_memory_while_the_processor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: steps.append("pinned") or one)
+    monkeypatch.setattr(torch.Tensor, "to", lambda one, where, non_blocking=False: steps.append(non_blocking) or one)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda one: pytest.fail("that copies once more"))
+    data = Dataset("d", {"x": np.arange(12, dtype=np.float32).reshape(4, 3)}, np.arange(4))
+    batch = SplitData(data, (0, 1), (2, 3), CUDA).batch(np.array([2, 0]))
+    assert steps == ["pinned", True, "pinned", True]
+    assert batch.inputs["x"].tolist() == [[6, 7, 8], [0, 1, 2]]
+    assert batch.labels is not None
+    assert batch.labels.tolist() == [2, 0]

@@ -27,6 +27,7 @@ from enginesmith.pipeline.passes.finetune.trainer import (
     find_statistics,
     learning_rate,
     shrink_step,
+    update_average,
 )
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
@@ -429,3 +430,23 @@ def test_a_verdict_is_by_the_metric_and_then_by_the_loss() -> None:
     assert not evaluate.Verdict(0.8, 0.1, 1.0).better_than(good)
     assert not evaluate.Verdict(float("nan"), 0.1, 1.0).better_than(good)
     assert evaluate.Verdict(0.8, 0.9, -1.0).better_than(evaluate.Verdict(0.9, 0.5, -1.0))
+
+
+def test_the_average_of_all_weights_moves_at_once_and_as_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean, now = model(seed=1).module, model(seed=2).module
+    for name, value in now.named_parameters():
+        value.requires_grad_(not name.endswith("bias"))
+    weight = 1 - 11 / 20
+    expected = [
+        kept.lerp(value, weight) if value.requires_grad else kept.clone()
+        for kept, value in zip(mean.parameters(), now.parameters(), strict=True)
+    ]
+    calls: list[int] = []
+    at_once = torch._foreach_lerp_
+    monkeypatch.setattr(
+        torch, "_foreach_lerp_", lambda means, *others: calls.append(len(means)) or at_once(means, *others)
+    )
+    update_average(mean, now, 0.999, 10)
+    assert calls == [sum(value.requires_grad for value in now.parameters())]
+    for kept, wanted in zip(mean.parameters(), expected, strict=True):
+        assert torch.equal(kept, wanted), "to the last bit"

@@ -68,9 +68,11 @@ def norms(module: nn.Module) -> list[_BatchNorm]:
 def update_average(average: NamedForward, module: NamedForward, decay: float, step: int) -> None:
     """Move the average of what is trained by one step; buffers are copied, as statistics are computed anew."""
     weight = 1 - min(decay, (1 + step) / (_WARM + step))
-    for mean, value in zip(average.parameters(), module.parameters(), strict=True):
-        if value.requires_grad:
-            mean.lerp_(value.detach().to(mean.dtype), weight)
+    pairs = zip(average.parameters(), module.parameters(), strict=True)
+    moving = [(mean, value.to(mean.dtype)) for mean, value in pairs if value.requires_grad]
+    if moving:  # a few kernels on CUDA for all of them
+        means, values = zip(*moving, strict=True)
+        torch._foreach_lerp_(means, values, weight)
     for kept, now in zip(average.buffers(), module.buffers(), strict=True):
         if 0 not in kept.stride() or kept.numel() <= 1:
             kept.copy_(now)
