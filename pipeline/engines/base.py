@@ -458,6 +458,11 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """
         return "fp32"
 
+    @property
+    def rounds_to_tf32(self) -> str:
+        """Name the products of float32 that may be rounded to TF32 on a GPU that has it: ``convolutions``, ``all``."""
+        return "all" if self.arithmetic == "tf32" else ""
+
     def facts(self, artifact: Artifact) -> EngineFacts:
         """Read what a built engine records of its memory and layers."""
         return EngineFacts()

@@ -20,9 +20,12 @@ from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.differences import device_kind
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.machine import BUSY
+from enginesmith.pipeline.system.software import numbers
 from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms, name_some
 
 _MOST_NAMED = 3
+_EXACT, _TF32_SINCE = "fp32", (8,)
+"""The precision that says nothing of TF32, and the compute capability that brought that."""
 LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
 _SLOWEST = 0.01
@@ -37,6 +40,7 @@ def list_footnotes(run: Run) -> list[str]:
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
         *_explain_p99(run),
         *_explain_references(run),
+        *_explain_tf32(run),
         *_describe_search(run),
         *_describe_prosecution(run),
         *_explain_groups(run),
@@ -73,6 +77,24 @@ def _explain_references(run: Run) -> Iterator[str]:
             f"{run.baseline.id} is timed as PyTorch ships it, which rounds convolutions to TF32; "
             "answers and accuracy are compared with exact float32"
         )
+
+
+def _explain_tf32(run: Run) -> Iterator[str]:
+    """Say which variants in fp32 round products to TF32, where they differ on a GPU that has it."""
+    gpus = run.environment.get("gpus") or ()
+    capability = gpus[run.where.index].get("compute_capability") if run.where.index < len(gpus) else None
+    if device_kind(run) != "cuda" or numbers(capability or "") < _TF32_SINCE:
+        return
+    places = {"": "in no product", "convolutions": "in convolutions", "all": "in all products"}
+    exact = [record for record in run.records if record.precision == _EXACT and record.status == "measured"]
+    named = {
+        where: names
+        for kind, where in places.items()
+        if (names := ", ".join(record.id for record in exact if record.rounds_to_tf32 == kind))
+    }
+    if len(named) > 1:
+        parts = "; ".join(f"{where}: {names}" for where, names in named.items())
+        yield f"fp32 is not the same arithmetic in all of them: this GPU may round to TF32 (10 bits) {parts}"
 
 
 def summarize(run: Run) -> str:

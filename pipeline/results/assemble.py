@@ -110,6 +110,7 @@ def make_record(
         workspace_limit_bytes=build.workspace_limit_bytes if build and variant.workspace else None,
         target=variant.target,
         cuda_graphs=variant.name.graphs,
+        rounds_to_tf32=variant.engine.rounds_to_tf32,
         reference=variant.reference,
         status=status,
         reason=failure or unfinished or variant.unavailable or _partial_failure(rows),

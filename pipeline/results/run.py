@@ -160,6 +160,8 @@ class VariantRecord(BaseModel, frozen=True):
     target: str | None = None
     cuda_graphs: bool = False
     """True where each set of shapes is captured once as a CUDA graph, and replayed."""
+    rounds_to_tf32: str = ""
+    """Products of float32 that may be rounded to TF32 on a GPU that has it: ``convolutions``, ``all``, or none."""
     reference: bool = False
     """True where nobody asked for it: it is measured for comparison, beside eager alone, and never wins."""
     status: VariantStatus

@@ -100,6 +100,11 @@ def test_each_option_is_held_to_its_own_thresholds(options: dict[str, Any], row:
     assert thresholds_for(row)
 
 
+def test_products_that_are_rounded_to_tf32_are_named() -> None:
+    values: tuple[Any, ...] = (False, "convolutions", True)
+    assert [Eager(tf32=value).rounds_to_tf32 for value in values] == ["", "convolutions", "all"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -26,6 +26,7 @@ from enginesmith.pipeline.report import (
 from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, StepRecord, VariantRecord, Verdict
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.workflows.inspect import inspect
 from runs import PRUNING, RECOVERY, small, variant
 
@@ -94,6 +95,27 @@ def test_groups_on_a_gpu_are_named() -> None:
     said = "at batch 1 the variants do not fit on the GPU together and were measured in groups"
     assert [said in " ".join(sentences.list_footnotes(one)) for one in (shown, run())] == [True, False]
     assert "group" in run_tables.tabulate_latency(shown).columns
+
+
+@pytest.mark.parametrize(
+    ("capability", "rounded", "said"),
+    [
+        ("8.9", "all", "in no product: onnxruntime-fp32; in convolutions: eager; in all products: tensorrt-fp32"),
+        ("8.9", "", "in no product: onnxruntime-fp32, tensorrt-fp32; in convolutions: eager"),
+        ("7.5", "all", ""),
+    ],
+)
+def test_what_fp32_is_on_a_gpu_is_said_where_it_differs(capability: str, rounded: str, said: str) -> None:
+    names = {"onnxruntime-fp32": "", "tensorrt-fp32": rounded, "tensorrt-fp16": "all"}
+    others = tuple(
+        record(name, 1.0, 2.0).model_copy(update={"rounds_to_tf32": tf32, "precision": name[-4:], "memory": None})
+        for name, tf32 in names.items()
+    )
+    shown = run(variants=others, environment={"gpus": [{"name": "GPU", "compute_capability": capability}]})
+    baseline = shown.baseline.model_copy(update={"rounds_to_tf32": "convolutions", "precision": "fp32", "memory": None})
+    shown = shown.model_copy(update={"device": Device(kind="cuda"), "baseline": baseline})
+    notes = [note for note in sentences.list_footnotes(shown) if "TF32 (10 bits)" in note]
+    assert [note.partition("(10 bits) ")[2] for note in notes] == ([said] if said else [])
 
 
 @pytest.mark.parametrize(

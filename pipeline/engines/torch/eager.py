@@ -156,6 +156,10 @@ class Eager(Engine):
         named = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         return "tf32" if self.tf32 and named == "fp32" else named
 
+    @property
+    def rounds_to_tf32(self) -> str:
+        return "convolutions" if self.tf32 == "convolutions" else super().rounds_to_tf32
+
     def load(self, artifact: Artifact, device: Device) -> EagerSession:
         import torch
 
