@@ -52,6 +52,12 @@ def planned(kept: tuple[str, ...] = (), **values: Any) -> Plan:
 # Variants that are found.
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_what_cannot_be_built_here_is_not_tried(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_class("aotinductor"), "buildable", lambda device: Availability(ok=able))
+    assert ("aotinductor" in make({"model": "digits", "time_seconds": 60}).engines) == able
+
+
 @pytest.mark.parametrize(
     ("values", "lossy"),
     [
