@@ -372,7 +372,7 @@ def _list_notes(record: Recovery, work: "Work", device: Device) -> Iterator[str]
         )
     if record.best_step == 0:
         yield "recovery made it no better: the weights are those from before"
-    if plan.micro_batch < plan.batch // plan.processes:
+    if work.fixed is None and plan.micro_batch < plan.batch // plan.processes:
         again = ", computing activations again" if plan.checkpointed else ""
         yield f"batches of {plan.batch} in parts of {plan.micro_batch} to fit the memory{again}"
     if plan.judged_at_once is not None and plan.judged_at_once < plan.micro_batch:

@@ -179,6 +179,30 @@ def test_many_samples_are_mirrored_and_few_at_a_time(fixed: int | None, at_once:
     assert bool((images == last).all((1, 2, 3)).any())
 
 
+def with_norms(found: Work) -> Work:
+    """Put a batch norm over the classes behind each of the models."""
+    for each in (found.models.student, found.models.average, found.models.teacher):
+        model = each.module.model
+        model.add_module("norm", nn.BatchNorm1d(8).eval())
+        each.module.call = lambda image, model=model: model.norm(model(image))
+    return found
+
+
+@pytest.mark.parametrize("fixed", [5, 40])  # 32 samples would be enough for statistics
+def test_a_model_that_is_fixed_to_one_batch_gets_no_other(
+    fixed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_choose_samples", lambda found, plan: plan)
+    found = dataclasses.replace(with_norms(work(epochs=1, seconds=600, learning_rate=1e-3)), fixed=fixed)
+    sizes: set[int] = set()
+    for each in (found.models.student, found.models.average, found.models.teacher):
+        each.module.register_forward_hook(lambda module, given, values: sizes.add(len(given[0])))
+    record = loop.recover(found, DataParallel(torch.device("cpu")), tmp_path, "data", lambda text: None)
+    assert record is not None
+    assert record.plan.micro_batch == fixed
+    assert sizes == {fixed}
+
+
 def steps(count: int, **changes: Any) -> list[torch.Tensor]:
     """Images that the loss is given in each of some steps."""
     found, seen = work(), []

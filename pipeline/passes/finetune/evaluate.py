@@ -109,7 +109,8 @@ class Evaluator:
 
     def find_statistics(self, loaded: LoadedModel) -> None:
         """Recompute a model's batch norm statistics from samples to learn from."""
-        rows = self.work.material.order(self.plan.statistics, self.work.seed).at(0)
+        count = max(self.plan.statistics, self.work.fixed or 1)
+        rows = self.work.material.order(count, self.work.seed).at(0)
         size = self.work.fixed or max(self._at_once, LEAST_FOR_NORMS)
         full = (part for part in parts(rows, size) if len(part) == size or len(rows) < size)
         trainer.find_statistics(loaded.module, map(self.work.material.batch, full))

@@ -256,9 +256,9 @@ def _fit_memory(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> Tr
         _train_alone(work, own).advance(smaller=False)
         Evaluator(work, own).rate()
 
-    if work.material.device.type == "cpu" and work.options.memory_bytes is None:
-        return planned(draft.micro_batch, False)
     sizes = batches.part_sizes(draft.micro_batch, work.fixed)
+    if work.material.device.type == "cpu" and work.options.memory_bytes is None:
+        return planned(sizes[-1], False)
     plan = planned(*batches.largest_part(sizes, attempt, work.meter, work.options.memory_bytes))
     _reset(work, checkpoints)
     return plan
