@@ -153,6 +153,25 @@ def test_with_single_numbers_alone_the_users_loss_decides() -> None:
         loop._draft(found)
 
 
+def test_ids_of_classes_agree_where_they_are_equal() -> None:
+    """However far from each other those are that are not."""
+    found = work()
+    for each in (found.models.student, found.models.average, found.models.teacher):
+        module, ids = each.module.model, TensorSpec(name="ids", dtype="int64", shape=("batch",))
+        wrong = each is not found.models.teacher
+        each.module.call = lambda image, module=module, wrong=wrong: (
+            module(image).argmax(1) + 100 * (wrong & (image[:, 0, 0, 0] > 1)),
+            module(image),
+        )
+        each.signature = each.signature.model_copy(update={"outputs": (ids, *each.signature.outputs)})
+    targets = output_targets(found.models.teacher, found.material.batch(np.arange(8)))
+    images = found.material.batch(np.asarray(found.material.held_back)).inputs["image"]
+    right = float((images[:, 0, 0, 0] <= 1).float().mean())
+    assert 0 < right < 1
+    plan = PLAN.model_copy(update={"judged": 16, "outputs": targets})
+    assert Evaluator(found, plan).rate().metric == pytest.approx(right)
+
+
 def test_an_input_without_a_batch_is_no_image() -> None:
     found = work(augment=True)
     data = dataclasses.replace(

@@ -151,7 +151,7 @@ class Evaluator:
             values, loss = self._run(loaded, self.work.material.batch(filled))
             for spec, value in zip(loaded.signature.outputs, values, strict=True):
                 if value.ndim:
-                    outputs.setdefault(spec.name, []).append(value[: len(part)].float().cpu())
+                    outputs.setdefault(spec.name, []).append(copy_numbers(value[: len(part)]))
             total += loss * len(part)
         return {name: torch.cat(rows).numpy() for name, rows in outputs.items()}, total / len(self._rows)
 
@@ -172,15 +172,23 @@ def shrink_evaluation(plan: TrainingPlan) -> TrainingPlan | None:
     return plan.model_copy(update={"judged_at_once": at_once}) if at_once >= plan.least_part else None
 
 
+def copy_numbers(value: Tensor) -> Tensor:
+    """Copy an output to the CPU: whole numbers as they are, others in float32."""
+    whole = not (value.is_floating_point() or value.is_complex())
+    return (value if whole else value.float()).cpu()
+
+
 def agreement(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
-    """Compute the agreement with the teacher: the share of equal classes, where the first output is
-    more than one class, else one minus the mean squared error over the teacher's variance. Without outputs for each
-    sample it is always 1, so that the loss alone decides.
+    """Compute the agreement with the teacher: the share of equal numbers, where the first output has whole ones, or of
+    equal classes, where it is more than one class, else one minus the mean squared error over the teacher's variance.
+    Without outputs for each sample it is always 1, so that the loss alone decides.
     """
     del labels
     if not theirs:
         return 1.0
     name = next(iter(theirs))
+    if theirs[name].dtype.kind in "iub":
+        return float((outputs[name] == theirs[name]).mean())
     ours, others = outputs[name].astype(np.float64), theirs[name].astype(np.float64)
     if ours.ndim == 2 and ours.shape[1] > 1:
         return float((ours.argmax(1) == others.argmax(1)).mean())

@@ -17,7 +17,7 @@ from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.passes.finetune import batches, trainer
 from enginesmith.pipeline.passes.finetune.augment import list_images, mirror
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel
-from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, agreement, shrink_evaluation
+from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, agreement, copy_numbers, shrink_evaluation
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import Augmentation, Ending, Point, Recovery, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, pace, set_part
@@ -207,7 +207,7 @@ def _agree_mirrored(work: Work, images: tuple[str, ...], at_once: int) -> float:
     answers = []
     for each in (given, [mirror(batch, images) for batch in given]):
         outputs = (loaded.module(*batch.inputs.values()) for batch in each)
-        first = [next(value for value in values if value.ndim).float().cpu() for values in outputs]
+        first = [copy_numbers(next(value for value in values if value.ndim)) for values in outputs]
         answers.append({name: torch.cat(first).numpy()})
     return agreement(answers[1], answers[0], None)
 
