@@ -127,7 +127,7 @@ class Recover(ResumableTask):
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,
-            incomplete=self._seconds < self.options.seconds,
+            incomplete=min(self._seconds, record.plan.seconds) < self.options.seconds,
         )
 
     def load(self, inputs: Inputs) -> "Models":
@@ -370,6 +370,8 @@ def _list_notes(record: Recovery, work: "Work", device: Device) -> Iterator[str]
             f"{record.steps} steps of {plan.batch} samples are less than one pass over the {learnt} there are to learn "
             "from: more time for recovery gives more"
         )
+    if plan.seconds < work.options.seconds:
+        yield f"its steps were planned for {plan.seconds:.0f} s, before it was interrupted; the next run trains anew"
     if record.best_step == 0:
         yield "recovery made it no better: the weights are those from before"
     if work.fixed is None and plan.micro_batch < plan.batch // plan.processes:

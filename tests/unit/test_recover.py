@@ -256,6 +256,21 @@ def test_a_schedule_that_was_shortened_is_gone_on_with(
     assert plan.shortened is not None
 
 
+def test_one_that_was_planned_for_less_time_than_there_is_now_is_not_final(
+    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    whole = task(unlabelled, method=slower(end=45), epochs=None, seconds=600.0)
+    with pytest.raises(KeyboardInterrupt):
+        whole.model_copy(update={"left_seconds": 2.5}).go_on(pair, tmp_path, begun, quiet)
+    (tmp_path / "marker").unlink()
+    effect = whole.go_on(pair, tmp_path, begun, quiet)
+    assert read(tmp_path).plan.seconds == 2.0
+    assert effect.incomplete
+    assert any("planned for 2 s" in note for note in effect.notes)
+
+
 SHORT = """
 import torch
 

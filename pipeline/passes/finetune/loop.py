@@ -228,6 +228,7 @@ def _draft(work: Work) -> TrainingPlan:
         autocast = torch.cuda.is_bf16_supported(including_emulation=False)
     return TrainingPlan(
         steps=1,
+        seconds=work.options.seconds,
         batch=batch,
         micro_batch=batch // work.processes,
         evaluate_every=1,

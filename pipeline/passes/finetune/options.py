@@ -124,6 +124,8 @@ class TrainingPlan(BaseModel, frozen=True):
 
     steps: int
     shortened: Shortened | None = None
+    seconds: float = 0.0
+    """Time that it was planned for; 0 in records of before this was kept."""
     batch: int
     micro_batch: int
     """Samples that are worked through at once, in each process."""
