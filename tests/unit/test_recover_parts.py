@@ -243,6 +243,28 @@ def test_distilling_classes_is_the_divergence_of_softened_probabilities() -> Non
     assert found.item() == pytest.approx(4 * (theirs * (theirs / ours).log()).sum(1).mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["logits", "numbers"])
+def test_places_that_both_models_mask_teach_nothing_and_spoil_nothing(name: str) -> None:
+    """The same with them as without them, but for where the mask is all that there is."""
+    student, teacher, given = model(name=name, seed=1), model(name=name), batch()
+    plain = losses.Distil(output_targets(teacher, given), [], [name], 2.0)(student.module, teacher.module, given)
+    for loaded in (student, teacher):
+        head = loaded.module.model.head
+        head.register_forward_hook(lambda module, args, value: F.pad(value, (0, 2), value=-math.inf))
+    (target,) = output_targets(teacher, given)
+    assert math.isfinite(target.scale)
+    assert target.axis is None
+    found = losses.Distil([target], [], [name], 2.0)(student.module, teacher.module, given)
+    assert found.item() == pytest.approx(plain.item(), rel=1e-5)
+    found.backward()
+    assert all(value.grad.isfinite().all() for value in student.module.parameters())
+
+
+def test_numbers_that_both_models_mask_do_not_count_against_their_agreement() -> None:
+    theirs = {"y": np.array([[[1.0, -np.inf, 3.0]]])}
+    assert evaluate.agreement({"y": np.array([[[1.0, -np.inf, 2.0]]])}, theirs, None) == pytest.approx(0.5)
+
+
 def test_labels_that_number_an_outputs_columns_make_it_classes() -> None:
     teacher = model(name="box")
     assert output_targets(teacher, batch(labels=torch.tensor([0, 1, 2, 0, 1, 2])))[0].kind == "classes"

@@ -192,6 +192,10 @@ def agreement(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
     ours, others = outputs[name].astype(np.float64), theirs[name].astype(np.float64)
     if ours.ndim == 2 and ours.shape[1] > 1:
         return float((ours.argmax(1) == others.argmax(1)).mean())
+    counted = (ours != others) | np.isfinite(others)  # the same infinity is a mask
+    if not counted.any():
+        return 1.0
+    ours, others = ours[counted], others[counted]
     return float(1 - ((ours - others) ** 2).mean() / max(others.var(), np.finfo(np.float64).tiny))
 
 

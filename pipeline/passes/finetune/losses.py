@@ -6,6 +6,7 @@ Distilling classes: Hinton et al., "Distilling the Knowledge in a Neural Network
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
+_MASKED = -1e9
+"""Logit of a class that both models rule out with the same infinite one; a number that has gradients."""
 _UNLIKE, _MOST_UNLIKE = 100.0, 128
 """Ratio of mean squares from which on numbers of an output are unlike, and the longest axis that is looked at."""
 _CONSTANT = 1e-4
@@ -100,8 +103,10 @@ def _describe(name: str, kind: Any, value: Tensor) -> Target:
     found: list[tuple[float, int, list[float]]] = []
     for axis in range(1, value.ndim):
         if 1 < value.shape[axis] <= _MOST_UNLIKE:
-            rows = value.movedim(axis, 0).flatten(1)
-            spread = torch.maximum(rows.var(1, correction=0), _CONSTANT * rows.square().mean(1))
+            rows = value.masked_fill(~value.isfinite(), math.nan).movedim(axis, 0).flatten(1)
+            deviation = (rows - rows.nanmean(1, keepdim=True)).square().nanmean(1)
+            spread = torch.maximum(deviation, _CONSTANT * rows.square().nanmean(1))
+            spread = spread.nan_to_num(float(spread.nan_to_num(0.0).max()))  # of an index that is always masked
             least = min(_LEAST_SPREAD, _LEAST_SHARE * float(spread.max()))
             spread = spread.clamp_min(max(least, _LEAST_SCALE))
             found.append((float(spread.max() / spread.min()), axis, spread.tolist()))
@@ -110,7 +115,13 @@ def _describe(name: str, kind: Any, value: Tensor) -> Target:
 
 
 def _scale(value: Tensor) -> float:
-    return max(float(value.float().var(correction=0)), _LEAST_SCALE)
+    finite = value[value.isfinite()].float()
+    return max(float(finite.var(correction=0)), _LEAST_SCALE) if len(finite) else 1.0
+
+
+def _is_masked(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Find the places where both models answer with the same infinity: there is nothing to learn there."""
+    return (ours == theirs) & ~theirs.isfinite()
 
 
 @torch.no_grad()
@@ -188,13 +199,18 @@ class Distil:
 
     def _compare(self, target: Target, ours: Tensor, theirs: Tensor) -> Tensor:
         ours, theirs = ours.float(), theirs.float()
-        if target.kind == "values":
-            if target.axis is None:
-                return F.mse_loss(ours, theirs) / target.scale
-            errors = (ours - theirs).square().movedim(target.axis, -1)
-            return (errors / errors.new_tensor(target.scales)).mean()
         if target.kind == "maps":
             return (_map(ours) - _map(theirs)).square().sum(1).mean()
+        masked = _is_masked(ours, theirs)
+        filler = 0.0 if target.kind == "values" else _MASKED
+        ours, theirs = (value.masked_fill(masked, filler) for value in (ours, theirs))
+        if target.kind == "values":
+            errors = (ours - theirs).square()
+            if target.axis is None:
+                errors = errors / target.scale
+            else:
+                errors = errors.movedim(target.axis, -1) / errors.new_tensor(target.scales)
+            return errors.sum() / (~masked).sum().clamp_min(1)
         if target.kind == "probabilities":
             ours, theirs = (value.clamp_min(_LEAST_PROBABILITY).log() for value in (ours, theirs))
         heat, classes = self.temperature, ours.shape[-1]
