@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -309,6 +310,19 @@ def test_supervised_is_cross_entropy_or_squared_error() -> None:
     numbers = torch.zeros(6, 3)
     found = losses.supervised(student.module, student.module, batch(labels=numbers))
     assert found.item() == pytest.approx(logits.square().mean().item())
+
+
+def compare(output: torch.Tensor, labels: torch.Tensor) -> float:
+    """Compute the loss of an output, whatever the model."""
+    student: Any = lambda image: (output,)  # noqa: E731
+    return losses.supervised(student, student, batch(labels=labels)).item()
+
+
+def test_the_cross_entropy_of_probabilities_is_that_of_their_logits() -> None:
+    logits, labels = torch.randn(6, 3, 2), torch.tensor([[0, 1], [1, 2], [2, -100]] * 2)
+    expected = F.cross_entropy(logits, labels).item()
+    assert compare(logits, labels) == pytest.approx(expected, rel=1e-5)
+    assert compare(logits.softmax(1), labels) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

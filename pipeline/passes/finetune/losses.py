@@ -28,6 +28,7 @@ _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
+_UNLABELLED = -100
 _MASKED = -1e9
 """Logit of a class that both models rule out with the same infinite one; a number that has gradients."""
 _UNLIKE, _MOST_UNLIKE = 100.0, 128
@@ -91,8 +92,13 @@ def _kind(name: str, value: Tensor, labels: Tensor | None) -> Any:
     )
     if value.ndim < 2 or value.shape[-1] < 2 or not (numbered or _LOGITS.search(name)):
         return "values"
+    return "probabilities" if _are_probabilities(value) else "classes"
+
+
+def _are_probabilities(value: Tensor) -> bool:
+    """Tell whether numbers along the last axis are at least 0 and have the sum 1."""
     sums = value.sum(-1)
-    return "probabilities" if value.min() >= 0 and torch.allclose(sums, torch.ones_like(sums), atol=1e-3) else "classes"
+    return bool(value.min() >= 0) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
 
 
 def _describe(name: str, kind: Any, value: Tensor) -> Target:
@@ -230,29 +236,55 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
         DataError: there are no labels, or they do not fit the output.
     """
     del teacher
-    output, labels = student(*batch.inputs.values())[0].float(), batch.labels
+    output, labels = student(*batch.inputs.values())[0], batch.labels
     if labels is None:
         raise DataError(
             "supervised recovery needs labels, and the data has none",
             "add an array named labels, or recover by distil, which needs none",
         )
-    if labels.is_floating_point() and labels.shape == output.shape:
+    loss = compare_with_labels(output, labels)
+    if loss is None:
+        raise DataError(
+            f"labels of shape {list(labels.shape)} do not fit the output of shape {list(output.shape)}",
+            "give one class for each sample, or numbers in the shape of the output; else a loss of your own: "
+            "module:function",
+        )
+    return loss
+
+
+def compare_with_labels(output: Tensor, labels: Tensor) -> Tensor | None:
+    """Compute the cross entropy where labels are classes, and the mean squared error where they are numbers.
+
+    None where the labels fit neither.
+
+    Raises:
+        DataError: labels are numbers of classes that the output does not have.
+    """
+    if not output.is_floating_point():
+        return None
+    output = output.float()
+    if labels.is_floating_point() and output.shape == labels.shape:
         return F.mse_loss(output, labels)
-    if not labels.is_floating_point() and labels.ndim == output.ndim - 1:
-        for axis in (1, output.ndim - 1):
-            if output.movedim(axis, -1).shape[:-1] == labels.shape:
-                given, classes = labels[labels != -100], output.shape[axis]
-                if len(given) and not 0 <= int(given.min()) <= int(given.max()) < classes:
-                    raise DataError(
-                        f"labels are from {given.min()} to {given.max()}, and the model has {classes} classes",
-                        f"number the classes from 0 to {classes - 1}",
-                    )
-                return F.cross_entropy(output.movedim(axis, 1), labels, ignore_index=-100)
-    raise DataError(
-        f"labels of shape {list(labels.shape)} do not fit the output of shape {list(output.shape)}",
-        "give one class for each sample, or numbers in the shape of the output; else a loss of your own: "
-        "module:function",
-    )
+    if labels.is_floating_point() or labels.ndim != output.ndim - 1:
+        return None
+    for values in (output.movedim(1, -1), output):
+        if values.shape[:-1] == labels.shape:
+            return _compute_cross_entropy(values, labels.long())
+    return None
+
+
+def _compute_cross_entropy(values: Tensor, labels: Tensor) -> Tensor:
+    """Compute the cross entropy of logits or probabilities, whose last axis has the classes."""
+    given, classes = labels[labels != _UNLABELLED], values.shape[-1]
+    if len(given) and not 0 <= int(given.min()) <= int(given.max()) < classes:
+        raise DataError(
+            f"labels are from {given.min()} to {given.max()}, and the model has {classes} classes",
+            f"number the classes from 0 to {classes - 1}",
+        )
+    if _are_probabilities(values):
+        values = values.clamp_min(_LEAST_PROBABILITY).log()
+        return F.nll_loss(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED)
+    return F.cross_entropy(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED)
 
 
 def call_user_loss(
