@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -14,6 +15,7 @@ from enginesmith.pipeline.errors import DataError, ModelError, SourceError, Usag
 from enginesmith.pipeline.frameworks.source import rebase, resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.frameworks.torch.surgery import Before, named_tensors
+from enginesmith.pipeline.passes.prune import selection
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records, write_records
@@ -166,6 +168,19 @@ def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
     assert read_facts(found).importance == "taylor"
     with pytest.raises(DataError):
         pruned(parent, tmp_path / "bad", feeder=Feeder(data="nowhere.npz", samples=4, seed=0), importance="taylor")
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_importance_by_labels_is_of_the_loss_that_is_trained(softmax: bool) -> None:
+    """Probabilities have the gradients of their logits; classes that the model does not have are refused."""
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    forward = nn.Sequential(model, nn.Softmax(1)) if softmax else model
+    labels = torch.tensor([0, 1, 2] * 2, dtype=torch.int32)
+    selection.collect_gradients(model, lambda x: (forward(x),), [((x,), labels)])
+    expected = torch.autograd.grad(nn.functional.cross_entropy(model(x), labels.long()), model.weight)[0].abs()
+    torch.testing.assert_close(model.weight.grad, expected)
+    with pytest.raises(DataError, match="labels are from 1 to 3, and the model has 3 classes"):
+        selection.collect_gradients(model, lambda x: (forward(x),), [((x,), labels + 1)])
 
 
 def test_a_model_that_runs_at_one_batch_size_only_is_named(tmp_path: Path) -> None:

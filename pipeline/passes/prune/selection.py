@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
 from enginesmith.pipeline.frameworks.torch.module import by_operators
+from enginesmith.pipeline.passes.finetune.losses import compare_with_labels
 from enginesmith.pipeline.passes.prune.options import Importance, PruneTarget, spell
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, cut_for_now
 from enginesmith.pipeline.units import name_some
@@ -105,10 +105,9 @@ def collect_gradients(model: nn.Module, forward: Callable[..., tuple[Tensor, ...
 
 
 def _loss(outputs: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
-    """Cross-entropy where the labels are classes of the first output; else half the outputs' mean square."""
-    first = outputs[0]
-    if labels is not None and first.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
-        return F.cross_entropy(first.float(), labels.long())
+    """Compute the loss of the first output where labels fit it; else half the outputs' mean square."""
+    if labels is not None and (loss := compare_with_labels(outputs[0], labels)) is not None:
+        return loss
     parts = [value.float().square().mean() for value in outputs if value.is_floating_point() and value.requires_grad]
     return torch.stack(parts).sum() / 2
 
