@@ -326,11 +326,26 @@ def test_the_cross_entropy_of_probabilities_is_that_of_their_logits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "labels"),
+    [
+        ((4, 3), torch.tensor([[0, 1, 1]] * 4)),
+        ((4,), torch.tensor([3, 1, 0, 7])),
+        ((4, 1), torch.tensor([3, 1, 0, 7])),
+        ((4, 1), torch.tensor([3.0, 1.0, 0.0, 7.0])),
+        ((4,), torch.tensor([[3.0], [1.0], [0.0], [7.0]])),
+    ],
+    ids=["several classes", "whole", "whole in a column", "in a column", "labels in a column"],
+)
+def test_numbers_fit_an_output_of_their_shape(shape: tuple[int, ...], labels: torch.Tensor) -> None:
+    assert compare(torch.ones(shape), labels) == pytest.approx((labels.float() - 1).square().mean().item())
+
+
+@pytest.mark.parametrize(
     ("labels", "said"),
     [
         (None, "needs labels"),
         (torch.tensor([0, 1, 2, 0, 1, 3]), "from 0 to 3, and the model has 3 classes"),
-        (torch.zeros(6, 2), r"\[6, 2\] do not fit the output of shape \[6, 3\]"),
+        (torch.zeros(6, 2), r"float32 and shape \[6, 2\] do not fit the output of float32 and shape \[6, 3\]"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor | None, said: str) -> None:

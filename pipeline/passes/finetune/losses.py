@@ -245,9 +245,9 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
     loss = compare_with_labels(output, labels)
     if loss is None:
         raise DataError(
-            f"labels of shape {list(labels.shape)} do not fit the output of shape {list(output.shape)}",
-            "give one class for each sample, or numbers in the shape of the output; else a loss of your own: "
-            "module:function",
+            f"labels of {_form(labels)} do not fit the output of {_form(output)}",
+            "give one class for each sample, a whole number, or numbers in the shape of the output; else a loss of "
+            "your own: module:function",
         )
     return loss
 
@@ -255,7 +255,7 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
 def compare_with_labels(output: Tensor, labels: Tensor) -> Tensor | None:
     """Compute the cross entropy where labels are classes, and the mean squared error where they are numbers.
 
-    None where the labels fit neither.
+    Numbers are in the shape of the output, but for axes of length 1. None where the labels fit neither.
 
     Raises:
         DataError: labels are numbers of classes that the output does not have.
@@ -263,8 +263,8 @@ def compare_with_labels(output: Tensor, labels: Tensor) -> Tensor | None:
     if not output.is_floating_point():
         return None
     output = output.float()
-    if labels.is_floating_point() and output.shape == labels.shape:
-        return F.mse_loss(output, labels)
+    if output.squeeze().shape == labels.squeeze().shape:
+        return F.mse_loss(output, labels.reshape(output.shape).float())
     if labels.is_floating_point() or labels.ndim != output.ndim - 1:
         return None
     for values in (output.movedim(1, -1), output):
@@ -285,6 +285,10 @@ def _compute_cross_entropy(values: Tensor, labels: Tensor) -> Tensor:
         values = values.clamp_min(_LEAST_PROBABILITY).log()
         return F.nll_loss(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED)
     return F.cross_entropy(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED)
+
+
+def _form(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
 
 
 def call_user_loss(
