@@ -33,7 +33,7 @@ from enginesmith.pipeline.results.package import verify as verification
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import read_models
-from enginesmith.pipeline.tasks.prune import read_facts
+from enginesmith.pipeline.tasks.prune import FACTS, TRIALS, read_facts
 from enginesmith.pipeline.workflows.device import begin_on
 from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
 
@@ -178,6 +178,8 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 
     with storage_errors(f"the output {output}"), replace_folder(output) as whole:
         write_saved(made, whole, output)
+        for beside in (name for name in (FACTS, TRIALS) if (pruned.folder / name).exists()):
+            shutil.copy2(pruned.folder / beside, whole / beside)
     notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
     files = tuple(str(path) for path in sorted(output.iterdir()))
     summary = f"wrote {output}: {made.history[-1].effect}{notes}"

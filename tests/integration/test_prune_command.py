@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from enginesmith.pipeline.planning import compression
-from enginesmith.pipeline.tasks.prune import TRIALS
+from enginesmith.pipeline.tasks.prune import FACTS, TRIALS
 
 Cli = Any
 
@@ -23,6 +24,17 @@ def test_what_is_written_is_a_model(cli: Cli, tmp_path: Path) -> None:
     again = cli("prune", tmp_path / "small", "-o", tmp_path / "smaller", "--prune", "macs=-50%", "--json")
     assert again.code == 0, again.text
     assert json.loads(again.stdout)["pruning"]["channels_after"] == 4
+
+
+def test_what_is_written_after_recovery_tells_of_all_turns(cli: Cli, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32))
+    recover = ("--recover", "distil", "--recover-time", "2s", "--data", tmp_path / "x.npy")
+    how = ("--prune", "0.5", "--multiple-of", "2", "--prune-steps", "2", *recover)
+    done = cli("prune", f"{NETS}:mlp", "-o", tmp_path / "small", *how, "--json")
+    assert done.code == 0, done.text
+    written = json.loads((tmp_path / "small" / FACTS).read_text())
+    assert (tmp_path / "small" / "recovery.json").is_file()
+    assert written == json.loads(done.stdout)["pruning"]
 
 
 @pytest.mark.thorough
