@@ -98,8 +98,8 @@ def sparsify_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef]
     return (*first_steps(resolved), *steps, *made, check), last
 
 
-def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, StepRef]:
-    """Plan ``prune``, from a model to a smaller one of the same kind; name the last step, and the one that pruned.
+def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, tuple[StepRef, ...]]:
+    """Plan ``prune``, from a model to a smaller one of the same kind; name the last step, and those that pruned.
 
     Raises:
         UsageError: the model is a graph; there is not one target, or no engine that its latency can be measured on.
@@ -108,9 +108,9 @@ def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, St
     if len(recipe.prune_targets) != 1:
         raise UsageError(f"{len(recipe.prune_targets)} targets are given, and one model is written", "give one --prune")
     made = tuple(pruning_steps(resolved, recipe.prune_targets[0]))
-    cut = [step.id for step in made if isinstance(step.task, Prune)]
+    cut = tuple(step.id for step in made if isinstance(step.task, Prune))
     shapes = [shapes_step(recipe)] if any(SHAPES in step.inputs for step in made) else []
-    return (*first_steps(resolved), *shapes, *made), made[-1].id, cut[-1]
+    return (*first_steps(resolved), *shapes, *made), made[-1].id, cut
 
 
 def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:

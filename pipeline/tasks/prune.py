@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -117,11 +117,6 @@ class Prune(Task):
 
     def _describe(self, loaded: "LoadedModel", done: "Pruned") -> PruningFacts:
         rows = loaded.dynamic_sizes.get(samples.batch_symbol(loaded.signature) or "", 1)
-        groups: dict[str, PrunedGroup] = {}  # the entries of each group over all steps are one
-        for cut in done.surgery.history:
-            first = groups.get(cut.root, cut)
-            kept = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
-            groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": kept, "step": 1})
         return PruningFacts(
             target=str(self.target),
             importance=self.options.importance,
@@ -132,7 +127,7 @@ class Prune(Task):
             parameters_after=done.after.parameters,
             channels_before=done.channels_before,
             channels_after=done.channels_after,
-            groups=tuple(groups.values()),
+            groups=_join_groups(done.surgery.history),
             whole=done.whole,
         )
 
@@ -140,6 +135,34 @@ class Prune(Task):
 def read_facts(artifact: Artifact) -> PruningFacts:
     """Read what was done to make a pruned model."""
     return PruningFacts.model_validate_json((artifact.folder / FACTS).read_bytes())
+
+
+def join_facts(facts: Sequence[PruningFacts], target: PruneTarget) -> PruningFacts:
+    """Describe several prunings of a model, one after the other, as the one that they are together."""
+    if len(facts) == 1:
+        return facts[0]
+    first, groups = facts[0], _join_groups(group for each in facts for group in each.groups)
+    pruned = {group.root for group in groups}
+    joined = {
+        "target": str(target),
+        "macs_before": first.macs_before,
+        "parameters_before": first.parameters_before,
+        "channels_before": first.channels_before,
+        "channels_after": first.channels_before - sum(each.channels_before - each.channels_after for each in facts),
+        "groups": groups,
+        "whole": {root: why for root, why in facts[-1].whole.items() if root not in pruned},
+    }
+    return facts[-1].model_copy(update=joined)
+
+
+def _join_groups(cuts: Iterable[PrunedGroup]) -> tuple[PrunedGroup, ...]:
+    """Make one entry of those of each group, with the units that stay of what there was at first."""
+    groups: dict[str, PrunedGroup] = {}
+    for cut in cuts:
+        first = groups.get(cut.root, cut)
+        kept = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
+        groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": kept, "step": 1})
+    return tuple(groups.values())
 
 
 def _read_samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]":

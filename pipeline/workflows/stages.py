@@ -33,7 +33,7 @@ from enginesmith.pipeline.results.package import verify as verification
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import read_models
-from enginesmith.pipeline.tasks.prune import FACTS, TRIALS, read_facts
+from enginesmith.pipeline.tasks.prune import FACTS, TRIALS, join_facts, read_facts
 from enginesmith.pipeline.workflows.device import begin_on
 from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
 
@@ -169,21 +169,22 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
         raise UsageError(f"{output} is the model that is to be pruned", "give another folder: -o DIR")
     if output.exists() and not (output / SAVED).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} is there already, and holds something else", "give a new folder: -o DIR")
-    steps, last, cut = plans.prune_steps(resolved)
+    steps, last, cuts = plans.prune_steps(resolved)
     outcomes = run_steps(steps, settings, recipe)
-    made, pruned = outcomes[last].artifact, outcomes[cut].artifact
+    made, pruned = outcomes[last].artifact, [made for cut in cuts if (made := outcomes[cut].artifact)]
     assert made is not None
-    assert pruned is not None
+    facts = join_facts([read_facts(artifact) for artifact in pruned], recipe.prune_targets[0])
     from enginesmith.pipeline.frameworks.torch.saved import write_saved
 
     with storage_errors(f"the output {output}"), replace_folder(output) as whole:
         write_saved(made, whole, output)
-        for beside in (name for name in (FACTS, TRIALS) if (pruned.folder / name).exists()):
-            shutil.copy2(pruned.folder / beside, whole / beside)
+        (whole / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
+        if (trials := pruned[-1].folder / TRIALS).exists():
+            shutil.copy2(trials, whole)
     notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
     files = tuple(str(path) for path in sorted(output.iterdir()))
     summary = f"wrote {output}: {made.history[-1].effect}{notes}"
-    return PruneResult(summary=summary, files=files, history=made.history, pruning=read_facts(pruned))
+    return PruneResult(summary=summary, files=files, history=made.history, pruning=facts)
 
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:

@@ -35,6 +35,12 @@ def test_what_is_written_after_recovery_tells_of_all_turns(cli: Cli, tmp_path: P
     written = json.loads((tmp_path / "small" / FACTS).read_text())
     assert (tmp_path / "small" / "recovery.json").is_file()
     assert written == json.loads(done.stdout)["pruning"]
+    assert written["target"] == "50%"
+    assert (written["channels_before"], written["channels_after"]) == (16, 8)
+    first, second = json.loads((tmp_path / "small" / "model.json").read_text())["surgery"]["history"]
+    (group,) = written["groups"]
+    assert (group["before"], group["after"]) == (16, 8)
+    assert group["kept"] == [first["kept"][index] for index in second["kept"]]
 
 
 @pytest.mark.thorough
