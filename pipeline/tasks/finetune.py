@@ -30,7 +30,7 @@ from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
 from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, read_form
-from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.tensors import Feeds, TensorSpec
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class Recover(ResumableTask):
     samples: int | None = None
     """None means all there are."""
     metric: str | None = None
-    """None means top1 where there are labels, and else how far the dense model is agreed with."""
+    """None means top1 where labels are classes of samples, else the loss on labels that are learnt, else how far the
+    dense model is agreed with."""
     seed: int = 0
     device: Device = Device()
 
@@ -161,7 +162,7 @@ class Recover(ResumableTask):
         assert signature is not None
         with track_files(allow_pickle=False) as tracker:
             data = self._data(inputs)
-            metric = self._metric(data)
+            metric = self._metric(data, signature.outputs[0])
             if self.options.method not in METHODS:
                 from enginesmith.pipeline.passes.finetune.losses import user_loss
 
@@ -204,16 +205,16 @@ class Recover(ResumableTask):
             )
         return data if self.samples is None else data.sample(self.samples, self.seed)
 
-    def _metric(self, data: Dataset) -> "Metric":
-        from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Metric
+    def _metric(self, data: Dataset, output: TensorSpec) -> "Metric":
+        from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, LOSS_ON_LABELS, Metric
 
         name = self.metric or quality.DEFAULT_METRIC
-        labels = data.one_label
-        unlabelled = data.labels is None  # the metric is then for other data
-        if unlabelled or (
-            self.metric is None and (labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu")
-        ):
+        single = "float" in output.dtype and all(size == 1 for size in output.as_row.shape[1:])
+        classes = data.class_labels is not None and not single
+        if data.labels is None:  # the metric is then for other data
             return AGREEMENT
+        if self.metric is None and not classes:
+            return LOSS_ON_LABELS if self.options.method == "supervised" else AGREEMENT
 
         def value(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
             return quality.evaluate(name, outputs, theirs, labels, self.seed).value

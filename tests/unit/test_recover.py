@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import PARTS, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, ModelError
@@ -23,6 +24,7 @@ from enginesmith.pipeline.passes.finetune.options import FILE, RecoverOptions, R
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.finetune import MODEL, TEACHER, Recover
 from enginesmith.pipeline.tasks.load import Load
+from enginesmith.pipeline.tensors import TensorSpec
 from graphs import quiet
 
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
@@ -126,6 +128,37 @@ def test_labels_are_learnt_where_that_is_asked_for(pair: Pair, data: Path, tmp_p
     assert record.curve[1].loss is not None
     assert record.curve[-1].loss < record.curve[1].loss
     assert record.curve[-1].learning_rate < 0.001 < record.curve[1].learning_rate
+
+
+def test_weights_are_chosen_by_the_numbers_that_are_learnt(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+    """Not by the dense model, which answers otherwise."""
+    path, x = tmp_path / "numbers.npz", np.load(unlabelled)
+    np.savez(path, x=x, labels=np.tile(x.sum(1, keepdims=True), 3) + 5)
+    _, record = done(task(path, method="supervised", epochs=60), pair, tmp_path / "out")
+    assert record.metric == "loss"
+    assert record.after == pytest.approx(record.curve[-1].held_back_loss, rel=1e-5)
+    assert record.after < 0.2 * record.teacher
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "learnt", "distilled"),
+    [
+        ("y:float32:batch,10", np.arange(4), "top1", "top1"),
+        ("y:int64:batch", np.arange(4), "top1", "top1"),
+        ("y:float32:batch", np.arange(4), "loss", "agreement"),
+        ("y:float32:batch,1", np.arange(4), "loss", "agreement"),
+        ("y:float32:batch,1", np.ones(4, np.float32), "loss", "agreement"),
+        ("y:float32:batch,3", np.ones((4, 3), np.int64), "loss", "agreement"),
+        ("y:float32:batch,10,8", np.ones((4, 8), np.int64), "loss", "agreement"),
+        ("y:float32:batch,10", None, "agreement", "agreement"),
+    ],
+)
+def test_without_a_metric_weights_are_chosen_by_what_fits_the_labels(
+    output: str, labels: np.ndarray | None, learnt: str, distilled: str
+) -> None:
+    data, spec = Dataset("set", {"x": np.zeros((4, 1))}, labels), TensorSpec.parse(output)
+    assert task(None, method="supervised")._metric(data, spec).name == learnt
+    assert task(None)._metric(data, spec).name == distilled
 
 
 def test_a_loss_of_the_users_is_called(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:

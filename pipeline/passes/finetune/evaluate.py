@@ -13,7 +13,7 @@ from enginesmith.calibration.dataset import Labels, take_labels
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune import trainer
 from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
-from enginesmith.pipeline.passes.finetune.losses import Distil, Loss, supervised, user_loss
+from enginesmith.pipeline.passes.finetune.losses import Distil, Loss, compare_with_labels, supervised, user_loss
 from enginesmith.pipeline.passes.finetune.options import BatchLimits, RecoverOptions, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Models, Trainer
 from enginesmith.pipeline.tensors import Array, Feeds
@@ -201,3 +201,17 @@ def agreement(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
 
 AGREEMENT = Metric("agreement", agreement)
 """For data without labels."""
+
+
+def loss_on_labels(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
+    """Compute the loss of supervised recovery, over all samples at once."""
+    del theirs
+    given = np.asarray(labels)
+    given = given.astype(np.float32 if given.dtype.kind == "f" else np.int64)
+    loss = compare_with_labels(torch.from_numpy(next(iter(outputs.values()))), torch.from_numpy(given))
+    assert loss is not None  # the same labels are learnt from
+    return float(loss)
+
+
+LOSS_ON_LABELS = Metric("loss", loss_on_labels, -1.0)
+"""For labels that are numbers, or classes of more than samples."""

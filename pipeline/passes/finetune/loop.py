@@ -17,7 +17,14 @@ from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.passes.finetune import batches, trainer
 from enginesmith.pipeline.passes.finetune.augment import list_images, mirror
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel
-from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, agreement, copy_numbers, shrink_evaluation
+from enginesmith.pipeline.passes.finetune.evaluate import (
+    Evaluator,
+    Verdict,
+    Work,
+    agreement,
+    copy_numbers,
+    shrink_evaluation,
+)
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import Augmentation, Ending, Point, Recovery, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, pace, set_part

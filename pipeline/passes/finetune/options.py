@@ -190,7 +190,7 @@ class Recovery(BaseModel, frozen=True):
     subject: Subject = "pruned"
     method: str
     metric: str
-    """More is better, but for ``mse``."""
+    """More is better, but for ``mse`` and ``loss``, which is that of the labels."""
     teacher: float
     """The metric of the model that it learns from, on the samples that were held back."""
     before: float
