@@ -25,8 +25,8 @@ from enginesmith.pipeline.passes.finetune.trainer import (
     Models,
     TimeBudget,
     Trainer,
-    find_statistics,
     learning_rate,
+    set_part,
     shrink_step,
     update_average,
 )
@@ -432,6 +432,7 @@ def test_a_plan_shrinks_until_it_cannot() -> None:
     assert shrink_step(one).checkpointed
     with pytest.raises(StepOutOfMemory):
         shrink_step(shrink_step(one))
+    assert set_part(PLAN.model_copy(update={"batch": 1}), 1).frozen_norms  # a single value has no variance
     fixed = PLAN.model_copy(update={"least_part": 32})
     assert shrink_step(fixed).checkpointed
 
@@ -467,12 +468,22 @@ def test_statistics_are_those_of_the_samples() -> None:
     module = model().module
     norm = module.model.one[1]
     samples = [batch(8), batch(8)]
-    find_statistics(module, samples)
+    evaluate.find_statistics(module, samples)
     values = module.model.one[0](samples[0].inputs["image"])
     torch.testing.assert_close(norm.running_mean, values.mean((0, 2, 3)))
     torch.testing.assert_close(norm.running_var, values.var((0, 2, 3)))
     assert not norm.training
     assert norm.momentum == 0.1
+
+
+def test_statistics_of_single_values_stay() -> None:
+    module = model().module
+    module.model.head = nn.Sequential(nn.Linear(4, 3), norm := nn.BatchNorm1d(3))
+    norm.eval().running_var.fill_(7.0)
+    evaluate.find_statistics(module, [batch(1), batch(1)])
+    assert norm.running_var.tolist() == [7.0] * 3
+    assert module.model.one[1].num_batches_tracked == 2
+    assert not norm.training
 
 
 def test_a_verdict_is_by_the_metric_and_then_by_the_loss() -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForwa
 from enginesmith.pipeline.frameworks.torch.surgery import find_frozen
 from enginesmith.pipeline.passes.finetune import batches
 from enginesmith.pipeline.passes.finetune.augment import augment
-from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, SplitData
+from enginesmith.pipeline.passes.finetune.batches import DataParallel, SplitData
 from enginesmith.pipeline.passes.finetune.losses import Loss
 from enginesmith.pipeline.passes.finetune.options import Point, RecoverOptions, TrainingPlan
 from enginesmith.pipeline.tensors import Array
@@ -76,25 +76,6 @@ def update_average(average: NamedForward, module: NamedForward, decay: float, st
     for kept, now in zip(average.buffers(), module.buffers(), strict=True):
         if 0 not in kept.stride() or kept.numel() <= 1:
             kept.copy_(now)
-
-
-@torch.no_grad()
-def find_statistics(module: NamedForward, samples: Iterable[Batch]) -> None:
-    """Compute mean and variance of every batch norm, over all of the samples, with the weights as they are now."""
-    momenta = {norm: norm.momentum for norm in norms(module)}
-    if not momenta:
-        return
-    for norm in momenta:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain mean over the batches
-        norm.train()
-    try:
-        for batch in samples:
-            module(*batch.inputs.values())
-    finally:
-        for norm, momentum in momenta.items():
-            norm.momentum = momentum
-            norm.eval()
 
 
 @dataclass(frozen=True)
@@ -237,7 +218,7 @@ class Trainer:
 
 def set_part(plan: TrainingPlan, size: int) -> TrainingPlan:
     """Return the plan with parts of ``size`` samples; batch norms cannot learn from parts that are too small."""
-    frozen = size < min(batches.LEAST_FOR_NORMS, plan.batch)
+    frozen = size < max(2, min(batches.LEAST_FOR_NORMS, plan.batch))
     return plan.model_copy(update={"micro_batch": size, "frozen_norms": frozen})
 
 
