@@ -155,6 +155,18 @@ def test_what_was_frozen_in_an_attention_that_was_replaced_stays() -> None:
     assert found == {*parts, "1.k_proj.weight", "1.out_proj.weight"}
 
 
+def test_recurrent_layers_drop_nothing_out() -> None:
+    """As no other layer does; they are in training mode for cuDNN's sake."""
+    steps = trainer(lambda student, teacher, batch: student(batch.inputs["image"])[0].square().mean())
+    steps.student.model.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    steps.models.average.module.model.lstm = average = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    steps.follow(steps.plan)
+    lstm, given = steps.student.model.lstm, torch.randn(5, 1, 4)
+    assert lstm.training
+    assert torch.equal(lstm(given)[0], lstm(given)[0])
+    assert average.dropout == 0.5
+
+
 def test_whole_numbers_among_the_parameters_stay() -> None:
     steps = trainer(lambda student, teacher, batch: student(batch.inputs["image"])[0].square().mean())
     places = [nn.Parameter(torch.arange(3), requires_grad=False) for _ in range(2)]

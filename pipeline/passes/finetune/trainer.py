@@ -182,6 +182,7 @@ class Trainer:
         for module in self.student.modules():
             if isinstance(module, nn.RNNBase):
                 module.train()  # cuDNN keeps what gradients need only then
+                module.dropout = 0.0  # as nothing else is dropped out
 
     def _gradients(self, rows: Array) -> float | None:
         """Leave gradients of the whole batch in the parameters, and return its loss; None where memory ran out."""
