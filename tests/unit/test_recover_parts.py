@@ -477,10 +477,10 @@ def test_a_forward_that_a_module_was_given_is_there_again_after_computing_again(
 
 
 def test_statistics_are_those_of_the_samples() -> None:
-    module = model().module
+    module = (loaded := model()).module
     norm = module.model.one[1]
     samples = [batch(8), batch(8)]
-    evaluate.find_statistics(module, samples)
+    evaluate.find_statistics(loaded, samples)
     values = module.model.one[0](samples[0].inputs["image"])
     torch.testing.assert_close(norm.running_mean, values.mean((0, 2, 3)))
     torch.testing.assert_close(norm.running_var, values.var((0, 2, 3)))
@@ -488,11 +488,28 @@ def test_statistics_are_those_of_the_samples() -> None:
     assert norm.momentum == 0.1
 
 
+def test_statistics_of_norms_that_the_user_froze_stay() -> None:
+    given, frozen = [batch(16)], ("one.1.weight", "one.1.bias")
+    models = Models(*(dataclasses.replace(model(), frozen=frozen) for _ in range(3)))
+    models.ready(CPU)
+    norm, student = models.average.module.model.one[1], models.student.module.model.one[1]
+    evaluate.find_statistics(models.average, given)
+    assert norm.num_batches_tracked == 0
+    material = split_data(Dataset("set", {"image": given[0].inputs["image"].numpy()}), 0.3, 0, CPU)
+    loss = lambda student, teacher, batch: student(batch.inputs["image"])[0].square().mean()  # noqa: E731
+    Trainer(models, material, loss, RecoverOptions(), PLAN, 0, DataParallel(CPU), lambda: None).advance()
+    assert not student.training
+    assert student.num_batches_tracked == 0
+    half = dataclasses.replace(model(), frozen=frozen[:1])  # the other one is trained
+    evaluate.find_statistics(half, given)
+    assert half.module.model.one[1].num_batches_tracked == 1
+
+
 def test_statistics_of_single_values_stay() -> None:
-    module = model().module
+    module = (loaded := model()).module
     module.model.head = nn.Sequential(nn.Linear(4, 3), norm := nn.BatchNorm1d(3))
     norm.eval().running_var.fill_(7.0)
-    evaluate.find_statistics(module, [batch(1), batch(1)])
+    evaluate.find_statistics(loaded, [batch(1), batch(1)])
     assert norm.running_var.tolist() == [7.0] * 3
     assert module.model.one[1].num_batches_tracked == 2
     assert not norm.training

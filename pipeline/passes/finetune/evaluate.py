@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from enginesmith.calibration.dataset import Labels, take_labels
-from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
 from enginesmith.pipeline.passes.finetune.losses import Distil, Loss, compare_with_labels, supervised, user_loss
 from enginesmith.pipeline.passes.finetune.options import BatchLimits, RecoverOptions, TrainingPlan
@@ -113,7 +113,7 @@ class Evaluator:
         rows = self.work.material.order(count, self.work.seed).at(0)
         size = self.work.fixed or max(self._at_once, LEAST_FOR_NORMS)
         full = (part for part in parts(rows, size) if len(part) == size or len(rows) < size)
-        find_statistics(loaded.module, map(self.work.material.batch, full))
+        find_statistics(loaded, map(self.work.material.batch, full))
 
     @cached_property
     def teacher(self) -> float:
@@ -167,12 +167,12 @@ class Evaluator:
 
 
 @torch.no_grad()
-def find_statistics(module: NamedForward, samples: Iterable[Batch]) -> None:
+def find_statistics(loaded: LoadedModel, samples: Iterable[Batch]) -> None:
     """Compute mean and variance of every batch norm, over all of the samples, with the weights as they are now.
 
     One that is given single values per channel, which have no variance, keeps its own.
     """
-    kept, momenta = norms(module), dict[_BatchNorm, float | None]()
+    kept, momenta = norms(loaded), dict[_BatchNorm, float | None]()
 
     def begin(norm: _BatchNorm, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         value = (*given, *named.values())[0]
@@ -186,7 +186,7 @@ def find_statistics(module: NamedForward, samples: Iterable[Batch]) -> None:
     hooks = [norm.register_forward_pre_hook(begin, with_kwargs=True) for norm in kept]
     try:
         for batch in samples if kept else ():
-            module(*batch.inputs.values())
+            loaded.module(*batch.inputs.values())
     finally:
         for hook, norm in zip(hooks, kept, strict=True):
             hook.remove()

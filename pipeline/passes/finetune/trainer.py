@@ -59,9 +59,16 @@ def learning_rate(plan: TrainingPlan, step: int, options: RecoverOptions) -> flo
     return highest * 0.5 * (1 + math.cos(math.pi * (position - warm) / max(1, steps - warm)))
 
 
-def norms(module: nn.Module) -> list[_BatchNorm]:
-    """List batch norms that keep statistics."""
-    return [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
+def norms(loaded: LoadedModel) -> list[_BatchNorm]:
+    """List batch norms that keep statistics, but for those all of whose parameters the user froze."""
+    model = loaded.module.model
+    frozen, found = find_frozen(model, loaded.frozen), list[_BatchNorm]()
+    for path, norm in model.named_modules():
+        if isinstance(norm, _BatchNorm) and norm.track_running_stats:
+            own = {name for name, _ in norm.named_parameters(path, recurse=False)}
+            if not own or own - frozen:
+                found.append(norm)
+    return found
 
 
 @torch.no_grad()
@@ -177,7 +184,7 @@ class Trainer:
         batches.keep_activations(self.student.model)
         if plan.checkpointed:
             batches.compute_again(self.student.model)
-        for norm in norms(self.student):
+        for norm in norms(self.models.student):
             norm.train(not plan.frozen_norms)
         for module in self.student.modules():
             if isinstance(module, nn.RNNBase):
