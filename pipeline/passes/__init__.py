@@ -18,6 +18,7 @@ PASSES: Mapping[str, str] = {
     "export": "enginesmith.pipeline.passes.export.export:Export",
     "simplify": "enginesmith.pipeline.passes.simplify:Simplify",
     "decompose-attention": "enginesmith.pipeline.passes.export.attention:DecomposeAttention",
+    "opset": "enginesmith.pipeline.passes.opset:ConvertOpset",
     "sparsify": "enginesmith.pipeline.passes.sparsify.sparsify:Sparsify",
     "equalise": "enginesmith.pipeline.passes.rescale.equalize:CrossLayerEqualization",
     "smooth": "enginesmith.pipeline.passes.rescale.smooth_quant:Smooth",

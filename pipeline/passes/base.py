@@ -15,12 +15,13 @@ from enginesmith.pipeline.units import AddedOption, name_some
 
 Progress = Callable[[str], None]
 Records = Mapping[str, Artifact]
-Stage = Literal["graph", "request", "sparsity", "rescale", "precision"]
+Stage = Literal["graph", "request", "sparsity", "opset", "rescale", "precision"]
 """Places in a plan, in their order.
 
 ``graph``: from what was loaded to the float graph of all engines; ``request``: after those, if ``--pass`` names it;
-``sparsity``: each makes a variant of the float graph; ``rescale``: on the way to a precision, with ranges of what it
-gets, and new ranges after it; ``precision``: makes the graph that an engine of that precision is built from.
+``sparsity``: each makes a variant of the float graph; ``opset``: on the way to a precision that the graph is too old
+for; ``rescale``: on the way to a precision, with ranges of what it gets, and new ranges after it; ``precision``: makes
+the graph that an engine of that precision is built from.
 """
 _SHOWN, _NAMES = 5, 3
 """Reasons that are written out, and names for each."""

@@ -93,7 +93,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     if own := quality_step(recipe, original, original.name, for_search=True):
         steps.append(own)  # what searches compare their trials with
         first.add(own.id)
-    planned = [_engine_steps(recipe, variant, graph, verified, original.name) for variant in asked]
+    planned = [_engine_steps(resolved, variant, graph, verified, original.name) for variant in asked]
     dense, to_engines = [variant for variant, _ in planned], [step for _, more in planned for step in more]
     shared = frozenset((SHAPES, *([own.id] if own else ())))
     again = planned
@@ -129,7 +129,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
         )
         built_from |= {step.id: step.inputs["model"] for step in steps if isinstance(step.task, Tune)}
     for variant in list_references(resolved, [variant.id for variant in asked]):
-        checked, more = _engine_steps(recipe, variant, graph, verified, original.name)
+        checked, more = _engine_steps(resolved, variant, graph, verified, original.name)
         variants.append(checked)
         steps += more
     for index, variant in enumerate(variants):
@@ -241,10 +241,10 @@ def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...],
 
 
 def _engine_steps(
-    recipe: Recipe, variant: Variant, graph: StepRef, checks: tuple[StepRef, ...], baseline: VariantName
+    resolved: ResolvedRecipe, variant: Variant, graph: StepRef, checks: tuple[StepRef, ...], baseline: VariantName
 ) -> tuple[Variant, list[Step]]:
     """Plan the precision, the engine, and the check that stands for all checks before it too."""
-    engine, device = variant.engine, variant.device
+    recipe, engine, device = resolved.recipe, variant.engine, variant.device
     if engine.runs_module():
         check = verify_step(recipe, variant.name, LOAD, engine, device, stage="engine")
         return replace(variant, verified=(check.id,)), [check]
@@ -254,7 +254,7 @@ def _engine_steps(
     if takes_module:
         graph, checks = LOAD, ()
     if variant.lowering:
-        made = lower_precision(recipe, built, graph, quality_step(recipe, built, baseline, for_search=True))
+        made = lower_precision(resolved, built, graph, quality_step(recipe, built, baseline, for_search=True))
         graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
         steps += made.steps
         own = {

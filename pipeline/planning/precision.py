@@ -1,7 +1,7 @@
 """The part of a plan that leads from the float graph to one in another precision.
 
-graph ─┬──────────── [calibrate ─ equalise] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
-       └─ calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ─┘
+graph ─ [opset] ─┬──────────── [calibrate ─ equalise] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
+                 └─ calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ─┘
 
 For a variant that is trained: … search-N ─ assign-everything ─ quantize ─ precision-P-qat ── verify
 """
@@ -17,6 +17,7 @@ from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import REFERENCE, SHAPES, Step, StepRef, Variant, verify_step
+from enginesmith.pipeline.planning.variants import ResolvedRecipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Transform
@@ -57,20 +58,21 @@ class Lowered:
     recovered: tuple[StepRef, ...] = ()
 
 
-def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: Step | None) -> Lowered:
+def lower_precision(resolved: ResolvedRecipe, variant: Variant, graph: StepRef, quality: Step | None) -> Lowered:
     """Plan the steps from the float graph ``graph`` to the precision of a variant.
 
     ``quality`` finds the metric on the variant's engine, where there is data for it.
     """
     assert variant.lowering is not None
+    recipe = resolved.recipe
     name, kind = variant.lowering, KINDS[variant.lowering]
     trained = variant.name.quantizer == "qat"
     if variant.name.quantizer and not trained:
-        return _lower_by_nncf(recipe, variant, graph)
+        return _lower_by_nncf(resolved, variant, graph)
     asked = recipe.quantisation.placement
     placement = (variant.engine if asked == "auto" else engine_class(asked)).placement
     request = PrecisionRequest(name, placement, variant.engine.weight_bits(variant.device))
-    given = _prepare_graph(recipe, request, graph)
+    given = _prepare_graph(resolved, request, graph)
     (step,) = passes_for("precision", recipe, request=request)
     assert isinstance(step, PrecisionPass)
     subject = (name,) if kind.rest != "fp32" and not kind.searched else (name, variant.engine.name)
@@ -128,8 +130,9 @@ def train_task(recipe: Recipe, kind: type[R], turns: int = 1, **fields: object) 
     )
 
 
-def _lower_by_nncf(recipe: Recipe, variant: Variant, graph: StepRef) -> Lowered:
+def _lower_by_nncf(resolved: ResolvedRecipe, variant: Variant, graph: StepRef) -> Lowered:
     """Plan NNCF's quantisation of the float graph, with the calibration data that enginesmith's own would have."""
+    recipe, (graph, checks, steps) = resolved.recipe, _convert_opset(resolved, PrecisionRequest("int8"), graph)
     bits = recipe.quantisation.weight_bits or variant.engine.weight_bits(variant.device)
     preset: Preset = "performance" if variant.engine.prefers_signed(variant.device) else "mixed"
     task = QuantizeWithNncf(
@@ -141,8 +144,8 @@ def _lower_by_nncf(recipe: Recipe, variant: Variant, graph: StepRef) -> Lowered:
     )
     made = StepRef("precision", variant.precision, variant.name.quantizer, preset, f"w{bits}")
     check = verify_step(recipe, made, made, simulation(), Device(), KINDS["int8"].threshold)
-    steps = (Step(made, task, {"model": graph, REFERENCE: REFERENCE}), check)
-    return Lowered(made, (check.id,), steps, calibration=made)
+    steps = (*steps, Step(made, task, {"model": graph, REFERENCE: REFERENCE}), check)
+    return Lowered(made, (*checks, check.id), steps, calibration=made)
 
 
 def feeder(recipe: Recipe) -> Feeder:
@@ -151,10 +154,24 @@ def feeder(recipe: Recipe) -> Feeder:
     return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=options)
 
 
-def _prepare_graph(recipe: Recipe, request: PrecisionRequest, graph: StepRef) -> Lowered:
+def _convert_opset(
+    resolved: ResolvedRecipe, request: PrecisionRequest, graph: StepRef
+) -> tuple[StepRef, tuple[StepRef, ...], tuple[Step, ...]]:
+    """Plan to convert a float graph that is too old for a precision; return the graph, its checks, and the steps."""
+    (step,) = passes_for("opset", resolved.recipe, request=request)
+    least = KINDS[request.precision].opset
+    if resolved.given_opset >= least:
+        return graph, (), ()
+    name = StepRef(step.step_name, least)
+    check = verify_step(resolved.recipe, name, name, simulation(), Device(), "fp32")
+    return name, (check.id,), (Step(name, Transform(step=step), {"model": graph}), check)
+
+
+def _prepare_graph(resolved: ResolvedRecipe, request: PrecisionRequest, graph: StepRef) -> Lowered:
     """Plan the passes that make a float graph easier to quantise, each followed by ranges of its own."""
-    ranges = _calibrate(recipe, graph, StepRef("calibrate"))
-    prepared = Lowered(graph, (), (ranges,), ranges.id)
+    recipe, (converted, checks, made_before) = resolved.recipe, _convert_opset(resolved, request, graph)
+    ranges = _calibrate(recipe, converted, StepRef("calibrate", *([converted] if converted != graph else [])))
+    prepared = Lowered(converted, checks, (*made_before, ranges), ranges.id)
     for step in passes_for("rescale", recipe, request=request):
         before = prepared.graph
         name = StepRef(step.step_name) if before == graph else StepRef(step.step_name, before)

@@ -76,7 +76,7 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
         first.append(own)
     if lowered[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
-    made = lower_precision(recipe, lowered[0], graph, quality)
+    made = lower_precision(resolved, lowered[0], graph, quality)
     return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
 
 

@@ -30,6 +30,12 @@ class ResolvedRecipe:
         source = self.source
         return model_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
 
+    @functools.cached_property
+    def given_opset(self) -> int:
+        """The opset of the float graph: that of an ONNX file, or what is exported with."""
+        source = self.source
+        return model_file.summary(Path(source.target)).opset if source.form == "onnx" else self.recipe.export.opset
+
     def updated(self, **fields: object) -> "ResolvedRecipe":
         """Replace fields of the recipe; not the model."""
         return replace(self, recipe=self.recipe.model_copy(update=fields))

@@ -22,7 +22,6 @@ from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, mode
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
-from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import GroupFact
 from enginesmith.pipeline.passes.run import run_pass
@@ -138,7 +137,6 @@ class Sensitivity(Task):
             effect = run_pass(self.step, model, quantised, progress, records)
             left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
             floating, narrow = edit.load(model.path), edit.load(quantised / effect.file)
-            require_opset(floating, narrow.opset_imports[""], self.step.precision)
             measured = layerwise_error.add_layerwise_error(floating, narrow, groups)
             if not measured:
                 return {}, {}, left, ()
@@ -186,7 +184,6 @@ def measure_impacts(
         out = Path(folder)
         effect = run_pass(step.rounding_inputs(), model, out, progress, {**its_ranges, **records})
         floating, quantised = edit.load(model.path), edit.load(out / effect.file)
-        require_opset(floating, quantised.opset_imports[""], step.precision)
         edit.flatten(floating)
         layers.find_groups(floating)  # which names the nodes
         places = {name: index for index, name in enumerate(layerwise_error.add_switches(floating, quantised))}

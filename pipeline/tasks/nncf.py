@@ -64,7 +64,7 @@ class QuantizeWithNncf(Task):
 
         Raises:
             MissingCapability: NNCF is not installed.
-            InvalidGraph: the graph is no float32 graph, or has nothing to quantise.
+            InvalidGraph: the graph is too old or no float32 graph, or has nothing to quantise.
             ModelError: NNCF does not take it.
             UsageError: ``keep`` names no group.
         """
@@ -74,7 +74,8 @@ class QuantizeWithNncf(Task):
         artifact = inputs["model"]
         feeding, reads = self.feeder.open(artifact, inputs["reference"])
         model = edit.load(artifact.path)
-        groups = layers.prepare(model, "int8", 13)  # the first opset with a scale for each channel
+        layers.require_opset(model, "int8")
+        groups = layers.prepare(model, "int8")
         usable = [group for group in groups if not group.reason]
         layers.require_products(groups, "int8", usable)
         kept = find_kept(self.keep, groups)

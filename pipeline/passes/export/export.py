@@ -14,6 +14,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
@@ -318,6 +319,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         _check_trace(path, loaded)
         model = edit.load(path)
         ir.external_data.load_to_model(model)
+    convert_opset(model, opset)
     return model
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import name_some
 
@@ -193,16 +194,15 @@ def _explain_group(node: "ir.Node") -> str:
 # Demands on a graph before anything in it is quantised.
 
 
-def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
-    """Make a float32 graph of at least this opset flat, with weights that cannot be fed; return its groups.
+def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
+    """Make a float32 graph flat, with weights that cannot be fed; return its groups.
 
     Raises:
-        InvalidGraph: it is too old, quantised already, or not in float32.
+        InvalidGraph: it is quantised already, or not in float32.
         UsageError: ``keep`` names groups that there are none of.
     """
     import onnx_ir as ir
 
-    require_opset(model, opset, precision)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if any(mark in node.op_type for mark in _MARKS):
             raise InvalidGraph(
@@ -229,27 +229,18 @@ def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str]
     return groups
 
 
-def require_opset(model: "ir.Model", least: int, precision: str) -> None:
-    """Convert a graph to the opset that a precision needs, if it is older.
+def require_opset(model: "ir.Model", precision: Name) -> None:
+    """Refuse a graph of an older opset than a precision needs.
 
     Raises:
-        InvalidGraph: it cannot be converted.
+        InvalidGraph: so it is.
     """
-    from onnxscript import version_converter
-
-    given = model.opset_imports.get("", 0)
-    if given >= least:
-        return
-    cause: Exception | None = None
-    try:
-        version_converter.convert_version(model, target_version=least, fallback=True)
-    except (ValueError, RuntimeError) as error:
-        cause = error
-    if cause or model.opset_imports.get("", 0) < least:
+    given, least = model.opset_imports.get("", 0), KINDS[precision].opset
+    if given < least:
         raise InvalidGraph(
             f"the graph has opset {given}, {precision} needs opset {least}, and it cannot be converted",
             f"export it with --opset {least} or later",
-        ) from cause
+        )
 
 
 class NothingToQuantize(InvalidGraph):

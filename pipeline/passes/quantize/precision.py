@@ -4,7 +4,6 @@ Precisions are in the graph, as casts and Q/DQ pairs, and engines do what it say
 ``ranges`` of its values, and an ``assignment`` that may leave some groups in floating point.
 """
 
-import contextlib
 import json
 import math
 from collections import Counter
@@ -17,7 +16,7 @@ import numpy as np
 
 from enginesmith.calibration.ranges import METHODS, Method, Ranges, load
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.errors import InvalidGraph, ModelError, UsageError
+from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 FILE = "assignment.json"
 """Beside the graph: what each group is computed in, and why."""
 _NAMES = 3
-_BFLOAT16_OPSET = 22
-"""The first opset in which convolutions and pooling have a form in bfloat16."""
 
 
 def read(folder: Path) -> list[dict[str, str]]:
@@ -159,7 +156,7 @@ class Precision(PrecisionPass):
         """Rewrite the graph, and write down what became of each group.
 
         Raises:
-            InvalidGraph: the graph is no float32 graph, or has nothing in it that the precision is for.
+            InvalidGraph: the graph is too old or no float32 graph, or has nothing in it that the precision is for.
             UsageError: the records are of another graph, or there are no ranges.
             ModelError: nothing could be quantised or lowered.
         """
@@ -171,9 +168,8 @@ class Precision(PrecisionPass):
         values = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
         total = sum(array.size for array in values if array is not None and array.dtype == ir.DataType.FLOAT)
         progress(f"rewriting for {self.precision}")
-        if self.precision == "bf16":
-            with contextlib.suppress(InvalidGraph):  # what has a form in bfloat16 as it is can be lowered all the same
-                layers.require_opset(model, _BFLOAT16_OPSET, self.precision)
+        if self._low:  # of others, what has a form in an older opset can be lowered all the same
+            layers.require_opset(model, self.precision)
         done = self._quantise(model, ranges, chosen) if self._low else None
         groups = done.groups if done else layers.find_groups(model)
         lowered = self._lower(model, ranges, chosen)

@@ -40,21 +40,34 @@ class Kind:
     """Single groups can be left in floating point where it costs too much accuracy."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type of operators that are not quantised."""
+    opset: int = 0
+    """The first opset with all operators of the precision: with scales for each channel, in float16, or with blocks."""
 
 
 KINDS: Mapping[Name, Kind] = {
     "fp32": Kind("as exported", "fp32"),
     "fp16": Kind("float16; normalizations, softmax, reductions and what overflows in float32", "fp16", rest="fp16"),
-    "bf16": Kind("bfloat16; normalizations, softmax and reductions in float32", "bf16", rest="bf16"),
-    "int8": Kind("products in int8 by static Q/DQ, the rest in float32", "int8", calibrated=True, searched=True),
+    "bf16": Kind("bfloat16; normalizations, softmax and reductions in float32", "bf16", rest="bf16", opset=22),
+    "int8": Kind(
+        "products in int8 by static Q/DQ, the rest in float32", "int8", calibrated=True, searched=True, opset=13
+    ),
     "int8+fp16": Kind(
-        "products in int8 by static Q/DQ, the rest in float16", "int8", calibrated=True, searched=True, rest="fp16"
+        "products in int8 by static Q/DQ, the rest in float16",
+        "int8",
+        calibrated=True,
+        searched=True,
+        rest="fp16",
+        opset=19,
     ),
     "int8-dynamic": Kind(
-        "products with weights in int8, activations quantized as they come; CPU only", "int8", searched=True
+        "products with weights in int8, activations quantized as they come; CPU only", "int8", searched=True, opset=11
     ),
-    "fp8": Kind("products in E4M3 by Q/DQ, the rest in float16", "fp8", calibrated=True, searched=True, rest="fp16"),
-    "int4-weights": Kind("weights of products in int4 by blocks, computed in floating point", "int4", searched=True),
+    "fp8": Kind(
+        "products in E4M3 by Q/DQ, the rest in float16", "fp8", calibrated=True, searched=True, rest="fp16", opset=19
+    ),
+    "int4-weights": Kind(
+        "weights of products in int4 by blocks, computed in floating point", "int4", searched=True, opset=21
+    ),
 }
 assert set(KINDS) == set(get_args(Name))
 RANGES_PER_BATCH = ("int8-dynamic",)

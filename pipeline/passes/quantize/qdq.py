@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-_OPSET: Mapping[Number, int] = {"int8": 13, "fp8": 19}
-"""The first opset whose QuantizeLinear makes the number, with a scale per channel."""
-_OPSET_OF_HALF_SCALES = 19
 _SAME_SCALE = frozenset(
     ("MaxPool", "Resize", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather")
     + ("Expand", "Tile")
@@ -137,8 +134,7 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
         InvalidGraph: it is quantised already, or has none of the operators that can be.
         UsageError: the ranges are of another graph, or ``keep`` names groups that there are none of.
     """
-    opset = max(_OPSET[settings.number], _OPSET_OF_HALF_SCALES if settings.rest == "fp16" else 0)
-    groups = layers.prepare(model, settings.number, opset, settings.keep)
+    groups = layers.prepare(model, settings.number, settings.keep)
     usable = [group for group in groups if not group.reason]
     layers.require_products(groups, settings.number, usable)
     names = {name for group in usable for name in group.activations}

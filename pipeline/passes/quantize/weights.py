@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 _DYNAMIC, _INT4 = "int8-dynamic", "int4-weights"
-_DYNAMIC_OPSET, _INT4_OPSET = 11, 21
-"""The first with DynamicQuantizeLinear, and the first whose DequantizeLinear has blocks and int4."""
 _RECURRENCE = 2
 _LSTM_INPUTS = 8
 _FLOAT = 1  # of TensorProto.DataType
@@ -40,7 +38,7 @@ def quantise_dynamically(model: "ir.Model", settings: Settings, correct: Correct
         InvalidGraph: it is quantised already, or has neither with constant weights.
         UsageError: ``keep`` names groups that there are none of.
     """
-    groups = layers.prepare(model, _DYNAMIC, _DYNAMIC_OPSET, settings.keep)
+    groups = layers.prepare(model, _DYNAMIC, settings.keep)
     nodes = {str(node.name): node for node in model.graph}
     formless = {group.name: why for group in groups if (why := _explain_no_dynamic_form(group, nodes[group.name]))}
     usable = [group for group in groups if group.name not in formless]
@@ -183,7 +181,7 @@ def quantise_to_int4(
     """
     import onnx_ir as ir
 
-    groups = layers.prepare(model, _INT4, _INT4_OPSET, settings.keep)
+    groups = layers.prepare(model, _INT4, settings.keep)
     nodes = {str(node.name): node for node in model.graph}
     usable = [group for group in groups if not group.reason and group.operator in layers.MATRIX_PRODUCTS]
     layers.require_products(groups, _INT4, usable, layers.MATRIX_PRODUCTS)

@@ -1,0 +1,80 @@
+"""Convert a graph to a newer opset, before anything in it is named or measured for a precision that needs it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+_OPSET_OF_COORDINATES = 11
+"""The first opset whose Resize says how it takes coordinates; before, it was always asymmetric."""
+
+
+class ConvertOpset(Pass):
+    """Convert a graph to at least an opset; one that cannot be converted is passed on as it was."""
+
+    name: ClassVar[str] = "opset"
+    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxscript")
+    stage: ClassVar[Stage] = "opset"
+    reads: ClassVar[tuple[str, ...]] = ("export",)
+
+    opset: int
+    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make the one to the opset that the precision needs."""
+        external = options["export"].external_data_bytes
+        return (cls(opset=KINDS[request.precision].opset, external_data_bytes=external),)
+
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
+        """Convert, or say that it is not possible: the precision then refuses the graph, or does without."""
+        model = edit.load(artifact.path)
+        given = model.opset_imports.get("", 0)
+        progress(f"converting opset {given} to {self.opset}")
+        if not convert_opset(model, self.opset):
+            note = f"the graph cannot be converted from opset {given} to {self.opset}"
+            return edit.pass_on(artifact.path, out, note)
+        return edit.save_with_summary(model, out, self.external_data_bytes, f"opset {given} → {self.opset}")
+
+
+def convert_opset(model: "ir.Model", opset: int) -> bool:
+    """Convert a graph in place to an opset, unless it has that or a newer one; tell whether it has one of them now."""
+    from onnxscript import version_converter
+
+    given = model.opset_imports.get("", 0)
+    if given >= opset:
+        return True
+    edit.flatten(model)
+    try:
+        version_converter.convert_version(model, target_version=opset, fallback=True)
+    except (ValueError, RuntimeError):
+        return False
+    if given < _OPSET_OF_COORDINATES:
+        _keep_coordinates(model)
+    return model.opset_imports.get("", 0) >= opset
+
+
+def _keep_coordinates(model: "ir.Model") -> None:
+    """Have each Resize compute as it did in opset 10, or as the Upsample that it was.
+
+    The library leaves that out, and the default is another one since. ONNX Runtime rounds up to the nearest pixel
+    where an old Resize shrinks, and else down.
+    """
+    import onnx_ir as ir
+
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type == "Resize" and node.domain == "":
+            scales = edit.read(node.inputs[2])
+            nearest = "ceil" if scales is not None and scales.max() <= 1 else "floor"
+            node.attributes["coordinate_transformation_mode"] = ir.AttrString(
+                "coordinate_transformation_mode", "asymmetric"
+            )
+            node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", nearest)
