@@ -229,6 +229,19 @@ def recurrent(operator: str, direction: str, *, states: bool, **attributes: Any)
     return case(operator, *inputs, outputs=outputs, direction=direction, hidden_size=4, **attributes)
 
 
+def merge(heads: Any) -> Any:
+    """Put the heads of [batch, heads, length, width] side by side: [batch, length, heads * width]."""
+    return np.ascontiguousarray(heads.transpose(0, 2, 1, 3).reshape(heads.shape[0], heads.shape[2], -1))
+
+
+QKV = [normal(2, 4, 5, 8), normal(2, 4, 7, 8, seed=1), normal(2, 4, 7, 6, seed=2)]
+GROUPED = [QKV[0], *(each[:, :2] for each in QKV[1:])]
+SCORES = normal(2, 4, 5, 7, seed=3)
+SEEN = SCORES > -0.7
+HIDDEN = np.arange(5)[:, None] > 0
+"""Of the first row nothing is looked at."""
+ANGLES, PLACED = [normal(9, 4), normal(9, 4, seed=1)], np.asarray([[0, 1, 2, 3, 4], [8, 7, 3, 3, 0]], np.int64)
+
 MORE = [
     case("Round", HALVES),
     case("Softplus", factors(-30, 0, 30, 80)),
@@ -347,6 +360,17 @@ MORE = [
         for states in (False, True)
     ),
     recurrent("LSTM", "forward", states=True, activations=["Sigmoid", "Tanh", "Tanh"]),
+    *(case("Attention", *QKV, *masks, opset=23) for masks in ([], [SCORES], [SEEN], [SEEN[0, 0]], [SEEN & HIDDEN])),
+    *(case("Attention", *QKV, mask, opset=23, is_causal=1, scale=0.3) for mask in (None, SCORES)),
+    *(case("Attention", *QKV, mask, opset=23, softcap=0.5) for mask in (None, SCORES, SEEN)),
+    *(case("Attention", *GROUPED, mask, opset=23, softcap=cap) for mask in (None, SCORES) for cap in (0.0, 0.5)),
+    case("Attention", *map(merge, QKV), opset=24, q_num_heads=4, kv_num_heads=4),
+    case("Attention", *map(merge, GROUPED), SEEN, opset=23, q_num_heads=4, kv_num_heads=2),
+    *(case("RotaryEmbedding", QKV[0], *ANGLES, PLACED, opset=23, interleaved=n) for n in (0, 1)),
+    *(case("RotaryEmbedding", merge(QKV[0]), *ANGLES, PLACED, opset=23, num_heads=4, interleaved=n) for n in (0, 1)),
+    case("RotaryEmbedding", QKV[0], *(each[None, :5].repeat(2, 0) for each in ANGLES), opset=23),
+    case("RotaryEmbedding", QKV[0], *(each[:, :2] for each in ANGLES), PLACED, opset=23, rotary_embedding_dim=4),
+    *(case("Swish", ROWS, opset=24, **more) for more in ({}, {"alpha": 1.5})),
 ]
 """Other attributes, types and opsets, and the edges of what is above."""
 
@@ -460,6 +484,7 @@ def test_one_pixel_is_its_own_mean() -> None:
         ("LSTM", LSTM[:4], {"hidden_size": 4, "direction": "bidirectional", "clip": 1.0}),
         ("ConvTranspose", [IMAGE, normal(4, 3, 3, 3)], {"output_shape": [20, 20]}),
         ("ArgMax", [ROWS], {"select_last_index": 1}),
+        ("Attention", [*QKV, None, QKV[1], QKV[2]], {}),
     ],
 )
 def test_what_has_no_form_is_refused_by_name(operator: str, inputs: Any, attributes: dict[str, Any]) -> None:

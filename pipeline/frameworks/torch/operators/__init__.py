@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from enginesmith.pipeline.frameworks.torch.operators import (
+    attention,
     elementwise,
     pixels,
     products,
@@ -31,6 +32,7 @@ _MADE: Mapping[str, Make] = {
     **products.MADE,
     **pixels.MADE,
     **recurrent.MADE,
+    **attention.MADE,
 }
 _DOMAINS = ("", "ai.onnx")
 _MICROSOFT = ("Gelu", "FastGelu", "QuickGelu", "BiasGelu")

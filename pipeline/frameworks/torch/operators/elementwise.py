@@ -65,9 +65,8 @@ def _fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
-def _quick_gelu(node: "ir.Node", opset: int) -> Compute:
-    alpha = read_float(node, "alpha", 1.702)
-    return lambda x: x * torch.sigmoid(alpha * x)
+def _swish(x: Tensor, alpha: float) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
 
 
 def _hard_sigmoid(node: "ir.Node", opset: int) -> Compute:
@@ -162,7 +161,8 @@ PLAIN: dict[str, Compute] = {
 MADE: dict[str, Make] = {
     "Clip": _clip,
     "Gelu": _gelu,
-    "QuickGelu": _quick_gelu,
+    "QuickGelu": _with_alpha(_swish, 1.702),
+    "Swish": _with_alpha(_swish, 1.0),
     "LeakyRelu": _with_alpha(F.leaky_relu, 0.01),
     "Elu": _with_alpha(F.elu, 1.0),
     "Celu": _with_alpha(F.celu, 1.0),
