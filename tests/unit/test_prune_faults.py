@@ -1,6 +1,7 @@
 """Faults that random modules showed in pruning (benchmarks/fuzzing_prune.py), each in a small model."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch_pruning import DependencyGraph
 
 from enginesmith.pipeline.passes.prune import prune as pruner
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, Slice, cut, cut_for_now, mask_units
 from prunable import IMAGE, Of, head, joined, prune
 
@@ -140,3 +142,20 @@ def test_a_layer_stays_whole_of_which_one_channel_is_dropped(place: int) -> None
 
     model = Of(forward, first=nn.Linear(4, 8), middle=nn.Linear(7, 16), last=nn.Linear(16, 3))
     assert "first" in prune(model, (2, 4)).whole
+
+
+@pytest.mark.parametrize("into_module", [True, False])
+def test_a_view_of_a_parameter_may_enter_a_module_or_be_an_output(into_module: bool) -> None:
+    """Counting operations looks for the gradient functions of both, as of queries and anchors of a detector."""
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        anchors = self.anchors.expand(len(x), -1)
+        return self.last(self.first(x).relu()), self.other(anchors) if into_module else anchors
+
+    model = Of(forward, first=nn.Linear(8, 32), last=nn.Linear(32, 3), other=nn.Linear(4, 4))
+    model.anchors = nn.Parameter(torch.randn(1, 4))
+    x = torch.randn(2, 8)
+    target, options = PruneTarget.parse("30%"), PruneOptions(multiple_of=8)
+    done = pruner.prune(model.eval(), lambda: model(x), target, options)
+    assert {one.root for one in done.surgery.history} == {"first"}
+    assert all(value.requires_grad for value in model.parameters())

@@ -258,6 +258,6 @@ def run_or_explain(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]
     hooks = ForwardHooks(model)
     try:
         with torch.no_grad(), by_operators(), hooks:
-            return run(), ""
+            return tuple(value.detach() for value in run()), ""  # a view of a parameter would keep its gradient
     except Exception as error:  # noqa: BLE001 - the user's forward, on sizes that it may not be written for
         return (), _describe_failure(error, hooks)

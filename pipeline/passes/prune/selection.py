@@ -210,8 +210,15 @@ class Counter:
 
         without_values = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
         plain = (by_operators(), sdpa_kernel(SDPBackend.MATH))
+        trained = [value for value in self._model.parameters() if value.requires_grad]
         with torch.no_grad(), without_values, plain[0], plain[1], FlopCounterMode(display=False) as counter:
-            self._run()
+            try:  # the counter asks views of parameters that have a gradient for a function which they lack here
+                for value in trained:
+                    value.requires_grad_(False)
+                self._run()
+            finally:
+                for value in trained:
+                    value.requires_grad_()
         return int(counter.get_total_flops()) // 2
 
 
