@@ -159,3 +159,44 @@ def test_a_view_of_a_parameter_may_enter_a_module_or_be_an_output(into_module: b
     done = pruner.prune(model.eval(), lambda: model(x), target, options)
     assert {one.root for one in done.surgery.history} == {"first"}
     assert all(value.requires_grad for value in model.parameters())
+
+
+class HeadsByWidth(nn.Module):
+    """Attention that knows the width of its heads alone, and no number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.width = 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (
+            layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        query, key, value = parts
+        made = (query @ key.transpose(2, 3) / 4).softmax(-1) @ value
+        return self.out(made.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("length", [4, 8])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_heads_stay_as_wide_in_later_steps(length: int, steps: int) -> None:
+    """The shapes of the products fit heads as wide as the sequence is long, too."""
+    model = nn.Sequential(HeadsByWidth(), nn.Linear(64, 3))
+    done = prune(model, (1, length, 64), "0.5", steps=steps)
+    assert {one.unit for one in done.surgery.history if one.root == "0.query"} == {"head"}
+    assert model[0].query.out_features == model[0].out.in_features < 64
+    assert model[0].query.out_features % 16 == 0
+
+
+def test_a_group_is_tried_again_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    verify = pruner.keep_verified
+
+    def count(model: nn.Module, run: Any, groups: Any) -> Any:
+        tried.append(len(groups))
+        return verify(model, run, groups)
+
+    monkeypatch.setattr(pruner, "keep_verified", count)
+    prune(nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 1), head(32)), steps=3)
+    assert tried == [2, 2, 2]

@@ -401,7 +401,7 @@ def find_prunable(model: nn.Module, run: Run, options: PruneOptions, progress: P
 
 
 def find_again(model: nn.Module, run: Run, before: Prunable) -> Prunable:
-    """Find the same groups of a module that was cut since then."""
+    """Find the same groups of a module that was cut since then, with heads as wide as before; each is tried again."""
     traced, _ = _trace_groups(model, run)
     parts = Parts(model)
     known = {group.root: group for group in before.groups}
@@ -410,9 +410,17 @@ def find_again(model: nn.Module, run: Run, before: Prunable) -> Prunable:
         if (old := known.get(group.root)) is None:
             continue
         ways = split_into_heads(group, parts) if old.unit == "head" else (group,)
-        names = {(number.module, number.name) for number in old.attributes}
-        groups += [way for way in ways if {(number.module, number.name) for number in way.attributes} == names][:1]
-    return Prunable(tuple(groups), before.whole, before.replaced)
+        groups += [way for way in ways if _describe_units(way) == _describe_units(old)][:1]
+    return Prunable(tuple(keep_verified(model, run, groups)[0]), before.whole, before.replaced)
+
+
+def _describe_units(group: Group) -> tuple[int, set[tuple[str, str]]]:
+    """Return what stays the same of a group when some units go: a head's width, and the names of numbers that change.
+
+    The shapes of products fit other widths of heads, too; a channel is the only width there is otherwise.
+    """
+    width = len(group.channels[0]) if group.unit == "head" else 1
+    return width, {(number.module, number.name) for number in group.attributes}
 
 
 def _trace_groups(model: nn.Module, run: Run) -> tuple[list[Group], dict[str, str]]:
