@@ -240,6 +240,7 @@ SCORES = normal(2, 4, 5, 7, seed=3)
 SEEN = SCORES > -0.7
 HIDDEN = np.arange(5)[:, None] > 0
 """Of the first row nothing is looked at."""
+OLD_SCALES = [factors(1, 1, 2, 1.5), factors(1, 1, 0.7, 0.6), factors(1, 1, 0.7, 2.3)]
 ANGLES, PLACED = [normal(9, 4), normal(9, 4, seed=1)], np.asarray([[0, 1, 2, 3, 4], [8, 7, 3, 3, 0]], np.int64)
 
 MORE = [
@@ -370,6 +371,16 @@ MORE = [
     *(case("RotaryEmbedding", merge(QKV[0]), *ANGLES, PLACED, opset=23, num_heads=4, interleaved=n) for n in (0, 1)),
     case("RotaryEmbedding", QKV[0], *(each[None, :5].repeat(2, 0) for each in ANGLES), opset=23),
     case("RotaryEmbedding", QKV[0], *(each[:, :2] for each in ANGLES), PLACED, opset=23, rotary_embedding_dim=4),
+    *(case("Resize", IMAGE, scales, opset=10, mode=mode) for scales in OLD_SCALES for mode in ("nearest", "linear")),
+    *(case("Upsample", IMAGE, opset=7, mode=mode, scales=[1.0, 1.0, 2.0, 1.5]) for mode in ("nearest", "linear")),
+    *(case(f"Reduce{name}", ROWS, noop_with_empty_axes=1) for name in ("SumSquare", "L1", "L2", "Max", "LogSumExp")),
+    case("ReduceLogSum", POSITIVE, noop_with_empty_axes=1),
+    case("ReduceSumSquare", ROWS, ints(), noop_with_empty_axes=1, keepdims=0),
+    case("ReduceL2", NARROW, ints(0)),
+    *(
+        case("Pad", ROWS, ints(*pads), mode="wrap", opset=19)
+        for pads in ((-1, 1, 0, -1), (0, -2, 2, 3), (1, 1, -1, -1))
+    ),
     *(case("Swish", ROWS, opset=24, **more) for more in ({}, {"alpha": 1.5})),
 ]
 """Other attributes, types and opsets, and the edges of what is above."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+_OPSET_OF_COORDINATES = 11
+"""The first opset whose Resize says how it takes coordinates; before, it was asymmetric, as Upsample was."""
+
+
 def _depth_to_space(node: "ir.Node", opset: int) -> Compute:
     block, columns_first = read_int(node, "blocksize", 1), read_text(node, "mode", "DCR") == "CRD"
 
@@ -48,11 +52,10 @@ def _space_to_depth(node: "ir.Node", opset: int) -> Compute:
 
 
 def _resize(node: "ir.Node", opset: int) -> Compute:
-    mode = read_text(node, "mode", "nearest")
-    place = read_text(
-        node, "coordinate_transformation_mode", "half_pixel" if node.op_type == "Resize" else "asymmetric"
-    )
-    rounding = read_text(node, "nearest_mode", "round_prefer_floor" if node.op_type == "Resize" else "floor")
+    mode, old = read_text(node, "mode", "nearest"), opset < _OPSET_OF_COORDINATES
+    place = read_text(node, "coordinate_transformation_mode", "asymmetric" if old else "half_pixel")
+    rounding = read_text(node, "nearest_mode", "floor" if old else "round_prefer_floor")
+    fixed = node.attributes["scales"].as_floats() if "scales" in node.attributes else ()
     if read_int(node, "antialias", 0) or "axes" in node.attributes or mode not in ("nearest", "linear", "cubic"):
         raise refuse(node, "antialias, axes or an unknown mode")
     if place not in ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"):
@@ -63,7 +66,7 @@ def _resize(node: "ir.Node", opset: int) -> Compute:
         raise refuse(node, "cubic with other coordinates or coefficients than torch's")
 
     def compute(x: Tensor, *given: Tensor | None) -> Tensor:
-        scales = given[0] if node.op_type == "Upsample" or len(given) == 1 else given[1]
+        scales = torch.tensor(fixed) if fixed else given[0] if old else given[1]
         sizes = list_sizes(given[2]) if len(given) > 2 and given[2] is not None else []
         factors = [] if scales is None or sizes else [float(each) for each in scales.tolist()]
         wanted = sizes or [
@@ -79,7 +82,8 @@ def _resize(node: "ir.Node", opset: int) -> Compute:
             return made
         for axis in range(x.ndim):
             if wanted[axis] != x.shape[axis] or factors[axis] != 1:
-                x = _resize_axis(x, axis, wanted[axis], factors[axis], mode, place, rounding)
+                nearest = "ceil" if old and factors[axis] < 1 else rounding  # as ONNX Runtime rounds
+                x = _resize_axis(x, axis, wanted[axis], factors[axis], mode, place, nearest)
         return x
 
     return compute

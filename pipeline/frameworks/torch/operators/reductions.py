@@ -29,7 +29,9 @@ def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Make:
 
         def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
             chosen = fixed if axes is None else list_sizes(axes)
-            return x if not chosen and nothing else function(x, chosen or list(range(x.ndim)), keep).to(x.dtype)
+            if not chosen and nothing:  # each number alone: ONNX Runtime squares it, or takes its logarithm
+                return function(x[..., None], [-1], False).to(x.dtype)
+            return function(x, chosen or list(range(x.ndim)), keep).to(x.dtype)
 
         return compute
 
@@ -41,6 +43,11 @@ def _average(x: Tensor, axes: list[int], keep: bool) -> Tensor:
         return x.mean(axes, keepdim=keep)
     count = math.prod(x.shape[axis] for axis in axes)
     return torch.div(x.sum(axes, keepdim=keep), count, rounding_mode="trunc")
+
+
+def _norm(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    made: Tensor = torch.linalg.vector_norm(x if x.is_floating_point() else x.double(), 2, axes, keep)
+    return made  # whose gradient at 0 is 0
 
 
 def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -160,7 +167,7 @@ MADE: dict[str, Make] = {
     "ReduceMin": _reduce(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
     "ReduceProd": _reduce(_product),
     "ReduceL1": _reduce(lambda x, axes, keep: x.abs().sum(axes, keepdim=keep)),
-    "ReduceL2": _reduce(lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keep)),  # its gradient at 0 is 0
+    "ReduceL2": _reduce(_norm),
     "ReduceSumSquare": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep)),
     "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep).log()),
     "ReduceLogSumExp": _reduce(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),

@@ -267,7 +267,8 @@ def _pad_axis(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tenso
     if mode == "replicate":
         places = places.clamp(0, size - 1)
     elif mode == "circular":
-        places = places % size
+        first = max(-before, 0)  # what is cut off is not repeated
+        places = first + (places - first) % (size - first - max(-after, 0))
     else:
         places = (size - 1) - ((size - 1) - places.abs()).abs()
     return x.index_select(axis, places)
