@@ -200,3 +200,20 @@ def test_a_group_is_tried_again_in_each_step(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pruner, "keep_verified", count)
     prune(nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 1), head(32)), steps=3)
     assert tried == [2, 2, 2]
+
+
+def test_channels_whose_readers_are_not_found_are_not_called_an_output() -> None:
+    """Keys and values are repeated for the queries that share them, which is not followed."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        key, value = (each[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for each in (key, value))
+        made = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        return self.last(self.wide(made.transpose(1, 2).flatten(2)).relu())
+
+    parts = {"query": nn.Linear(16, 32), "key": nn.Linear(16, 16), "value": nn.Linear(16, 16)}
+    done = prune(Of(forward, **parts, wide=nn.Linear(32, 32), last=nn.Linear(32, 3)), (2, 5, 16))
+    assert done.whole["value"] == "what reads its channels cannot be followed"
+    assert done.whole["last"] == "its channels are an output of the model"

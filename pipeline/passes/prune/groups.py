@@ -141,9 +141,12 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
     from torch_pruning import ops
 
     items = list(_items(graph, traced))
+    ends = any(dep.target.type == ops.OPTYPE.OUTPUT for dep, _ in traced)
     if not any(item.reads for item in items):
-        raise Unprunable("its channels are an output of the model")
-    if any(dep.target.type == ops.OPTYPE.OUTPUT for dep, _ in traced):
+        if ends or not all(dep.target.outputs for dep, _ in traced):  # nothing follows a layer that is an output itself
+            raise Unprunable("its channels are an output of the model")
+        raise Unprunable("what reads its channels cannot be followed")
+    if ends:
         raise Unprunable("its channels are an output")
     if computed := next((item.name for item in items if _is_computed(item, parts)), ""):
         raise Unprunable(f"the weight of {computed} is computed from other parameters, as by weight_norm")
