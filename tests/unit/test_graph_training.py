@@ -265,6 +265,15 @@ def test_zeros_of_a_sparse_weight_stay(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[1::2], sparse[1::2] - 0.1, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(6,), (1, 6)])
+def test_zeros_of_a_bias_are_trained(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    nodes = [node("MatMul", "x w", "h"), node("Add", "h b", "y")]
+    path = write_graph(tmp_path, nodes, {"w": normal(8, 6), "b": np.zeros(shape, np.float32)}, x=("batch", 8))
+    module = load_graph(path).module.model
+    assert isinstance(module, GraphModule)
+    assert not module._masks
+
+
 def test_levels_at_zero_stay_only_where_there_is_a_pattern(tmp_path: Path) -> None:
     """Rounding alone makes many zeros where one channel is large; those may change."""
     by_chance = np.where(np.random.default_rng(0).random((4, 3, 3, 3)) < 0.6, 0, quantised()["w"]).astype(np.int8)

@@ -53,7 +53,7 @@ _ROOTS = ("Sqrt", "Reciprocal")
 _LARGEST = 1e4
 """Constants with larger numbers are masks, and no weights."""
 _SPARSE = 0.45
-"""Share of zeros from which on they stay zeros: a float weight has so many only if it was made sparse."""
+"""Share of zeros from which on they stay zeros: a float weight of a product has so many only if it was made sparse."""
 _GROUP, _ZEROS = 4, 2
 """A weight in few bits was made sparse if two of each four numbers along an axis are zero."""
 _GRIDS: dict[str, tuple[int, int]] = {"int8": (-128, 127), "uint8": (0, 255), "int32": (-(1 << 30), 1 << 30)}
@@ -224,7 +224,11 @@ class GraphModule(nn.Module):
             return
         floats = grid.widen(numbers) if grid else np.array(numbers)
         self.register_parameter(key, nn.Parameter(torch.from_numpy(floats)))
-        sparse = _has_pattern(floats) if grid else floats.size > 1 and np.mean(floats == 0) >= _SPARSE
+        sparse = (
+            _has_pattern(floats)
+            if grid
+            else floats.size > max(floats.shape, default=1) and np.mean(floats == 0) >= _SPARSE
+        )
         if sparse:
             self._masks[name] = f"mask {key}"
             self.register_buffer(self._masks[name], torch.from_numpy((floats != 0).astype(np.float32)))
