@@ -143,6 +143,7 @@ def _fit(array, name, dtype, shape):
 
 
 def _onnxruntime(file, engine):
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # else it reports to Microsoft
     import onnxruntime as ort
 
     chosen, options = engine["options"], ort.SessionOptions()

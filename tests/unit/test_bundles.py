@@ -279,6 +279,16 @@ def test_the_script_uses_the_cores_that_the_process_may_use(
     assert seen == [3]
 
 
+def test_the_script_reports_nothing_to_the_makers_of_the_runtime(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "")  # is restored in the end
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
+    runpy.run_path(str(tmp_path / "b/infer.py"))["Model"](tmp_path / "b")
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"
+
+
 def test_the_script_warns_at_the_first_size_that_was_not_verified(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "bundle", tmp_path / "b")
     model = runpy.run_path(str(tmp_path / "b/infer.py"))["Model"](tmp_path / "b")
