@@ -7,7 +7,7 @@ judged apart: the fill of masked places, and probabilities beside coordinates in
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from pydantic import BaseModel
@@ -20,6 +20,9 @@ from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 SQNR_CAP_DB = 200.0
 _CHUNK = 1 << 20
 _LEAST_PIXELS, _LEAST_SCORE = 30, 0.1
+_COARSEST_DB = 15.0
+_ROUNDINGS = 100
+"""Roundings of the largest answer from which on a difference between answers is one."""
 _COORDINATES = (4, 5, 6)
 """Numbers of a box that are no probabilities: four, with an angle or a distance."""
 
@@ -222,6 +225,7 @@ def _compare_exactly(name: str, pairs: _Pairs, thresholds: Thresholds) -> Output
 def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_range: float) -> OutputFidelity:
     """Compare by nearness, over the elements that are finite on both sides; the fill of masked places has to be one."""
     signal = noise = power = product = error = 0.0
+    size = 0
     low, high, finite, masked = np.inf, -np.inf, True, True
     fill = find_fill([reference for reference, _ in pairs])
     for wanted, given in _iterate_chunks(pairs):
@@ -235,6 +239,7 @@ def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_rang
         if not wanted.size:
             continue
         apart = wanted - given
+        size += wanted.size
         signal += float(wanted @ wanted)
         noise += float(apart @ apart)
         power += float(given @ given)
@@ -249,7 +254,9 @@ def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_rang
         cosine = product / norm if norm else None
     # relative to the range; to the greatest magnitude where all values are one; absolute where that is zero
     of_range = error / (max(high - low, known_range) or abs(high) or 1.0) if error else 0.0
-    near = (sqnr is not None and sqnr >= thresholds.min_sqnr_db) or of_range <= thresholds.max_error_of_range
+    follows = _is_followed(noise / max(size, 1), known_range, max(abs(low), abs(high)), pairs[0][0].dtype, thresholds)
+    loud = sqnr is not None and sqnr >= thresholds.min_sqnr_db
+    near = (loud and follows) or of_range <= thresholds.max_error_of_range
     argmax, why_not = _argmax_agreement(pairs)
     output = OutputFidelity(
         name=name,
@@ -263,6 +270,20 @@ def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_rang
     )
     reasons = {"argmax_agreement": why_not, "agreement": "float outputs are compared by nearness"}
     return explain_missing(output, "the reference is zero everywhere it is finite", reasons)
+
+
+def _is_followed(
+    mean_square: float, known_range: float, largest: float, dtype: "np.dtype[Any]", thresholds: Thresholds
+) -> bool:
+    """Tell whether differences between answers are kept, which an SQNR does not tell of numbers far from 0.
+
+    The error may be as large as the SQNR allows of numbers around 0 with the same range, whose root mean square is at
+    most half of it. True where that range is not known, or no more than rounding.
+    """
+    if not known_range > _ROUNDINGS * float(np.finfo(dtype).eps) * largest:
+        return True
+    allowed = 10 ** (-min(thresholds.min_sqnr_db, _COARSEST_DB) / 20)
+    return bool(np.sqrt(mean_square) <= allowed * known_range / 2)
 
 
 def _take_probabilities(pairs: _Pairs) -> _Pairs | None:

@@ -409,7 +409,7 @@ def _cautions(before: Side, after: Side, old: Run, other: Run, variants: Sequenc
             yield f"{run.baseline.id} was not measured in {side.path}, so it has no speed-ups"
         if not run.complete:
             yield f"{side.path} is not complete; `enginesmith resume {side.path}` does the rest"
-        batches = {row.batch for record in run.records for row in record.latency}
+        batches = {row.batch for record in run.records for row in record.latency if row.p50_ms}
         shared = {row.batch for variant in variants for row in variant.latency if row.change.basis or row.change.median}
         if side.measured and (alone := sorted(batches - shared)):
             yield f"batch {', '.join(map(str, alone))} was measured in {side.path} alone"

@@ -359,7 +359,7 @@ def select_winner(
         within = ranked = []
     if within:
         best = _prefer_less_loss(within, objective, batch, budgets.max_drop)
-        alone = "; no engine is better" if best.id == BASELINES["torch"] else ""
+        alone = "; no engine that does is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
             why = f"{_BEST[objective]} of those that surely meet the accuracy budget; {within[0].id} may not"

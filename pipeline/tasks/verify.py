@@ -299,7 +299,10 @@ def describe_failure(fidelity: Fidelity) -> str:
         return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
     if worst.sqnr_db is None:
         return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
-    return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"
+    error = f"max abs error {worst.max_abs_error:.3g}"
+    if worst.max_error_of_range:
+        error += f" ({100 * worst.max_error_of_range:.2g} % of the range of the answers)"
+    return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, {error}"
 
 
 def _count_not_finite(value: Array) -> int:

@@ -423,3 +423,23 @@ def test_right_and_wrong_samples_are_told_from_graded_scores(metric: str, counte
 def test_a_budget_of_less_than_one_sample_is_told(metric: str, max_drop: float, count: int, words: str) -> None:
     told = explain_few_samples({"calibration": 8, "choice": count, "judgement": 200}, metric, max_drop)
     assert (words in told, bool(told)) == (True, bool(words))
+
+
+@pytest.mark.parametrize(
+    ("centre", "dtype", "spans", "passed"),
+    [
+        (1e9, np.float64, True, False),  # the answers are lost, at an SQNR of 180 dB
+        (1e9, np.float64, False, True),  # the range of all answers is not known
+        (1e9, np.float32, True, True),  # float32 has no such differences
+        (300.0, np.float32, True, False),
+        (0.0, np.float32, True, False),
+    ],
+)
+def test_an_engine_with_the_same_answer_for_all_is_wrong_far_from_zero_too(
+    centre: float, dtype: Any, spans: bool, passed: bool
+) -> None:
+    wanted = {"y": (centre + np.linspace(-3, 3, 32)).astype(dtype)}
+    given = {"y": np.full(32, centre, dtype)}
+    thresholds = thresholds_for("int8" if centre == 300.0 else "fp32")
+    found = compare(wanted, given, thresholds, ranges={"y": 6.0} if spans else {})
+    assert found.passed == passed

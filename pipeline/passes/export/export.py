@@ -413,7 +413,7 @@ _HERE = Path(__file__).resolve().parents[3]
 _REMEDY_OPERATOR = "rewrite that line with operators that ONNX has, or register a translation with torch.onnx"
 _REMEDY_DATA = "the path through the code depends on values: use torch.where or torch.cond, or fix the value"
 _REMEDY_PROGRAM = "the whole trace is in the step's log; engines that are made from ONNX have another exporter, too"
-_REMEDY = "the whole trace is in the step's log; try the other one with --exporter"
+_REMEDY = "the whole trace is in the step's log; take the other one with --exporter, or rewrite what it names"
 
 
 def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY) -> ExportError:
