@@ -160,6 +160,8 @@ def _join_groups(cuts: Iterable[PrunedGroup]) -> tuple[PrunedGroup, ...]:
     groups: dict[str, PrunedGroup] = {}
     for cut in cuts:
         first = groups.get(cut.root, cut)
+        if (first.unit, first.after) != (cut.unit, cut.before):  # heads of another width are other units
+            first = cut
         kept = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
         groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": kept, "step": 1})
     return tuple(groups.values())

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnx import helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import InvalidGraph
@@ -127,3 +128,14 @@ def test_each_maker_of_int8_gets_the_converted_graph(
     asked: dict[str, Any] = {"precisions": ["int8"], "quantisation": {"quantizers": quantizers}}
     steps = plan(resolve_recipe(make({"model": str(path), "synthetic_calibration": True, **asked}))).steps
     assert [str(step.inputs["model"]) for step in steps if step.id.startswith("precision-")] == ["opset-13"]
+
+
+def test_a_graph_that_the_library_cannot_convert_is_left_as_it_was() -> None:
+    """It only logs that: the Resize of opset 10 stays one, with two inputs."""
+    x, y = (helper.make_tensor_value_info(name, 1, ["n", 1, 4, 4]) for name in "xy")
+    nodes = [helper.make_node("Affine", ["x"], ["a"]), helper.make_node("Resize", ["a", "scales"], ["y"])]
+    scales = numpy_helper.from_array(np.ones(4, np.float32), "scales")
+    graph = helper.make_graph(nodes, "old", [x], [y], [scales])
+    model = ir.serde.deserialize_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 10)]))
+    assert not convert_opset(model, 13)
+    assert model.opset_imports[""] == 10

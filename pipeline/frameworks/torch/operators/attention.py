@@ -59,7 +59,11 @@ def _attend_capped(
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (scale or 1 / math.sqrt(query.shape[-1]))
     scores = softcap * torch.tanh(scores / softcap)
-    return (scores if added is None else scores + added).softmax(-1) @ value
+    if added is None:
+        return scores.softmax(-1) @ value
+    scores = scores + added
+    empty = (scores == -math.inf).all(-1, keepdim=True)  # no key is left: 0, as without a cap
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ value
 
 
 def _rotary_embedding(node: "ir.Node", opset: int) -> Compute:
