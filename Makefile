@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # An environment with an NVIDIA driver gets the GPU packages.
 FLAVOUR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
-PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+# seqeval is built from source, and older pips fail at that without --use-pep517.
+PIP := $(BIN)/pip install --disable-pip-version-check -q --use-pep517 -c constraints.txt
 
 .PHONY: demo test test-all test-cuda check format documents site clean
 
