@@ -72,7 +72,6 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "enginesmith needs Python 3.11 or newer; name one with make PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) 'pip>=25.3' || echo "note: pip stays as it is; versions before 25.3 may search for fitting packages for very long"
 
 # Each flavour has stamps of its own. The other one's ONNX Runtime goes first: both have the same files, and the one that
 # is removed later takes those of the other along.
