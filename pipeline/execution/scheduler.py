@@ -28,6 +28,8 @@ _LOOK_AGAIN_SECONDS = 5.0
 """A step that had to wait longer for its turn is looked up once more: another one may have done it meanwhile."""
 _LEAST_SECONDS = 10.0
 """Time that each step has where so much is left, whatever its share is: a busy machine takes seconds to begin one."""
+_GRACE_SECONDS = 30.0
+"""Time after its share in which a measurement that a search has no result without may end: sessions start in turn."""
 
 
 @dataclass
@@ -195,12 +197,13 @@ class Runner:
         deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
         ends = self.search_seconds is not None and ends_search(step)
-        if ends:
-            left = max(left, _LEAST_SECONDS)  # on a busy machine, all was made, and nothing would come of it
+        if ends:  # on a busy machine, all was made, and nothing would come of it
+            left = max(left, 0.0 if step.id.kind == "tune" else _LEAST_SECONDS)
         task = self._changed.get(step.id, step.task)
         most = type(task).model_fields["time_share"].default if self._reordered else task.time_share
         share = max(left * most, min(left, _LEAST_SECONDS))
-        limits = {"left_seconds": share, "time_share": most}
+        grace = _GRACE_SECONDS if ends and task.exclusive else 0.0
+        limits = {"left_seconds": share, "time_share": most, "grace_seconds": grace}
         limited = task.model_copy(update=limits) if share < math.inf else task
         request = StepRequest(
             replace(step, task=limited),
@@ -208,12 +211,11 @@ class Runner:
             log=self.log_of(step),
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),
-            # what ends a search keeps to its share by itself, a little late on a busy machine
-            timeout_seconds=None if share == math.inf else left if ends else share,
+            timeout_seconds=None if share == math.inf else share + grace,
             on_note=note,
         )
         try:
-            if left <= 0 and not (self.search_seconds is not None and looks_up):
+            if left <= 0 and not ends and not (self.search_seconds is not None and looks_up):
                 raise StepTimeout("the time was over before it started", "give more: --time; then resume")
             with retry.notifications_to(note):
                 result = work(request)

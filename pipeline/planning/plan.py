@@ -229,9 +229,9 @@ def only_judges(step: Step) -> bool:
 
 
 def ends_search(step: Step) -> bool:
-    """Tell whether a search has no result without a step: the race, and what leads from it to the latencies."""
+    """Tell whether a search has no result without a step: the race, what leads from it to the latencies, the metric."""
     tuned = step.id.kind == "verify" and "tuned" in step.id.subject
-    return tuned or step.id.kind in ("race", "stay", "tune", "latency")
+    return tuned or step.id.kind in ("race", "stay", "tune", "latency", "quality")
 
 
 def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from enginesmith.pipeline.planning.plan import (
 )
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
 from enginesmith.pipeline.planning.prosecution import choose_seconds, prosecute_step
-from enginesmith.pipeline.planning.race import measuring_seconds, plan_race
+from enginesmith.pipeline.planning.race import mark_search, measuring_seconds, plan_race
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_references, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
@@ -118,7 +118,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     built = (step for step in steps if isinstance(step.task, (Build, Tune)) and step.task.engine.consumes == "onnx")
     built_from = {step.id: step.inputs["model"] for step in built}
     if recipe.races:
-        steps = [replace(step, search=step.id not in first) for step in steps]
+        steps = mark_search(steps, variants, first)
         variants, steps = plan_race(
             recipe,
             variants,

@@ -33,6 +33,17 @@ _LAST_SEARCH = 0.9
 """Share of the time that is left which the last search for a precision may take: its best trial has to be built."""
 
 
+def mark_search(steps: Sequence[Step], variants: Sequence[Variant], first: Collection[StepRef]) -> list[Step]:
+    """Mark the steps that end with the time in which variants are found.
+
+    The ``first`` ones, and those that lead to one lossless variant, do not: without them there is no result.
+    """
+    lossless = next((each for each in variants[1:] if each.engine.consumes == "onnx" and _is_lossless(each)), None)
+    ends = (lossless.artifact, *lossless.verified) if lossless else ()
+    needed = {*first, *_leading_to(steps, ends)}
+    return [replace(step, search=step.id not in needed) for step in steps]
+
+
 def plan_race(
     recipe: Recipe,
     variants: Sequence[Variant],

@@ -340,7 +340,8 @@ def select_winner(
     objective by 1.1 ×.
 
     The first record is the baseline, which does not win if a variant was requested and none was measured. If its
-    engine was named (``baseline_named``), it wins where all others have failed.
+    engine was named (``baseline_named``), it wins where all others have failed. Eager does not win where a better
+    variant may meet all budgets, as far as is known.
     """
 
     def judged(record: VariantRecord) -> tuple[Verdict, ...]:
@@ -359,6 +360,10 @@ def select_winner(
         within = ranked = []
     if within:
         best = _prefer_less_loss(within, objective, batch, budgets.max_drop)
+        for record in ranked[: ranked.index(best)] if best.id == BASELINES["torch"] else ():
+            if unknown := _explain_unknown(judged(record)):
+                why = f"{record.id} is better than {best.id}, but its {unknown}"
+                return Selection(None, why, pareto, judged(record))
         alone = "; no engine that does is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
@@ -381,6 +386,13 @@ def select_winner(
     elif objective == "latency":
         lacking = f"no variant that was asked for was measured at batch {batch}, which decides"
     return Selection(None, explain_failure(requested) or lacking, pareto, ())
+
+
+def _explain_unknown(verdicts: Sequence[Verdict]) -> str:
+    """Explain which budgets a variant may meet, as nothing is known of them; empty if it fails one, or none is left."""
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    known = any(verdict.actual is not None for verdict in failed)
+    return "" if known else "; ".join(format_verdict(verdict) for verdict in failed)
 
 
 def lacks_result(run: Run) -> bool:

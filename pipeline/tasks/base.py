@@ -42,6 +42,8 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     """Share that it may take of the time left when it begins; after that it counts as hanging. No part of the key."""
     left_seconds: float = Field(math.inf, exclude=True)
     """That share in seconds, as the scheduler finds it out; no part of the key."""
+    grace_seconds: float = Field(0.0, exclude=True)
+    """Seconds after that until it is ended, in which it brings what it has begun to an end; no part of the key."""
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Race(Measurement):
             feeds = measured_feeds(inputs["reference"])
             batch = max(feeds) if self.largest else next(iter(feeds))
             with logs_in_own_log() as logs, LatencyBenchmark(candidates, self._settings, logs, progress) as benchmark:
-                benchmark.end_in(min(HANG_SECONDS, self.measuring_seconds))
+                benchmark.end_in(min(HANG_SECONDS, self.measuring_seconds), self.grace_seconds)
                 before = max((row.lap for row in rows), default=0)
                 safe = [name for name in verified if self._hardly_loses(name, inputs)]
                 laps = self._run_laps(benchmark, running, safe, batch, feeds[batch], progress)

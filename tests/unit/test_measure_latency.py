@@ -282,6 +282,20 @@ def test_ends_with_the_time_of_the_whole_run(measure: Callable[..., LatencyResul
     assert first.p50_ms
 
 
+def test_what_has_started_late_is_measured_for_a_moment(
+    measure: Callable[..., LatencyResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, starting the sessions takes all the time."""
+    noise = np.random.default_rng(0).lognormal(sigma=0.5, size=9999)
+    scripts: dict[str, Script] = dict.fromkeys(["eager", "fast", "third"], lambda block: 0.01 * noise[block])
+    monkeypatch.setattr(FakeWorker, "load_seconds", 6.0)
+    settings = {"time_limit_seconds": 10.0, "launches": 1, "ends_at": 9.0}
+    rows = measure(scripts, **settings, grace_seconds=30.0).rows
+    assert all(row.p50_ms and row.rounds >= 10 for (row,) in rows.values())
+    assert FakeWorker.now < 9 + 30
+    assert measure(scripts, **settings).rows["third"][0].failure == NO_TIME
+
+
 @pytest.mark.parametrize(
     ("ends_at", "stopped"),
     [
@@ -533,10 +547,15 @@ def test_gpus_are_looked_at_after_each_block_and_not_for_the_cpu(kind: str, monk
     assert session.gpu_looks == ([working] * 3 if kind == "cuda" else [])
 
 
-@pytest.mark.parametrize(("seconds", "start"), [(100.0, 50.0), (15.0, 10.0), (4.0, 4.0), (9999.0, 900.0)])
-def test_a_session_that_may_hang_has_a_part_of_the_time_to_start(tmp_path: Path, seconds: float, start: float) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "grace", "start"),
+    [(100.0, 0.0, 50.0), (15.0, 0.0, 10.0), (4.0, 0.0, 4.0), (4.0, 30.0, 10.0), (9999.0, 0.0, 900.0)],
+)
+def test_a_session_that_may_hang_has_a_part_of_the_time_to_start(
+    tmp_path: Path, seconds: float, grace: float, start: float
+) -> None:
     benchmark = LatencyBenchmark([], LatencySettings(), tmp_path, print)
-    benchmark.end_in(seconds)
+    benchmark.end_in(seconds, grace)
     assert benchmark._settings.start_limit_seconds == start
     assert not benchmark.late
     benchmark.end_in(-1.0)

@@ -254,7 +254,7 @@ class Clock(Desk):
         assert limit is not None
         assert request.step.task.left_seconds == limit
         self.seconds += limit if request.step.id == "hangs" else min(limit, 10)
-        if request.step.id == "hangs" or limit < 10:
+        if request.step.id == "hangs" or 0 < limit < 10:
             raise StepTimeout("it ran past its time limit")
         return super().execute(request)
 
@@ -291,10 +291,14 @@ def test_a_search_goes_on_without_what_only_judges_where_that_takes_too_long(
 def test_what_is_done_again_has_the_time_that_is_left(desk: Desk) -> None:
     request = StepRequest(Step(StepRef("a"), Idle()), {}, Path("log"), lambda: None, lambda text: None)
     assert request.after(5.0) is request
-    limited = replace(request, timeout_seconds=8.0)
+    step = replace(request.step, task=Idle(left_seconds=6.0))  # and two seconds of grace
+    limited = replace(request, step=step, timeout_seconds=8.0)
     again = limited.after(5.0)
     assert again
-    assert (again.timeout_seconds, again.step.task.left_seconds) == (3.0, 3.0)
+    assert (again.timeout_seconds, again.step.task.left_seconds) == (3.0, 1.0)
+    late = limited.after(7.0)
+    assert late
+    assert (late.timeout_seconds, late.step.task.left_seconds) == (1.0, 0.0)
     assert limited.after(8.0) is None
 
 
@@ -339,7 +343,7 @@ def test_what_is_left_of_the_time_limits_each_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_search_that_is_late_measures_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race and what leads to the latencies have ten seconds each; what was not made, and memory, have none."""
+    """The race, what leads to the latencies, and accuracy have ten seconds each, and options none, which are kept."""
     desk = Clock()
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
     names = (
@@ -347,26 +351,36 @@ def test_a_search_that_is_late_measures_what_it_has(monkeypatch: pytest.MonkeyPa
         ("build", "b"),
         ("race",),
         ("stay", "a"),
+        ("tune", "a"),
         ("verify", "a", "tuned"),
         ("latency",),
+        ("quality", "a"),
         ("memory",),
     )
     steps = [Step(StepRef(*name), Idle()) for name in names]
     outcomes = Runner(desk, lambda step: Path(step.id), 10.0, search_seconds=10.0).run(steps)
     ends = {name for name, outcome in outcomes.items() if outcome.reason == NO_TIME}
     assert ends == {"build-b", "memory"}
+    assert desk.given.pop("tune-a") == 0
     assert set(desk.given.values()) == {10}
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("race", 100), ("latency", 100), ("build", 50)])
-def test_a_race_keeps_to_its_share_by_itself_and_is_not_ended_then(
+class HalfAlone(Half):
+    exclusive: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("race", 80), ("latency", 80), ("tune", 80), ("memory", 50), ("build", 50)]
+)
+def test_a_race_keeps_to_its_share_by_itself_and_has_time_to_end(
     monkeypatch: pytest.MonkeyPatch, desk: Desk, kind: str, limit: float
 ) -> None:
     given = []
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(desk, "execute", lambda request: given.append(request) or Desk.execute(desk, request))
-    Runner(desk, lambda step: Path(step.id), 100.0, search_seconds=100.0).run([Step(StepRef(kind), Half())])
+    Runner(desk, lambda step: Path(step.id), 100.0, search_seconds=100.0).run([Step(StepRef(kind), HalfAlone())])
     assert [(request.step.task.left_seconds, request.timeout_seconds) for request in given] == [(50, limit)]
+    assert given[0].step.task.grace_seconds == limit - 50
 
 
 @pytest.mark.parametrize("reordered", [True, False])

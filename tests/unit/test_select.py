@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from enginesmith.pipeline.errors import NO_TIME
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import Work
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, StageFidelity
@@ -144,6 +145,21 @@ def test_nobody_wins_when_nobody_holds_the_budgets() -> None:
 def test_an_unknown_number_holds_no_budget() -> None:
     chosen = select_winner([record("blind", 1.0, None)], Budgets(max_memory_bytes=10**12), "latency", 1)
     assert chosen.winner is None
+
+
+def test_eager_does_not_win_where_a_better_one_was_not_judged() -> None:
+    """No time was left for its accuracy; one whose loss is known to be too large is beaten by eager as before."""
+    none = Quality(metric="top1", value=1.0, baseline=1.0, drop=0.0, samples=100)
+    eager, budgets = EAGER.model_copy(update={"quality": none}), Budgets(max_drop=0.01)
+    unjudged = FAST.model_copy(update={"reasons": {"quality": NO_TIME}})
+    chosen = select_winner([eager, unjudged], budgets, "latency", 1)
+    assert chosen.winner is None
+    why = f"fast is better than eager, but its accuracy drop is unknown ({NO_TIME}), and has to be at most 0.0100"
+    assert chosen.reason == why
+    careful = FAST.model_copy(update={"quality": none.model_copy(update={"drop": 0.005, "drop_high": 0.02})})
+    assert select_winner([eager, careful], budgets, "latency", 1).winner == "eager"
+    lossy = unjudged.model_copy(update={"quality": none.model_copy(update={"drop": 0.5})})
+    assert select_winner([eager, lossy], budgets, "latency", 1).winner == "eager"
 
 
 def test_failed_and_unmeasured_variants_never_win() -> None:

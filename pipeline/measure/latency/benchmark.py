@@ -41,6 +41,8 @@ _SLOW_BLOCK = 50
 _LEAST_LIMIT_SECONDS = 60.0
 _OVERRUN = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
+_GRACE_TO_START, _GRACE_TO_MEASURE = 0.5, 0.1
+"""Shares of a time of grace: in which a session may begin to start, and which is measured for in any case."""
 _CALLS_EACH = 3
 """Calls that each of several callers makes at least in a round, about."""
 _LAUNCHES = 5
@@ -69,7 +71,9 @@ class LatencySettings(BaseModel, frozen=True, extra="forbid"):
     start_limit_seconds: float = Field(900.0, exclude=True)
     """For loading, and for the first call and warm-up; past it a session counts as hanging."""
     ends_at: float = Field(math.inf, exclude=True)
-    """Time of ``time.monotonic`` at which measuring ends in any case; sessions that have not started then fail."""
+    """Time of ``time.monotonic`` at which measuring ends."""
+    grace_seconds: float = Field(0.0, exclude=True)
+    """Time after that in which sessions may still start, and those that have started are measured for a moment."""
     concurrency: tuple[int, ...] = ()
     """Numbers of callers that throughput is measured with, after latency."""
     memory_limit_bytes: int | None = None
@@ -114,7 +118,7 @@ class MeasuredSession:
         """Open the session unless it is open, and make it ready for new feeds."""
         self.launches, self.ready, self.failure, self.oom = [], None, self.hangs, None
         self._feeds, self._hang_limit_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
-        if time.monotonic() > settings.ends_at:
+        if time.monotonic() > settings.ends_at + _GRACE_TO_START * settings.grace_seconds:
             self.failure = self.failure or NO_TIME
         if self.failure:
             return
@@ -232,6 +236,8 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
     The sessions have been started.
     """
     begun, launch = time.monotonic(), 0
+    ends_at = max(settings.ends_at, begun + _GRACE_TO_MEASURE * settings.grace_seconds)
+    settings = settings.model_copy(update={"ends_at": ends_at})
     starting = sum(session.starting_seconds for session in sessions if not session.failure)
     several = settings.launches >= LEAST_LAUNCHES and starting <= _DEAREST_START * settings.time_limit_seconds
     while True:

@@ -115,11 +115,15 @@ class LatencyBenchmark:
         """Return a candidate's rows in the order of the batch sizes."""
         return tuple(row for _, row in sorted(self._rows[name].items()))
 
-    def end_in(self, seconds: float) -> None:
-        """End the next measurement after so long in any case; a session, which may hang, has a part of it to start."""
-        share = max(_SHARE_TO_START * seconds, min(seconds, _LEAST_TO_START_SECONDS))
+    def end_in(self, seconds: float, grace_seconds: float = 0.0) -> None:
+        """End the next measurement after so long; a session, which may hang, has a part of it to start.
+
+        After that, sessions may start and be measured for a moment in the ``grace_seconds``.
+        """
+        share = max(_SHARE_TO_START * seconds, min(seconds + grace_seconds, _LEAST_TO_START_SECONDS))
         start = min(self._settings.start_limit_seconds, share)
-        update = {"ends_at": time.monotonic() + seconds, "start_limit_seconds": start}
+        ends = {"ends_at": time.monotonic() + seconds, "grace_seconds": grace_seconds}
+        update = {**ends, "start_limit_seconds": start}
         self._settings = self._settings.model_copy(update=update)
 
     @property
