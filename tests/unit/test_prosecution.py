@@ -313,6 +313,16 @@ def test_samples_that_depend_on_their_batch_are_found_in_a_low_precision() -> No
     assert all((seen := apart.examine(each)) is None or seen.witness == MODEL for each in samples)
 
 
+def test_a_model_whose_samples_change_each_other_now_and_then_accuses_no_engine() -> None:
+    """Large values anywhere in the batch change all answers, and most inputs have none."""
+
+    def limits(feeds: Feeds) -> dict[str, Array]:
+        return {"y": feeds["x"] * (3 if np.abs(feeds["x"]).max() > 2.5 else 2)}
+
+    search = InputSearch(Subject(SPACE, "fp32", limits, limits), seed=0)
+    assert not [each for each in itertools.islice(generate(SPACE, 0), 150) if search.examine(each)]
+
+
 def test_samples_are_taken_from_where_the_batch_is() -> None:
     """Also where it is the second dimension, as in networks that take time first."""
     signature = Signature(inputs=(spec("x", "float32", 6, "batch"),), outputs=(spec("y", "float32", 6, "batch"),))

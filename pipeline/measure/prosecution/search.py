@@ -107,7 +107,6 @@ class InputSearch:
         self.walked: dict[str, int] = {}
         self._judges = {name: subject.judge(name) for name in {subject.precision, OWN_GRAPH, "fp32"}}
         self._rng = np.random.default_rng([seed, 1])
-        self._rows_agree: bool | None = None
         self._climb: _Climb | None = None
         self._driven = 0
         self._right_on: dict[str, tuple[str, ...]] = {}
@@ -244,11 +243,13 @@ class InputSearch:
         row = int(self._rng.integers(rows))
         single = take_row(attempt.feeds, space.signature, row)
         outputs = [spec.name for spec in space.signature.outputs if space.batch in spec.shape]
-        if not outputs or not self._model_keeps_rows_apart(single, expected, row, outputs):
+        if not outputs:
             return None
         try:
             alone = self.subject.engine(single)
         except EnginesmithError as error:
+            if not self._model_keeps_rows_apart(single, expected, row, outputs):
+                return None
             shrunk = attempt._replace(feeds=single, note=f"{attempt.note}; sample {row} alone")
             return self._disagree(
                 shrunk, MODEL, f"it does not answer: {error.message}", self.subject.model(single), None
@@ -256,21 +257,23 @@ class InputSearch:
         in_batch = take_row({name: found[name] for name in outputs}, space.signature, row)
         chosen = {name: alone[name] for name in outputs}
         precision = "fp32" if self.subject.precision in EXACT else OWN_GRAPH
-        if reason := self._find_fault(self.subject.engine, single, chosen, in_batch, precision):
+        reason = self._find_fault(self.subject.engine, single, chosen, in_batch, precision)
+        if reason and self._model_keeps_rows_apart(single, expected, row, outputs):
             text = f"sample {row} is answered in another way than alone: {reason}"
             wanted = {**found, **_with_row({name: found[name] for name in outputs}, space.signature, row, alone)}
             return self._disagree(attempt, ALONE, text, wanted, found)
         return None
 
     def _model_keeps_rows_apart(self, single: Feeds, expected: Feeds, row: int, outputs: Sequence[str]) -> bool:
-        """Tell whether the model answers a sample alone as in a batch; asked once."""
-        if self._rows_agree is None:
+        """Tell whether the model answers a sample alone as in this batch; another batch may show that it does not."""
+        try:
             alone = self.subject.model(single)
-            wanted = {name: alone[name] for name in outputs}
-            given = take_row({name: expected[name] for name in outputs}, self.subject.space.signature, row)
-            shapes = all(wanted[name].shape == given[name].shape for name in outputs)
-            self._rows_agree = shapes and not self._find_fault(self.subject.model, single, wanted, given, "fp32")
-        return self._rows_agree
+        except EnginesmithError:
+            return False
+        wanted = {name: alone[name] for name in outputs}
+        given = take_row({name: expected[name] for name in outputs}, self.subject.space.signature, row)
+        shapes = all(wanted[name].shape == given[name].shape for name in outputs)
+        return shapes and not self._find_fault(self.subject.model, single, wanted, given, "fp32")
 
     def _disagree(
         self, attempt: Attempt, witness: str, reason: str, expected: Feeds, found: Feeds | None
