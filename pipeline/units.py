@@ -81,14 +81,16 @@ def ms(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def format_metric(value: float, sign: Literal["", "+"] = "", least: float = 1e-6) -> str:
-    """Write a metric or its drop with four decimals, or two digits that count below 0.001, and as 0 below ``least``.
+def format_metric(value: float, sign: Literal["", "+"] = "", least: float = 0.0) -> str:
+    """Write a metric or its drop with four decimals, or two digits that count below 0.001, and as 0 up to ``least``.
 
-    ``sign`` is written before what is not negative.
+    Below a millionth it has an exponent: ``9.8e-18``. ``sign`` is written before what is not negative.
     """
-    small = least < abs(value) < 0.001
-    digits = 1 - math.floor(math.log10(abs(value))) if small else 4
-    return f"{value:{sign}z.{digits}f}".replace("-", "−")
+    size = abs(value)
+    digits = 1 - math.floor(math.log10(size)) if least < size < 0.001 else 4
+    form = ".1e" if least < size < 1e-6 else f".{digits}f"
+    text = f"{value:{sign}z{form}}"
+    return "−" + text[1:] if text.startswith("-") else text
 
 
 def count_words(number: int, singular: str) -> str:

@@ -7,6 +7,7 @@ from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.passes.finetune.options import Point, Recovery
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
 from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.units import format_metric
 
 _MOST_POINTS = 500
 
@@ -79,9 +80,9 @@ def tabulate_training(run: Run) -> Table:
             "method": recovery.method,
             "steps": f"{recovery.steps}: {recovery.reason}",
             "metric": recovery.metric,
-            "before": f"{recovery.before:.4f}",
-            "after": f"{recovery.after:.4f}",
-            "of": f"{recovery.teacher:.4f}",
+            "before": format_metric(recovery.before),
+            "after": format_metric(recovery.after),
+            "of": format_metric(recovery.teacher),
             "samples held out": str(recovery.held_back),
         }
         for name, recovery in _list_trained(run)
@@ -96,7 +97,7 @@ def tabulate_training_steps(run: Run) -> Table:
             "trained": name,
             "step": str(point.step),
             "loss": number_cell(point.loss, ".4g"),
-            "metric": f"{point.metric:.4f}",
+            "metric": format_metric(point.metric),
             "learning rate": f"{point.learning_rate:.2g}",
         }
         for name, recovery in _list_trained(run)

@@ -31,7 +31,7 @@ from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
 from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, read_form
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, format_metric
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
@@ -122,8 +122,8 @@ class Recover(ResumableTask):
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
         return Effect(
             file=file,
-            summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} "
-            f"({self.teacher_word} {record.teacher:.4f}) on {record.held_back} samples held out; "
+            summary=f"{record.metric} {format_metric(record.before)} → {format_metric(record.after)} "
+            f"({self.teacher_word} {format_metric(record.teacher)}) on {record.held_back} samples held out; "
             f"{record.steps} steps: {record.reason}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,

@@ -40,7 +40,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tensors import Array, Feeds, rows_first
-from enginesmith.pipeline.units import format_bytes, format_si
+from enginesmith.pipeline.units import format_bytes, format_metric, format_si
 
 _SHARE_OF_FREE = 0.8
 HANG_SECONDS = 900.0
@@ -318,7 +318,7 @@ class Quality(EngineCheck):
             return Effect(file=RECORDS, summary=judged, reads=reads)
         np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
         write_records(out, [judged])
-        summary = f"{judged.title} {judged.value:.4f} on {judged.basis}"
+        summary = f"{judged.title} {format_metric(judged.value)} on {judged.basis}"
         return Effect(file=RECORDS, summary=summary, reads=reads)
 
     def judge(

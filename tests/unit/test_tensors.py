@@ -135,11 +135,21 @@ def test_sizes_for_people(size: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.1, "+0.1000"), (-0.0028, "−0.0028"), (0.00002, "+0.000020"), (-0.00042, "−0.00042"), (-1e-17, "+0.0000")],
+    [
+        (0.1, "+0.1000"),
+        (-0.0028, "−0.0028"),
+        (0.00002, "+0.000020"),
+        (-0.00042, "−0.00042"),
+        (1e-6, "+0.0000010"),
+        (4.218e-16, "+4.2e-16"),
+        (-9.82e-18, "−9.8e-18"),
+        (-0.0, "+0.0000"),
+    ],
 )
 def test_drops_for_people(value: float, text: str) -> None:
     assert format_metric(value, "+") == text
     assert format_metric(value) == text.removeprefix("+")
+    assert format_metric(-1e-17, "+", least=1e-16) == "+0.0000"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.31, "0.3 s"), (12.4, "12 s"), (185, "3 m 05 s")])
