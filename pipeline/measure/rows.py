@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, Interval
 
 SAMPLES = "samples.npz"
 WHOLE_RUN = "the time of the whole run"
@@ -165,6 +165,11 @@ class LatencyRow(BaseModel, frozen=True):
     def cut(self) -> bool:
         """Tell whether the time of the whole run ended it before its own time was over."""
         return self.stopped_because == WHOLE_RUN
+
+    @property
+    def mostly_disturbed(self) -> bool:
+        """Tell whether most calls were disturbed, so that even the median is of such ones."""
+        return (self.disturbed_share or 0.0) > MOSTLY_DISTURBED
 
     @property
     def speedup_too_noisy(self) -> bool:

@@ -74,7 +74,8 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
         faster = speedup(record, row.batch)
         if record is run.baseline:
             faster = Number("reference", row.speedup.median if row.speedup else None)
-        numbers = (number_cell(row.batch), faster, time_cell(row.p50_ms), time_cell(row.p99_ms))
+        median = Number(f"~{ms(row.p50_ms)}", row.p50_ms) if row.mostly_disturbed else time_cell(row.p50_ms)
+        numbers = (number_cell(row.batch), faster, median, time_cell(row.p99_ms))
         rest = dict.fromkeys(once, "") if index else once
         rest = {**rest, "status": state or rest["status"]}
         yield {"variant": "" if index else name, **dict(zip(heads, numbers, strict=True)), **rest}

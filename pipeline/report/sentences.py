@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from enginesmith.pipeline.engines import REFERENCES
 from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE
 from enginesmith.pipeline.frameworks.records import describe_fallback
-from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
+from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
     describe_data,
     describe_drop,
@@ -30,14 +30,16 @@ LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
 _SLOWEST = 0.01
 """Share of calls that are slower than p99: if more than these waited for a core, that may be why."""
+_DISTURBED = "p50 with ~: other programs disturbed most of its calls; on a quiet machine it may be much lower"
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
 
 def list_footnotes(run: Run) -> list[str]:
-    """Explain stars on names, dashes for a p99, groups on a GPU, searches and negative drops, where there are any."""
+    """Explain stars on names, marked p50s, dashes for a p99, groups on a GPU, searches and negative drops, if any."""
     negative = any(record.quality and format_drop(record.quality).startswith("−") for record in run.variants)
     return [
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
+        *([_DISTURBED] if any(row.mostly_disturbed for record in run.records for row in record.latency) else []),
         *_explain_p99(run),
         *_explain_references(run),
         *_explain_tf32(run),
@@ -227,7 +229,7 @@ def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int)
         taken = "was not timed" if mine is None else f"takes {ms(mine.p50_ms)} ms"
         return f"{record.id} {taken} at batch {batch} ({baseline.id} was not measured there)"
     sides = (record, mine), (baseline, theirs)
-    disturbed = [each.id for each, row in sides if row and (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
+    disturbed = [each.id for each, row in sides if row and row.mostly_disturbed]
     if mine.speedup is None and disturbed:
         why = f"other programs disturbed most calls of {' and '.join(disturbed)}"
         return f"{record.id} takes {ms(mine.p50_ms)} ms at batch {batch} (no speed-up is known: {why})"
@@ -373,7 +375,7 @@ def _describe_disturbed(run: Run) -> Iterator[str]:
     """Name speed-ups that tell nothing, or else count medians that are of disturbed calls."""
     rows = [(record, row) for record in run.records for row in record.latency]
     noisy = [f"{mark_name(entry)} at batch {row.batch}" for entry, row in rows if row.speedup_too_noisy]
-    shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
+    shares = [row.disturbed_share for _, row in rows if row.mostly_disturbed]
     if noisy:
         yield f"speed-up of {name_some(noisy, _MOST_NAMED)}: {TOO_NOISY}"
     elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):

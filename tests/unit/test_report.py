@@ -315,6 +315,16 @@ def test_noise_is_told_once_with_what_to_do() -> None:
     assert not list(sentences.describe_noise(run(baseline=slow, variants=())))  # the machine's warning says it
 
 
+def test_medians_of_disturbed_calls_are_marked_for_eager_as_for_variants() -> None:
+    rows = tuple(LatencyRow(batch=batch, p50_ms=54.4, disturbed_share=share) for batch, share in ((1, 0.3), (8, 1.0)))
+    both = [record(name, 2.0, 1.0).model_copy(update={"latency": rows}) for name in ("eager", "onnxruntime-fp32")]
+    disturbed = run(baseline=both[0], variants=(both[1],))
+    table = run_tables.tabulate_variants(disturbed)
+    assert [row[table.columns.index("p50 ms")] for row in table.rows] == ["54.4", "~54.4"] * 2
+    assert any(note.startswith("p50 with ~: other programs") for note in sentences.list_footnotes(disturbed))
+    assert not any("~" in note for note in sentences.list_footnotes(run()))
+
+
 def test_a_run_that_is_not_complete_says_so_wherever_it_is_read() -> None:
     text = markdown.render(run(winner=None, winner_reason="nothing was measured", complete=False))
     assert "No winner yet: nothing was measured." in text
