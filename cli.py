@@ -1,6 +1,7 @@
 """Run the command line: list the commands, and end with a message and an exit code. Nothing heavy is imported here."""
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from enginesmith.pipeline.commands import (
 from enginesmith.pipeline.errors import EnginesmithError
 
 _INTERRUPTED = 130
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _SECTIONS = {
     "Optimize a model": (optimize.optimize, resume.resume, init.init),
     "Read and judge a run": (report.report, explain.explain, compare.compare, gate.gate, package.package),
@@ -73,12 +75,31 @@ class _Commands(click.Group):
         except EnginesmithError as error:
             if "--debug" in given:
                 raise
+            error.remedy += self._name_owners(error.remedy, given)
             click.echo(f"error: {error}", err=True)
             failure = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
             code, failure = error.exit_code, failure | {"class": type(error).__name__, "failure": error.failure}
         if "--json" in given:
             click.echo(json.dumps(failure, indent=1))
         sys.exit(code)
+
+    def _name_owners(self, remedy: str, given: Sequence[str]) -> str:
+        """Say whose an option is that a remedy names, where the given command lacks it and no owner is named."""
+        options = {name: _list_options(command) for name, command in self.commands.items()}
+        own = next((options[word] for word in given if word in options), set())
+        said = []
+        for flag in dict.fromkeys(_FLAG.findall(remedy)):
+            owners = [name for name, flags in options.items() if flag in flags]
+            if flag not in own and owners and not set(owners) & set(re.findall(r"[\w-]+", remedy)):
+                said.append(f"{flag} is an option of {', '.join(owners)}")
+        return f" ({'; '.join(said)})" if said else ""
+
+
+def _list_options(command: click.Command) -> set[str]:
+    """List the options of a command, or of all commands of a group."""
+    if isinstance(command, click.Group):
+        return set().union(*map(_list_options, command.commands.values()))
+    return {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -34,13 +34,16 @@ _DISTURBED = "p50 with ~: other programs disturbed most of its calls; on a quiet
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
 
-def list_footnotes(run: Run) -> list[str]:
-    """Explain stars on names, marked p50s, dashes for a p99, groups on a GPU, searches and negative drops, if any."""
+def list_footnotes(run: Run, *, in_folder: bool = True) -> list[str]:
+    """Explain stars on names, marked p50s, dashes for a p99, groups on a GPU, searches and negative drops, if any.
+
+    ``in_folder`` is False for a run that is printed alone, as ``benchmark`` does.
+    """
     negative = any(record.quality and format_drop(record.quality).startswith("−") for record in run.variants)
     return [
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
         *([_DISTURBED] if any(row.mostly_disturbed for record in run.records for row in record.latency) else []),
-        *_explain_p99(run),
+        *_explain_p99(run, in_folder),
         *_explain_references(run),
         *_explain_tf32(run),
         *_describe_search(run),
@@ -60,13 +63,14 @@ def _explain_groups(run: Run) -> Iterator[str]:
         yield f"at {batches} the variants do not fit on the GPU together and were measured in groups; {compared}"
 
 
-def _explain_p99(run: Run) -> Iterator[str]:
+def _explain_p99(run: Run, in_folder: bool) -> Iterator[str]:
     """Say how many calls a p99 takes, and which option gives as many."""
     rows = [row for record in run.records for row in record.latency if row.p50_ms and row.n and row.p99_ms is None]
     if rows:
         row, least = min(rows, key=lambda row: row.n or 0), SAMPLE_FLOORS[99.0]
         options, slow = verdicts.options_for_more(run, row, least / (row.n or 1))
-        remedy = f"{options} --replace{slow} {'may' if slow else 'should'} be enough"
+        replace = " --replace" if in_folder else ""
+        remedy = f"{options}{replace}{slow} {'may' if slow else 'should'} be enough"
         yield f"no p99 (–): it needs {least} calls, and there were as few as {row.n}; {remedy}"
 
 

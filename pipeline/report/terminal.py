@@ -46,7 +46,7 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         click.echo(run.model_dump_json(by_alias=True, indent=1))
     else:
         _print_table(run_tables.tabulate_variants(run), spare=("size", "peak memory", "p99 ms"))
-        _print_lines((*sentences.list_footnotes(run), sentences.summarize(run)))
+        _print_lines((*sentences.list_footnotes(run, in_folder=folder is not None), sentences.summarize(run)))
         _print_lines(f"{name}: {text}" for name, text in sentences.list_remarks(run))
         _print_lines((*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)))
         for record in run.variants:  # the groups of those in which precisions differ

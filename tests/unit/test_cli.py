@@ -13,11 +13,12 @@ from click.testing import CliRunner
 
 from enginesmith import cli
 from enginesmith.pipeline.commands import context
+from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.cli_options import fields_for, walk_fields
 from enginesmith.pipeline.units import COMMA_LIST, flag_of
-from enginesmith.pipeline.workflows import optimize
+from enginesmith.pipeline.workflows import optimize, stages
 
 HEAVY = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "pydantic", "rich")
 
@@ -109,6 +110,29 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("remedy", "added"),
+    [
+        ("take the other one with --exporter", ""),
+        ("run it without CUDA graphs: --cuda-graphs off", " (--cuda-graphs is an option of optimize)"),
+        ("if you trust it, allow it: --host-code", " (--host-code is an option of optimize, build, fit)"),
+        ("build it with --weight-streaming", ""),
+        ("free some space (`enginesmith cache prune --local --max-size 5GiB`)", ""),
+        ("pip install --upgrade torch", ""),
+    ],
+)
+def test_a_remedy_says_whose_an_option_is_that_the_command_lacks(
+    remedy: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise ModelError("it failed", remedy)
+
+    monkeypatch.setattr(stages, "export", fail)
+    answer = CliRunner().invoke(cli.main, ["export", "digits", "-o", "digits.onnx", "--quiet", "--json"])
+    assert answer.stderr == f"error: it failed\n  → {remedy}{added}\n"
+    assert json.loads(answer.stdout)["remedy"] == remedy + added
 
 
 def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import enginesmith
+from enginesmith import cli
 from enginesmith.pipeline import errors
 from enginesmith.pipeline.recipe import commented, make
 from enginesmith.pipeline.recipe.cli_options import list_options
@@ -146,6 +147,21 @@ def test_no_message_names_a_file_of_the_documents() -> None:
         texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in about]
         named += [f"{path.name}:{node.lineno}" for node in texts if "docs/" in str(node.value)]
     assert not named
+
+
+def test_every_option_that_the_code_names_is_one_of_a_command() -> None:
+    """Or one of another tool, an older name that is still explained, or ``--no-`` before a name."""
+    known = cli._list_options(cli.main) | {"--help", "--no-", "--time-limit", "--search-limit"}
+    known |= {"--address", "--head", "--gpus", "--upgrade", "--force-reinstall"}
+    known |= {"--backend-config", "--model-repository", "--disable-auto-complete-config"}
+    unknown = [
+        f"{path.name}: {flag}"
+        for room in ("pipeline", "calibration", "models")
+        for path in (ROOT / room).rglob("*.py")
+        for flag in cli._FLAG.findall(path.read_text())
+        if flag not in known
+    ]
+    assert not unknown
 
 
 def test_a_commented_recipe_reads_back_as_itself() -> None:

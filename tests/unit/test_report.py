@@ -292,6 +292,8 @@ def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy:
     few = record("a", 1.0, 1.0).model_copy(update={"latency": (row,), "quality": better})
     p99, drop = sentences.list_footnotes(run(variants=(few,)))
     assert p99.startswith(f"no p99 (–): it needs 662 calls, and there were as few as 90; {remedy}")
+    printed_alone = sentences.list_footnotes(run(variants=(few,)), in_folder=False)[0]
+    assert printed_alone == p99.replace(" --replace", ""), "benchmark has no such option"
     assert drop == "a negative drop is an improvement over the original model"
     assert tables.describe_drop(better) == "top1 0.9000 (drop −0.0033 [−0.0100, +0.0020]) on 9 samples"
     none = better.model_copy(update={"drop": -2e-6, "drop_low": -3e-6, "drop_high": -1e-6})
