@@ -148,7 +148,7 @@ class Sample(Task):
                 if call:
                     feeds = samples.feeds_for(case, session.signature, given, data, self.seed, call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
-                outputs = _run_case(session, case, feeds)
+                outputs = _run_case(session, case, feeds, made_up=data is None)
                 sizes.update({key: value.size for key, value in outputs.items()})
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
@@ -158,13 +158,18 @@ class Sample(Task):
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
 
 
-def _run_case(session: Session, case: samples.Case, feeds: Feeds) -> dict[str, Array]:
-    """Run the baseline; ModelError says at which sizes it fails, and what helps where that is a single sample."""
+def _run_case(session: Session, case: samples.Case, feeds: Feeds, *, made_up: bool = False) -> dict[str, Array]:
+    """Run the baseline; ModelError says at which sizes it fails, and what helps for single or ``made_up`` samples."""
     try:
         return session.run(feeds)
     except ModelError as error:
         single = "; if the model takes no single sample, measure other batches: --batch 2,8" if case.batch == 1 else ""
-        remedy = f"{error.remedy}{single}"
+        symbol = samples.batch_symbol(session.signature)
+        drawn = (
+            "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
+            f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
+        )
+        remedy = f"{error.remedy}{single}{drawn if made_up and symbol else ''}"
         raise ModelError(f"{error.message}, at {_format_sizes(case.sizes)}", remedy) from error
 
 

@@ -94,6 +94,19 @@ def test_an_empty_row_has_another_one_beside_it() -> None:
     assert odd.feeds["mask"].any(axis=1).tolist() == [False, True]
 
 
+def test_offsets_stay_in_order() -> None:
+    bags = Signature(
+        inputs=(spec("ids", "int64", "ids"), spec("offsets", "int64", "bags")),
+        outputs=(spec("y", "float32", "bags", 2),),
+    )
+    ranges = {"ids": ShapeRange.parse("7:15:15"), "bags": ShapeRange.parse("1:3:3")}
+    space = InputSpace(bags, ranges, [{"ids": RNG.integers(0, 50, 15), "offsets": np.array([0, 5, 10])}])
+    tried = list(itertools.islice(generate(space, 0), 80))
+    assert {each.walk for each in tried} == {"samples", "sizes", "values", "mutations"}
+    assert {tuple(each.feeds["offsets"]) for each in tried} == {(0,), (0, 5), (0, 5, 10)}
+    assert len({tuple(each.feeds["ids"]) for each in tried}) > 20
+
+
 def test_sizes_are_ends_tiles_and_primes() -> None:
     assert list_sizes(ShapeRange.parse("1:8:64"))[:4] == [1, 64, 2, 63]
     assert {7, 15, 16, 17, 31, 33} <= set(list_sizes(ShapeRange.parse("1:8:64")))

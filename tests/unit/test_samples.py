@@ -12,11 +12,12 @@ from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.errors import DataError, SignatureError, SourceError, UsageError
+from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
@@ -262,6 +263,25 @@ def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_oth
     sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
     assert not [note for note in sample.run({"model": model}, reference, lambda _: None).notes if "depends" in note]
     assert not samples.read(reference).interacting
+
+
+@pytest.mark.parametrize(
+    ("inputs", "data", "advice"),
+    [(("x:int64:batch",), False, True), (("x:int64:batch",), True, False), (("x:int64:n", "y:int64:m"), False, False)],
+)
+def test_random_samples_that_a_model_refuses_are_said_to_be_random(
+    inputs: tuple[str, ...], data: bool, advice: bool
+) -> None:
+    class Refusing:
+        signature = signature(*inputs)
+
+        def run(self, feeds: Feeds) -> None:
+            raise ModelError("offsets[0] has to be 0", "run it alone")
+
+    case = Case(sizes={"batch": 8}, batch=8)
+    with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
+        verify._run_case(Refusing(), case, {}, made_up=not data)  # type: ignore[arg-type]
+    assert ("drawn at random" in error.value.remedy) == advice
 
 
 @pytest.mark.parametrize(("interacting", "apart", "batch"), [(False, True, 0), (True, True, 1), (False, False, 3)])

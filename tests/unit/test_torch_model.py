@@ -152,6 +152,31 @@ def test_sizes_that_could_vary_are_suggested(load) -> None:
     assert load(wave, torch.ones(2, 1, 40), "input:float32:batch,1,length").notes == ()
 
 
+def test_inputs_without_a_batch_are_fixed_and_said_to_be(load) -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(9, 4)
+
+        def forward(self, x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+            return x + self.bag(ids, offsets)
+
+    feeds = {"x": torch.ones(3, 4), "ids": torch.arange(8), "offsets": torch.tensor([0, 2, 5])}
+    (note,) = load(Bags(), feeds).notes
+    assert "have no batch, as their first sizes differ (x 3, ids 8, offsets 3): all are fixed" in note
+    words = note.partition("the largest: --input ")[2].split(" --input ")
+    assert words == ["x:float32:length_1,4", "ids:int64:length_2", "offsets:int64:length_1"]
+    loaded = load(Bags(), feeds, *words)
+    assert (loaded.dynamic_sizes, loaded.notes) == ({"length_1": 3, "length_2": 8}, ())
+
+    class Table(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return (x[:, None] * table.reshape(5, 4)).sum((1, 2), keepdim=True).cumsum(0)
+
+    (note,) = load(Table(), {"x": torch.ones(3, 4), "table": torch.ones(5, 4)}).notes
+    assert note.endswith("all are fixed, and a call counts as one")
+
+
 def test_suggested_sizes_are_those_of_the_raw_input(load) -> None:
     image = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     words = {"prepend": ("uint8", "nhwc"), "append": ("softmax",)}

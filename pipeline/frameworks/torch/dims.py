@@ -240,6 +240,28 @@ def suggest_dynamic_sizes(
         yield f"only the batch is dynamic, and the model runs with other sizes, too; for those{beside}: {words}"
 
 
+def explain_no_batch(module: Forward, signature: Signature, example: Mapping[str, Tensor]) -> Iterator[str]:
+    """Explain that inputs of different lengths have no batch; suggest ``--input`` where half of each length runs, too.
+
+    The numbers and offsets of an EmbeddingBag are such.
+    """
+    lengths = {name: value.shape[0] for name, value in example.items() if value.ndim}
+    if signature.symbols or len(set(lengths.values())) < 2:
+        return
+    known = ", ".join(f"{name} {length}" for name, length in lengths.items())
+    said = f"the inputs have no batch, as their first sizes differ ({known}): all are fixed, and a call counts as one"
+    halved = {name: example[name].narrow(0, 0, length // 2) for name, length in lengths.items() if length > 1}
+    with contextlib.suppress(Exception):
+        with torch.inference_mode():
+            module(*{**example, **halved}.values())
+        words = {length: f"length_{index}" for index, length in enumerate(dict.fromkeys(lengths.values()), 1)}
+        first = {name: (words[lengths[name]],) if name in halved else () for name in example}
+        shapes = {spec.name: (*first[spec.name], *spec.shape[len(first[spec.name]) :]) for spec in signature.inputs}
+        specs = (spec.model_copy(update={"shape": shapes[spec.name]}) for spec in signature.inputs)
+        said += f"; for others, of which the example has the largest: {' '.join(f'--input {spec}' for spec in specs)}"
+    yield said
+
+
 def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
     """Compare arrays but for the last bits, which threads may add up in another order."""
     for tensor, other in zip(before, after, strict=True):

@@ -25,6 +25,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
     choose_specs,
     default_specs,
     dtype_name,
+    explain_no_batch,
     infer_dims,
     same_answers,
     sizes_of,
@@ -271,6 +272,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         specs, moved = choose_specs(module, example, len(outputs))
     signature, notes = infer_dims(module, specs, example, outputs, asked)
     notes += [moved] if moved else []
+    notes += [] if asked else explain_no_batch(module, signature, example)
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
     signature = signature.model_copy(update={"returns": structure})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies

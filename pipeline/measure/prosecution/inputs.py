@@ -67,6 +67,17 @@ class InputSpace:
         )
 
     @functools.cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Inputs that keep the values of the samples: masks, and offsets, which rise from 0 in all samples."""
+        offsets = (
+            spec.name
+            for spec in self.signature.inputs
+            if len(spec.shape) == 1 and self.batch not in spec.shape and spec.dtype in ("int32", "int64")
+            if all(feeds[spec.name][:1] == 0 and (np.diff(feeds[spec.name]) >= 0).all() for feeds in self.samples)
+        )
+        return (*self.masks, *offsets)
+
+    @functools.cached_property
     def bounds(self) -> dict[str, tuple[float, float]]:
         """The least and the greatest number of each input, over all samples."""
         found = {}
@@ -176,7 +187,7 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
 
 def _walk_values(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
     """Set one input after the other, and all together, to patterns that samples do not have."""
-    names = [spec.name for spec in space.signature.inputs if spec.name not in space.masks]
+    names = [spec.name for spec in space.signature.inputs if spec.name not in space.kept]
     for pattern in _PATTERNS:
         for changed in dict.fromkeys(((name,) for name in names), None) if len(names) > 1 else [tuple(names)]:
             base = make_feeds(space, space.usual_sizes(), rng)
@@ -279,7 +290,7 @@ def _mutate(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
             continue
         feeds, notes = make_feeds(space, sizes, rng), []
         for spec in space.signature.inputs:
-            if feeds[spec.name].size and spec.name not in space.masks:
+            if feeds[spec.name].size and spec.name not in space.kept:
                 kind = str(rng.choice(_MUTATIONS))
                 feeds[spec.name] = _change(kind, feeds[spec.name], space.bounds[spec.name], rng)
                 notes.append(f"{spec.name} {kind}")
