@@ -399,6 +399,28 @@ def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter
         assert evaluator.largest_difference([model.module(value)[0].detach().numpy()], found) < 1e-5
 
 
+def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:
+    """The exporter keeps PyTorch's int32; GatherND and ScatterND of ONNX have int64 only."""
+
+    class Indexed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.tensor([2, 0], dtype=torch.int32))
+
+        def forward(self, x: Any, rows: Any) -> Any:
+            changed = x.clone()
+            changed[:, self.places] = 2 * x[rows, rows][:, None]
+            return changed
+
+    feeds = {"x": torch.randn(3, 3), "rows": torch.tensor([2, 1, 0], dtype=torch.int32)}
+    model = loaded(Indexed(), feeds, {"x": (3, 3), "rows": (3,)}, ["y:float32:3,3"])
+    exported(tmp_path, model, exporter="dynamo")
+    model_file.check(tmp_path / edit.FILE)
+    assert {"GatherND", "ScatterND"} <= set(model_file.summary(tmp_path / edit.FILE).operators)
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    assert evaluator.largest_difference([model.module(*feeds.values())[0].numpy()], found) < 1e-6
+
+
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
     class Fixed(torch.nn.Module):
         def forward(self, x: Any) -> Any:

@@ -174,6 +174,7 @@ def _name_output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 _TORCHSCRIPT_NEWEST_OPSET = 20
 _NORMALIZATION_OPSET = 23  # the first one with RMSNormalization
+_INT64_INDICES = ("GatherND", "ScatterND")
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
 
 
@@ -212,11 +213,34 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     progress("folding constants")
     # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
     optimizer.optimize(program.model)
+    if _widen_indices(program.model):
+        optimizer.optimize(program.model)
     if program.model.opset_imports[""] >= _NORMALIZATION_OPSET:
         _rms_normalization.fuse_rms_normalization(program.model)
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
     return program.model
+
+
+def _widen_indices(model: "ir.Model") -> bool:
+    """Cast int32 indices to int64 where the specification has int64 only, and tell whether there were any.
+
+    Types have to be known.
+    """
+    import onnx_ir as ir
+
+    nodes = [
+        node
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if node.op_type in _INT64_INDICES and node.inputs[1] and node.inputs[1].dtype == ir.DataType.INT32
+    ]
+    for node in nodes:
+        cast = ir.node("Cast", [node.inputs[1]], {"to": ir.DataType.INT64})
+        cast.outputs[0].dtype = ir.DataType.INT64
+        assert node.graph is not None
+        node.graph.insert_before(node, cast)
+        node.replace_input_with(1, cast.outputs[0])
+    return bool(nodes)
 
 
 def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
