@@ -71,7 +71,7 @@ def check_shared(source: str, spec: TensorSpec, array: Rows) -> Array:
     if not fits:
         raise DataError(
             f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected {list(spec.shape)}",
-            f"give {spec}, which has no batch, once for all samples",
+            f"give {spec}, which has no batch, once for all samples, or its batch with --input if each has its own",
         )
     whole = np.asarray(_cast_safely(source, spec, array)[()])
     if whole.dtype.kind == "f" and not np.isfinite(whole).all():

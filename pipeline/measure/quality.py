@@ -301,7 +301,11 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
         raise
     except Exception as error:
         raise _explain_error(name, function, error, labels, given) from error
-    expected = f"return one finite number, or an array of {rows} of them, one for each sample; more has to be better"
+    expected = _OWN_FUNCTION
+    if not find_own(parse_metric(name)[0]):
+        expected = (
+            f"return one finite number, or an array of {rows} of them, one for each sample; more has to be better"
+        )
     try:
         raw = np.asarray(returned)
         known = returned is not None and raw.dtype.kind in "biufO"  # NumPy reads numbers from text, too

@@ -176,10 +176,17 @@ def _run_case(session: Session, case: samples.Case, feeds: Feeds, *, made_up: bo
 def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:
     """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
 
-    Nothing is said of outputs without a batch, or whose rows are chosen by values, or whose sizes are.
+    Where an output has a number for each pair of samples, it does. Nothing is said of outputs without a batch, or whose
+    rows are chosen by values, or whose sizes are.
     """
     signature = session.signature
     symbol = samples.batch_symbol(signature)
+    pairs = [spec.name for spec in signature.outputs if spec.shape.count(symbol) > 1] if symbol else []
+    if pairs:
+        return [
+            f"the model's output {pairs[0]!r} has the batch in two dimensions, a number for each pair of samples: it "
+            f"is judged in batches of {cases[0].batch}, and a server must not put requests together"
+        ]
     index, case = max(enumerate(cases), key=lambda pair: pair[1].batch)
     judged = [spec for spec in signature.outputs if symbol in spec.shape and spec.name not in signature.unordered]
     if symbol is None or case.batch == 1 or not judged or not any(known.sizes[symbol] == 1 for known in cases):

@@ -364,3 +364,10 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate("cer", {"y": np.array([[1, 2]])}, {"y": np.array([[1, 2]])}, np.array([[1, 2]]))
     assert "pip install" in error.value.remedy
     assert "jiwer" in error.value.remedy
+
+
+def test_only_a_function_of_the_users_is_asked_to_return_other_numbers() -> None:
+    outputs, labels = {"y": np.random.default_rng(0).random((4, 3), np.float32)}, np.array([0, 1, 0, 1])
+    with pytest.raises(DataError, match="auroc returned NaN") as error:
+        evaluate("auroc", outputs, outputs, labels)
+    assert error.value.remedy.startswith("give such labels, or a function of your own with --metric")

@@ -284,6 +284,21 @@ def test_random_samples_that_a_model_refuses_are_said_to_be_random(
     assert ("drawn at random" in error.value.remedy) == advice
 
 
+def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 3]), ("y", 1, ["batch", "batch"]))]
+    nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
+    path = tmp_path / "pairs.onnx"
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(2, 8), data=None, data_options=DataOptions(), seed=0)
+    (note,) = sample.run({"model": model}, reference, lambda _: None).notes
+    assert note.startswith("the model's output 'y' has the batch in two dimensions")
+    assert "judged in batches of 2" in note
+    assert samples.read(reference).interacting
+
+
 @pytest.mark.parametrize(("interacting", "apart", "batch"), [(False, True, 0), (True, True, 1), (False, False, 3)])
 def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_measured(
     tmp_path: Path, interacting: bool, apart: bool, batch: int

@@ -493,6 +493,24 @@ def test_a_batch_is_moved_only_where_one_dimension_alone_can_be_it(
     assert [note for note in loaded.notes if "for all samples" in note] == told
 
 
+class EachAgainstEach(nn.Module):
+    """A number for each pair of an image and a text of the batch, as CLIP has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.flat = nn.Embedding(9, 4), nn.Sequential(nn.Flatten(), nn.Linear(6, 4))
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.flat(images) @ self.words(texts).mean(1).T
+
+
+def test_a_number_for_each_pair_of_the_batch_has_the_batch_twice(load) -> None:
+    """Images have more dimensions than texts, which are no table for all that."""
+    loaded = load(EachAgainstEach(), {"images": torch.randn(2, 1, 2, 3), "texts": torch.tensor([[1, 2], [3, 4]])})
+    assert [spec.shape[0] for spec in loaded.signature.inputs] == ["batch", "batch"]
+    assert loaded.signature.outputs[0].shape == ("batch", "batch")
+
+
 class Deep(nn.Module):
     """Two LSTMs: an input and four states, whose batch stands elsewhere."""
 

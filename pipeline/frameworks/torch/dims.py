@@ -77,7 +77,10 @@ def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
 def _keeps_rows_apart(
     module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], outputs: int
 ) -> bool:
-    """Tell whether two samples are answered together as each of them is alone, by every output: one after the other."""
+    """Tell whether two samples are answered together as each of them is alone, by every output.
+
+    The answers are one after the other, or on the diagonal where there is one for each pair of samples.
+    """
     if not all(value.numel() for value in example.values()):
         return False
     one, other, both = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -91,9 +94,11 @@ def _keeps_rows_apart(
         for index, rows in enumerate(together):
             single = alone[0][index].shape
             grown = [dim for dim, (size, least) in enumerate(zip(rows.shape, single, strict=True)) if size != least]
-            if len(grown) != 1 or rows.shape[grown[0]] != 2 * single[grown[0]]:
+            if len(grown) not in (1, 2) or any(rows.shape[dim] != 2 * single[dim] for dim in grown):
                 return False
-            apart = tuple(rows.narrow(grown[0], start, single[grown[0]]) for start in (0, single[grown[0]]))
+            apart = rows, rows
+            for dim in grown:
+                apart = apart[0].narrow(dim, 0, single[dim]), apart[1].narrow(dim, single[dim], single[dim])
             told = not rows.is_floating_point() or bool(rows.isfinite().any())
             if not (told and same_answers(apart, tuple(answers[index] for answers in alone))):
                 return False
