@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -76,15 +78,22 @@ class Effect(BaseModel, frozen=True):
 def write_whole(file: Path, data: bytes) -> None:
     """Write a file whole or not at all, whatever other processes write there meanwhile."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
-        path = Path(partial.name)
-        try:
-            partial.write(data)
-            partial.flush()
-            path.replace(file)
-        except BaseException:  # a full disk, or Ctrl-C
-            path.unlink(missing_ok=True)
-            raise
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}")  # tempfile's files are for their owner only
+    try:
+        partial.write_bytes(data)
+        partial.replace(file)
+    except BaseException:  # a full disk, or Ctrl-C
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def grant_usual_rights(folder: Path) -> None:
+    """Give files the rights that their folder has from the umask, at least: some libraries write for the owner only."""
+    usual = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path in (folder / name for name in files_below(folder)):
+        rights = stat.S_IMODE(path.stat().st_mode)
+        if rights | usual != rights and not path.is_symlink():
+            path.chmod(rights | usual)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, grant_usual_rights, write_whole
 from enginesmith.pipeline.errors import MissingEntry, StoreError, storage_errors
 from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord, export_candidate, publish_candidate
@@ -212,6 +212,7 @@ class Store:
             StoreError: the disk is full or cannot be written; the shared store refuses access, or cannot be reached.
         """
         with storage_errors(f"the store {self.root}"):
+            grant_usual_rights(folder)
             manifest = Manifest(
                 kind=kind,
                 file=file,

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith.cli import main
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, write_whole
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.store import inputs
 from enginesmith.pipeline.store.address import default_address, parse_address
@@ -47,6 +47,26 @@ def test_what_was_published_is_found_again(store: Store) -> None:
 def test_same_content_has_the_same_digest_under_any_key(store: Store) -> None:
     assert put(store, "ab" * 32).sha256 == put(store, "cd" * 32).sha256
     assert put(store, "ef" * 32, b"other").sha256 != put(store, "ab" * 32).sha256
+
+
+@pytest.mark.parametrize(("umask", "rights"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_files_have_the_rights_that_the_umask_gives(store: Store, umask: int, rights: int) -> None:
+    """Those that libraries write for their owner only, too; programs can still be run."""
+    before = os.umask(umask)
+    try:
+        write_whole(store.root / "whole", b"1")
+        write_whole(store.root / "whole", b"2")
+        with store.workspace() as folder:
+            for name, own in (("state.safetensors", 0o600), ("program", 0o755)):
+                (folder / name).touch()
+                (folder / name).chmod(own)
+            made = store.publish("ab" * 32, folder, kind="torch", file="program", signature=None, history=())
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (store.root / "whole", *made.folder.iterdir())}
+    assert modes == {"whole": rights, "state.safetensors": rights, "artifact.json": rights, "program": 0o755 | rights}
+    assert (store.root / "whole").read_bytes() == b"2"
+    assert Store(store.root).get("ab" * 32) == made
 
 
 @pytest.mark.parametrize("harm", ["change", "truncate", "remove", "add", "manifest", "history"])

@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from enginesmith.pipeline.artifact import grant_usual_rights
 from enginesmith.pipeline.errors import ModelError, storage_errors
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.frameworks.torch.surgery import find_frozen
@@ -333,6 +334,7 @@ class Checkpoints:
             _save(_tensors(trainer.student), partial / "student.safetensors")
             _save(_tensors(trainer.models.average.module), partial / "average.safetensors")
             _save(moments, partial / "moments.safetensors")
+            grant_usual_rights(partial)
             with (partial / _PROGRESS).open("wb") as stream:
                 stream.write(progress.model_dump_json(indent=1).encode())
                 stream.flush()
