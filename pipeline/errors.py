@@ -148,8 +148,12 @@ class StepTimeout(StepError, failure="timeout"):
 
 NO_TIME = "no time was left to try it"
 """Reason of what was not begun, or was ended, because the time of the whole run was over."""
+OVER_SHARE = "it was stopped, as it took more than its share of the time (--time gives more)"
+"""Reason of what was ended while the whole run had time left."""
+LATE = (NO_TIME, OVER_SHARE)
+"""Reasons of what another run may go on with."""
 NO_TIME_TO_MEASURE = "it was built, and no time was left to measure it"
-"""Likewise of a variant whose engine there is."""
+"""Reason of a variant whose engine there is, where the time of the whole run was over."""
 
 
 def install_command(distribution: str, *flags: str) -> str:

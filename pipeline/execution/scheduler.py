@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepTimeout, storage_errors
+from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.planning.plan import Step, ends_search, is_optional, only_judges
@@ -220,11 +220,10 @@ class Runner:
             with retry.notifications_to(note):
                 result = work(request)
         except EnginesmithError as error:
-            late = isinstance(error, StepTimeout) and (
-                share <= _LEAST_SECONDS or time.monotonic() >= deadline or only_judges(step)
-            )
+            over = time.monotonic() >= deadline
+            late = isinstance(error, StepTimeout) and (over or share <= _LEAST_SECONDS or only_judges(step))
             if late and self.search_seconds is not None:
-                return Outcome(step.id, "skipped", reason=NO_TIME)
+                return Outcome(step.id, "skipped", reason=NO_TIME if over else OVER_SHARE)
             return Outcome(step.id, "failed", error=error, reason=str(error))
         return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
 

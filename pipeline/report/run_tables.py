@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import format_percent, format_shares
 from enginesmith.pipeline.measure import profile
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow
@@ -96,8 +96,8 @@ def _status(record: VariantRecord) -> str:
     if record.reference:
         return f"{record.status}, for comparison"
     if record.status == "skipped" and (record.untried or record.dropped):
-        built = record.reason == NO_TIME_TO_MEASURE
-        return "dropped" if not record.untried else "not measured" if built else "not tried"
+        begun = record.reason in (NO_TIME_TO_MEASURE, OVER_SHARE)
+        return "dropped" if not record.untried else "not measured" if begun else "not tried"
     if not record.shortfall:
         return record.status
     coverage = record.engine_coverage or record.coverage

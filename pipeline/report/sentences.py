@@ -4,7 +4,7 @@ variant."""
 from collections.abc import Iterable, Iterator
 
 from enginesmith.pipeline.engines import REFERENCES
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import describe_fallback
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
@@ -146,7 +146,10 @@ def _describe_search(run: Run) -> Iterator[str]:
         "skipped": [record for record in skipped if not (record.dropped or record.untried)],
         "built and not measured": [record for record in run.requested if record.status == "built"],
         "failed": [record for record in run.requested if record.status == "failed"],
-        "not tried, as the time was over": [record for record in late if record.reason != NO_TIME_TO_MEASURE],
+        "not tried, as the time was over": [
+            record for record in late if record.reason not in (NO_TIME_TO_MEASURE, OVER_SHARE)
+        ],
+        "stopped at a share of the time": [record for record in late if record.reason == OVER_SHARE],
         "built and not measured, as the time was over": [
             record for record in late if record.reason == NO_TIME_TO_MEASURE
         ],
@@ -167,9 +170,11 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     for name, step in ends.items():
         if step.status == "failed":
             yield f"inputs beside the samples: none could be tried on {name}: {step.effect.splitlines()[0]}"
-    if left := [name for name, step in ends.items() if step.effect == NO_TIME]:
-        again = "`enginesmith resume` or `enginesmith prosecute RUN VARIANT` does"
-        yield f"inputs beside the samples: no time was left to try any on {', '.join(left)}; {again}"
+    words = {NO_TIME: "no time was left to try any", OVER_SHARE: "none could be tried in its share of the time"}
+    for reason, told in words.items():
+        if left := [name for name, step in ends.items() if step.effect == reason]:
+            again = "`enginesmith resume` or `enginesmith prosecute RUN VARIANT` does"
+            yield f"inputs beside the samples: {told} on {', '.join(left)}; {again}"
     tried = [(name, prosecution) for name, prosecution in given if prosecution.attempts]
     if not tried:
         return
@@ -284,7 +289,8 @@ def _explain_cut(record: VariantRecord) -> Iterator[str]:
     """Tell that a variant is the best of fewer trials than its search would have made."""
     why = record.reasons.get("search")
     if why and record.status in ("built", "measured"):
-        short = "no time was left" if why == NO_TIME else shorten_reason(why)
+        words = {NO_TIME: "no time was left", OVER_SHARE: "a trial took more than its share of the time"}
+        short = words.get(why) or shorten_reason(why)
         yield f"the best of {count_words(len(record.search), 'trial')}: the search then ended, as {short}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import TUNING
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, WrongEngine
+from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
@@ -93,7 +93,8 @@ def make_record(
     race = tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id)
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
         unfinished = unfinished and f"dropped: {dropped}"
-    if (untried := unfinished == NO_TIME) and (build or race):
+    untried = unfinished in LATE
+    if unfinished == NO_TIME and (build or race):
         unfinished = NO_TIME_TO_MEASURE
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
@@ -275,7 +276,7 @@ def explain_end(
                 continue
             return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", missing
         if outcome and outcome.status == "skipped":
-            if rows and outcome.reason == NO_TIME:  # what is left is not needed to use it
+            if rows and outcome.reason in LATE:  # what is left is not needed to use it
                 break
             return "", "", outcome.reason
         if outcome and outcome.artifact and outcome.artifact.rejected:
@@ -303,7 +304,9 @@ def _find_cut(variant: Variant, outcomes: Outcomes) -> tuple[str, str, str] | No
         outcome = outcomes.get(name)
         if outcome and outcome.status == "failed":
             return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", ""
-        if outcome and (outcome.reason == NO_TIME or (outcome.artifact and outcome.artifact.incomplete)):
+        if outcome and outcome.reason in LATE:
+            return "", "", outcome.reason
+        if outcome and outcome.artifact and outcome.artifact.incomplete:
             return "", "", NO_TIME
     return None
 

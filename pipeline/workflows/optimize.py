@@ -14,7 +14,7 @@ from pathlib import Path
 from enginesmith.pipeline.artifact import has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.errors import (
-    NO_TIME,
+    LATE,
     EnginesmithError,
     MissingCapability,
     ModelError,
@@ -140,7 +140,7 @@ class _ActiveRun:
         verified = tuple(step for step in variant.verified if step != variant.prosecuted)
         made = replace(variant, verified=verified, quality=None, memory=None)
         failure, _, unfinished = explain_end(made, self.plan, self.outcomes)
-        unmade = unfinished if unfinished == NO_TIME else ""
+        unmade = unfinished if unfinished in LATE else ""
         return failure or unmade or explain_end(variant, self.plan, self.outcomes)[0]
 
     @property
@@ -302,7 +302,7 @@ class OptimizeJob:
             remedy = (
                 f"see its folder logs; {'another --out' if request.fleet else '`optimize --replace`'} begins a new one"
             )
-            if any(outcome.reason == NO_TIME for outcome in outcomes.values()):
+            if any(outcome.reason in LATE for outcome in outcomes.values()):
                 remedy = f"what was made is kept, and used again: `{again}` continues, with --time for more"
             told = "; ".join(active.directory.losses)
             error = ModelError(f"{request.out} keeps the results that it has: this time {told}", remedy)
@@ -474,7 +474,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
-    late = any(step.effect == NO_TIME for step in run.steps) or any(record.untried for record in run.requested)
+    late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
     return run.complete and same and not (failed or older or late or cut) and whole
 

@@ -15,6 +15,7 @@ from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import (
     NO_TIME,
     NO_TIME_TO_MEASURE,
+    OVER_SHARE,
     StepCrashed,
     StepError,
     StepKilled,
@@ -190,6 +191,7 @@ def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: 
     [
         (Outcome("search-2", "failed", reason="it was killed"), True, "search-2: it was killed"),
         (Outcome("search-2", "skipped", reason=NO_TIME), False, NO_TIME),
+        (Outcome("search-2", "skipped", reason=OVER_SHARE), False, OVER_SHARE),
         (None, False, NO_TIME),
     ],
 )

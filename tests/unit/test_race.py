@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, ModelError
+from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE, ModelError
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.run_tables import _status
@@ -316,16 +316,17 @@ def test_the_report_tells_what_became_of_each_variant_and_what_is_left() -> None
         "f": {"status": "built", "reason": "no CUDA device here"},
         "g": {"status": "skipped", "untried": True, "reason": NO_TIME_TO_MEASURE},
         "h": {"status": "measured"},
+        "i": {"status": "skipped", "untried": True, "reason": OVER_SHARE},
     }
     records = [VariantRecord(id=name, engine="openvino", precision="fp32", **end) for name, end in ends.items()]
     records[0] = records[0].model_copy(update={"latency": (LatencyRow(batch=1, p50_ms=1.0),)})
     said = list(_describe_search(small(variant("eager"), *records)))
     assert said == [
-        "search: 8 variants: 1 measured in full, 1 not measured at batch 1, which decides, 1 dropped, 1 skipped, "
-        "1 built and not measured, 1 failed, 1 not tried, as the time was over, "
+        "search: 9 variants: 1 measured in full, 1 not measured at batch 1, which decides, 1 dropped, 1 skipped, "
+        "1 built and not measured, 1 failed, 1 not tried, as the time was over, 1 stopped at a share of the time, "
         "1 built and not measured, as the time was over",
-        "search: with as much time again, `enginesmith resume` tries c, g",
+        "search: with as much time again, `enginesmith resume` tries c, g, i",
     ]
     assert records[1].dropped == "a is faster"
-    states = ["measured", "dropped", "not tried", "failed", "skipped", "built", "not measured", "measured"]
-    assert [_status(record) for record in records] == states
+    states = ["measured", "dropped", "not tried", "failed", "skipped", "built", "not measured"]
+    assert [_status(record) for record in records] == [*states, "measured", "not measured"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.commands import context
-from enginesmith.pipeline.errors import NO_TIME
+from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
@@ -345,6 +345,9 @@ def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixt
     told = "inputs beside the samples: no time was left to try any on onnxruntime-fp32; `enginesmith resume`"
     assert told in printed(run(steps=(step,)), capsys)
     assert told not in printed(run(), capsys)
+    stopped = step.model_copy(update={"effect": OVER_SHARE})
+    told = "inputs beside the samples: none could be tried in its share of the time on onnxruntime-fp32; `enginesmith"
+    assert told in printed(run(steps=(stopped,)), capsys)
     failed = step.model_copy(update={"status": "failed", "effect": "AxisError: out of bounds\n  in a line below"})
     told = "inputs beside the samples: none could be tried on onnxruntime-fp32: AxisError: out of bounds\n"
     assert told in printed(run(steps=(failed,)), capsys)

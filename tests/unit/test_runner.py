@@ -14,7 +14,7 @@ import pytest
 from pydantic import Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import NO_TIME, StepError, StepKilled, StepTimeout
+from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, StepError, StepKilled, StepTimeout
 from enginesmith.pipeline.execution import local, scheduler
 from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
@@ -266,7 +266,7 @@ def test_what_the_time_was_too_short_for_can_be_tried_again(monkeypatch: pytest.
     runner = Runner(desk, lambda step: Path(step.id), 12.0, search_seconds=12.0)
     outcomes = runner.run([Step(StepRef("hangs"), Half())])
     assert desk.given == {"hangs": 10}
-    assert (outcomes["hangs"].status, outcomes["hangs"].reason) == ("skipped", NO_TIME)
+    assert (outcomes["hangs"].status, outcomes["hangs"].reason) == ("skipped", OVER_SHARE), "two seconds are left"
 
 
 @pytest.mark.parametrize(("kind", "status"), [("build", "failed"), ("quality", "skipped"), ("prosecute", "skipped")])
@@ -286,6 +286,7 @@ def test_a_search_goes_on_without_what_only_judges_where_that_takes_too_long(
         desk.seconds = 0.0
         outcomes = Runner(desk, lambda step: Path(step.id), 60.0, search_seconds=seconds).run([step])
         assert (desk.seconds, outcomes[step.id].status) == (30, end)
+        assert (outcomes[step.id].reason == OVER_SHARE) == (end == "skipped"), "half of the time is left"
 
 
 def test_what_is_done_again_has_the_time_that_is_left(desk: Desk) -> None:
