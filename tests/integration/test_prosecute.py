@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_fault_is_found_named_and_shown(exported: Path, cli: Cli, tmp_path: Pa
     assert issue.startswith(
         f"# the ONNX file, which pytorch {torch.__version__} made: wrong result of {finding['nodes'][0]}"
     )
-    assert f"The expected values are from eager PyTorch {torch.__version__}.\n" in issue
+    assert f"The expected values are from eager PyTorch {version('torch')}.\n" in issue  # it may lack +cu130
     assert "numbers differ" in issue
     assert issue.count("- numpy: ") == 1
     assert json.loads((tmp_path / "finding" / "finding.json").read_text()) == finding

@@ -59,6 +59,8 @@ class Pynvml:
         }
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in self.answers:
+            raise AttributeError(name)
         answer = self.answers[name]
 
         def call(*arguments: Any) -> Any:
