@@ -101,6 +101,8 @@ class RaceRow(BaseModel, frozen=True):
     dropped: str = ""
     """The reason why it was not measured further."""
     failure: str = ""
+    engine_sha256: str = ""
+    """Digest of the engine that was measured; empty before the first lap."""
 
 
 class LatencyRow(BaseModel, frozen=True):

@@ -10,7 +10,8 @@ So does a pruned model. Nothing is made of it if it loses too much: prune-P â”€â
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from enginesmith.pipeline.planning.plan import REFERENCE, Step, StepRef, Variant, tune_step
+from enginesmith.pipeline.measure.rows import RaceRow
+from enginesmith.pipeline.planning.plan import REFERENCE, Plan, Step, StepRef, Variant, tune_step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
@@ -85,6 +86,13 @@ def plan_race(
         staying[variant.id], more = _after_race(recipe, variant, graphs, by_id)
         made += more
     return [staying.get(variant.id, variant) for variant in variants], made
+
+
+def leave_out(planned: Plan, dropped: Sequence[RaceRow]) -> Plan:
+    """Plan races without the variants that dropped out of an earlier one on this machine, whose rows tell why."""
+    known = {"earlier": tuple(dropped)}
+    races = {step.id: step.task.model_copy(update=known) for step in planned.steps if isinstance(step.task, Race)}
+    return replace(planned, steps=tuple(replace(step, task=races.get(step.id, step.task)) for step in planned.steps))
 
 
 def _choice_step(recipe: Recipe, variant: Variant, judge: Callable[[Variant], Step | None]) -> Step | None:

@@ -75,6 +75,11 @@ class Race(Measurement):
     speed. Those that take long to make still are not made where they cannot be nearly as fast."""
     kept: tuple[str, ...] = ()
     """Variants that are not dropped: they were measured in full before others could be tried."""
+    earlier: tuple[RaceRow, ...] = Field((), exclude=True)
+    """Rows that dropped variants in an earlier race of the run on this machine: their engines are not measured again.
+
+    No part of the key, which has the machine and the engines.
+    """
     unmade: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Variants that take long to make, each with others of its precision, which show if it is worth the time."""
     dense: dict[str, str] = Field(default_factory=dict)
@@ -97,6 +102,13 @@ class Race(Measurement):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         rows = read_models(inputs.get(EARLIER), RaceRow)
         verified = [name for name in self.engines if f"{name} {VERIFIED}" in inputs]
+        new = set(verified) - {row.variant for row in rows}
+        out_before = [
+            row.model_copy(update={"speedup": None})  # against the first variant of another race
+            for row in self.earlier
+            if row.variant in new and row.engine_sha256 == inputs[row.variant].sha256
+        ]
+        rows += out_before
         fresh = [name for name in verified if name not in {row.variant for row in rows}]
         rows += [row for name in fresh if (row := self._judge_drop(name, inputs, f"{name} {CHOICE}"))]
         unmade = self.dense.keys() - {*verified, *(row.variant for row in rows)}
@@ -105,8 +117,8 @@ class Race(Measurement):
         ]
         rows += [RaceRow(variant=name, lap=0, kept=True) for name in fresh if name in self.kept]
         running = [name for name in verified if name not in {row.variant for row in rows if row.dropped or row.failure}]
-        if self._needs_laps(running, rows):
-            running += self.originals
+        if self._needs_laps(running, fresh, rows):
+            running = [*self._order(running), *self.originals]
             candidates = [Candidate(name, self.engines[name], inputs[name], self.device) for name in running]
             feeds = measured_feeds(inputs["reference"])
             batch = max(feeds) if self.largest else next(iter(feeds))
@@ -115,7 +127,8 @@ class Race(Measurement):
                 before = max((row.lap for row in rows), default=0)
                 safe = [name for name in verified if self._hardly_loses(name, inputs)]
                 laps = self._run_laps(benchmark, running, safe, batch, feeds[batch], progress)
-                rows += [row.model_copy(update={"lap": before + row.lap}) for row in laps]
+                digests = {name: {"engine_sha256": inputs[name].sha256} for name in running}
+                rows += [row.model_copy(update={"lap": before + row.lap, **digests[row.variant]}) for row in laps]
         reasons = {name: explain_unmade(rows, others, self.originals) for name, others in self.unmade.items()}
         left = set(verified) - {row.variant for row in rows if row.dropped or row.failure}
         for name, dense in self.dense.items():
@@ -126,6 +139,8 @@ class Race(Measurement):
         ]
         write_records(out, rows)
         summary = f"{len(left)} of {len(verified)} variants are measured in full"
+        if out_before:
+            summary += f"; {len(out_before)} had dropped out of an earlier race"
         incomplete = any(row.failure for row in rows if row.variant not in self.originals)
         return Effect(file=RECORDS, summary=summary, incomplete=incomplete)
 
@@ -139,11 +154,15 @@ class Race(Measurement):
             warmup_limit_seconds=_WARMUP_SECONDS,
         )
 
-    def _needs_laps(self, running: Sequence[str], rows: Sequence[RaceRow]) -> bool:
-        """Tell whether there is something to decide: who stays, or whether others would be fast enough."""
+    def _needs_laps(self, running: Sequence[str], fresh: Sequence[str], rows: Sequence[RaceRow]) -> bool:
+        """Tell whether there is something to decide: who stays, or whether others would be fast enough.
+
+        A first race has decided where nothing ``fresh`` has come since: it had the time that there was.
+        """
         if self.unmade:
             return bool(running)
-        return len(running) > self.most and not set(running) <= {row.variant for row in rows if row.speedup}
+        known = {row.variant for row in rows if row.speedup}
+        return bool(fresh) and len(running) > self.most and not set(running) <= known
 
     def _run_laps(
         self,
@@ -185,6 +204,14 @@ class Race(Measurement):
                 ended = {"dropped": reasons.get(name, ""), "failure": failed.get(name, "")}
                 yield RaceRow(variant=name, lap=lap, speedup=row.speedup, disturbed=row.speedup_disturbed, **ended)
             running = [name for name in running if name not in reasons and name not in failed]
+
+    def _order(self, running: Sequence[str]) -> list[str]:
+        """Put what was not measured in full earlier first: if time is short again, it is not for the same variants.
+
+        The very first is one that was, as the others are compared with it.
+        """
+        known = [name for name in running if name in self.kept]
+        return [*known[:1], *(name for name in running if name not in known), *known[1:]]
 
     def _hardly_loses(self, name: str, inputs: Inputs) -> bool:
         """Tell whether a variant loses nothing, or surely a small part of what is allowed."""

@@ -31,9 +31,10 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.measure.quality import explain_few_samples
+from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
-from enginesmith.pipeline.planning.race import searching_seconds
+from enginesmith.pipeline.planning.race import leave_out, searching_seconds
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -44,6 +45,7 @@ from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.results.differences import compare_devices
 from enginesmith.pipeline.results.run import Run, Workaround, remove_workarounds
 from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.units import format_seconds
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
@@ -162,6 +164,8 @@ class OptimizeJob:
             with self._record_errors(request):
                 request = self._requests[index] = _restore_workarounds(request)
                 planned = plan(request.resolved(), here=settings.executor == "local", kept=_list_kept(request))
+                if settings.reuse:
+                    planned = leave_out(planned, _list_dropped(request, self._environment))
                 if request.place is None and settings.executor == "local":
                     begin_on(planned.baseline.device, request.recipe, settings.listener, planned.steps[0])
                 self._plans[request.name] = planned
@@ -390,14 +394,33 @@ def _list_kept(request: RunRequest) -> list[str]:
     Where nothing is left to be tried again, they are those of the race that was run last, which is then found in the
     store.
     """
-    if not request.recipe.races or request.replace or not (request.out / "run.json").exists():
-        return []
-    run = runs.read(request.out)
-    if run.recipe != request.recipe:
+    if (run := _read_earlier_search(request)) is None:
         return []
     again = any(record.untried for record in run.requested) or any(step.status == "failed" for step in run.steps)
     measured = (record for record in run.requested if record.status == "measured")
     return [record.id for record in measured if again or any(row.kept for row in record.race)]
+
+
+def _list_dropped(request: RunRequest, machine: Environment) -> list[RaceRow]:
+    """List the rows with which variants dropped out of the race of an earlier state of a run, on such a machine."""
+    run = _read_earlier_search(request)
+    if run is None or not _is_of_machine(run, machine):
+        return []
+    return [row for record in run.requested for row in record.race if row.dropped and row.engine_sha256]
+
+
+def _read_earlier_search(request: RunRequest) -> Run | None:
+    """Read an earlier state of a run that races variants, if there is one that is continued."""
+    if not request.recipe.races or request.replace or not (request.out / "run.json").exists():
+        return None
+    run = runs.read(request.out)
+    return run if run.recipe == request.recipe else None
+
+
+def _is_of_machine(run: Run, machine: Environment) -> bool:
+    """Tell whether a run was made on a machine like this one, with the same versions of all packages."""
+    here = run.model_copy(update={"environment": machine.model_dump(mode="json")})
+    return not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
 
 
 def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None = None) -> EnginesmithError | None:
@@ -463,8 +486,6 @@ def is_finished(run: Run, folder: Path) -> bool:
 
     Not to fit below a limit is a result. So is the failure of a variant that nobody asked for.
     """
-    here = run.model_copy(update={"environment": environment().model_dump(mode="json")})
-    same = not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
     rows = [row for record in (run.baseline, *run.requested) for row in record.latency]
     beside = tuple(f"-{record.id}" for record in run.variants if record.reference)
     failed = any(step.status == "failed" and not step.id.endswith(beside) for step in run.steps) or any(
@@ -476,7 +497,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
-    return run.complete and same and not (failed or older or late or cut) and whole
+    return run.complete and _is_of_machine(run, environment()) and not (failed or older or late or cut) and whole
 
 
 def resume(

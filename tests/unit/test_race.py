@@ -157,6 +157,33 @@ def test_a_race_begins_with_what_an_earlier_one_dropped(tmp_path: Path) -> None:
     assert effect.summary == "1 of 2 variants are measured in full"
 
 
+def test_what_dropped_out_of_an_earlier_race_stays_out_while_its_engine_is_the_same(tmp_path: Path) -> None:
+    record = scratch_artifact("record", tmp_path / RECORDS, None)
+    out = RaceRow(variant="a", lap=2, dropped="b is faster", speedup=row(1, 1, 1).speedup, engine_sha256="same")
+    other = out.model_copy(update={"variant": "b", "engine_sha256": "older"})
+    task = Race(engines=dict.fromkeys("ab", engine_class("onnxruntime")()), lossless=(), seconds=1, most=3,
+                max_drop=None, largest=False, device=Device(), earlier=(out, other))  # fmt: skip
+    inputs = {name: record.model_copy(update={"sha256": "same"}) for name in "ab"}
+    effect = task.run(inputs | {"a verified": record, "b verified": record}, tmp_path, print)
+    assert read_models(record, RaceRow) == [out.model_copy(update={"speedup": None})]
+    assert effect.summary == "1 of 2 variants are measured in full; 1 had dropped out of an earlier race"
+    assert task.identity == task.model_copy(update={"earlier": ()}).identity
+
+
+def test_what_no_time_was_left_for_is_started_before_what_was_measured_in_full() -> None:
+    task = Race(engines={}, lossless=(), seconds=1, most=2, max_drop=None, largest=False, device=Device(),
+                kept=("a", "c", "d"))  # fmt: skip
+    assert task._order("abcde") == ["a", "b", "e", "c", "d"]
+    assert task._order("be") == ["b", "e"]
+
+
+def test_a_second_race_is_run_only_where_something_has_come_since_the_first() -> None:
+    task = Race(engines={}, lossless=(), seconds=1, most=1, max_drop=None, largest=False, device=Device())
+    assert task._needs_laps("ab", "b", [])
+    assert not task._needs_laps("ab", "", [])
+    assert task.model_copy(update={"unmade": {"c": ()}})._needs_laps("ab", "", [])
+
+
 def test_rounds_that_are_too_few_drop_nobody() -> None:
     assert drop_slow({"a": LatencyRow(batch=1), "b": row(1, 1, 1)}, (), 1, {}, last=True) == {}
 

@@ -13,9 +13,10 @@ from enginesmith.pipeline.engines.openvino import engine as openvino
 from enginesmith.pipeline.engines.torch import eager
 from enginesmith.pipeline.errors import NO_TIME, UsageError
 from enginesmith.pipeline.execution.events import Outcome, Status
-from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.race import leave_out
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.assemble import explain_end
@@ -345,6 +346,13 @@ def test_a_precision_with_little_work_is_tried_only_where_it_was_asked_for(liste
 def test_what_was_measured_earlier_is_kept() -> None:
     race = next(step for step in planned(("openvino-fp32", "gone"), time_seconds=60).steps if step.id == RACE)
     assert race.task.kept == ("openvino-fp32",)  # type: ignore[attr-defined]
+
+
+def test_races_know_what_dropped_out_of_earlier_ones() -> None:
+    rows = [RaceRow(variant="openvino-fp32", lap=1, dropped="slower", engine_sha256="ab")]
+    made = planned(data="digits", budgets={"max_drop": 0.01})
+    races = {step.id: step.task for step in leave_out(made, rows).steps if isinstance(step.task, Race)}
+    assert {name: task.earlier for name, task in races.items()} == {"race-first": (*rows,), RACE: (*rows,)}
 
 
 @pytest.mark.parametrize(

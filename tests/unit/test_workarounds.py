@@ -1,5 +1,6 @@
 """Options that mend engines which are wrong: found in a run, added to its recipe, and known again there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
-from enginesmith.pipeline.measure.rows import Tuning
+from enginesmith.pipeline.measure.rows import RaceRow, Tuning
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
@@ -16,6 +17,7 @@ from enginesmith.pipeline.workflows.optimize import (
     RunRequest,
     _add_workarounds,
     _limit_time,
+    _list_dropped,
     _list_kept,
     _restore_workarounds,
     is_finished,
@@ -99,6 +101,20 @@ def test_what_was_measured_stays_in_a_race_that_is_run_again(tmp_path: Path, cau
     step = StepRecord(id="build-b", status=ended, cached=False, seconds=None, effect="")
     runs.write(run_of(variant("a"), other, recipe=recipe).model_copy(update={"steps": (step,)}), tmp_path)
     assert _list_kept(RunRequest("demo", recipe, tmp_path)) == kept
+
+
+def test_what_dropped_out_of_a_race_is_left_out_on_the_same_machine_alone(tmp_path: Path) -> None:
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600})
+    row = RaceRow(variant="b", lap=1, dropped="a is faster", engine_sha256="ab")
+    unmade = RaceRow(variant="c", lap=0, dropped="it was not made")
+    here, request = environment(), RunRequest("demo", recipe, tmp_path)
+    others = (variant("b", status="skipped", race=(row,)), variant("c", status="skipped", race=(unmade,)))
+    run = run_of(variant("a"), *others, recipe=recipe)
+    runs.write(run.model_copy(update={"environment": here.model_dump(mode="json")}), tmp_path)
+    assert _list_dropped(request, here) == [row]
+    assert _list_dropped(replace(request, replace=True), here) == []
+    assert _list_dropped(replace(request, recipe=RECIPE), here) == []
+    assert _list_dropped(request, here.model_copy(update={"processor": "another"})) == []
 
 
 def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> None:
