@@ -296,6 +296,30 @@ def test_what_has_started_late_is_measured_for_a_moment(
     assert measure(scripts, **settings).rows["third"][0].failure == NO_TIME
 
 
+def test_a_session_that_starts_too_late_does_not_take_the_time_of_those_that_have_started(
+    measure: Callable[..., LatencyResult], monkeypatch: Any
+) -> None:
+    """Else the whole measurement would be ended from outside, with nothing that it found."""
+
+    def request(worker: FakeWorker, name: str, *arguments: Any, timeout_seconds: float) -> Any:
+        if name == "load" and worker.log.stem == "latency-late":
+            FakeWorker.now += timeout_seconds
+            raise StepTimeout("it ran past its time limit")
+        return asked(worker, name, *arguments, timeout_seconds=timeout_seconds)
+
+    asked = FakeWorker.request
+    monkeypatch.setattr(FakeWorker, "request", request)
+    scripts: dict[str, Script] = dict.fromkeys(["eager", "late", "later"], lambda block: 0.001)
+    limits = {"ends_at": 6.0, "grace_seconds": 2.5, "start_limit_seconds": 60.0}
+    rows = measure(scripts, (1, 2), time_limit_seconds=10.0, **limits).rows
+    assert 8 <= FakeWorker.now < 9
+    assert rows["eager"][0].p50_ms
+    assert [row.failure for name in ("late", "later") for row in rows[name]] == [NO_TIME] * 4
+    FakeWorker.now = 0.0
+    early = measure(scripts, ends_at=99.0, grace_seconds=1.0, start_limit_seconds=60.0).rows["late"]
+    assert early[0].failure == "it ran past its time limit"
+
+
 @pytest.mark.parametrize(
     ("ends_at", "stopped"),
     [

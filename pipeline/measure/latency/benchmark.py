@@ -39,10 +39,11 @@ from enginesmith.pipeline.tensors import Feeds
 _SLOW_BLOCK = 50
 """A session hangs if a block takes this many times its budget, and at least the least limit."""
 _LEAST_LIMIT_SECONDS = 60.0
+_LEAST_START_SECONDS = 0.1
 _OVERRUN = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
-_GRACE_TO_START, _GRACE_TO_MEASURE = 0.5, 0.1
-"""Shares of a time of grace: in which a session may begin to start, and which is measured for in any case."""
+_GRACE_TO_START, _GRACE_TO_GET_READY, _GRACE_TO_MEASURE = 0.5, 0.8, 0.1
+"""Shares of a time of grace: in which a session may begin to start, and has to be ready, and that are measured for."""
 _CALLS_EACH = 3
 """Calls that each of several callers makes at least in a round, about."""
 _LAUNCHES = 5
@@ -79,6 +80,16 @@ class LatencySettings(BaseModel, frozen=True, extra="forbid"):
     memory_limit_bytes: int | None = None
     """Limit of what a session takes besides libraries: address space on the CPU, device memory on CUDA."""
     seed: int = 0
+
+    @property
+    def starts_until(self) -> float:
+        """Time of ``time.monotonic`` at which no session starts any more, also one that began to before."""
+        return self.ends_at + _GRACE_TO_GET_READY * self.grace_seconds if self.grace_seconds else math.inf
+
+    @property
+    def time_to_start_seconds(self) -> float:
+        """Time from now that a session has to load in, or for its first call and warm-up."""
+        return min(self.start_limit_seconds, max(self.starts_until - time.monotonic(), _LEAST_START_SECONDS))
 
 
 @dataclass
@@ -130,6 +141,8 @@ class MeasuredSession:
             before = time.monotonic()
             self.ready = self._make_ready(settings)
             self.starting_seconds = self._opening_seconds + time.monotonic() - before
+        if self.hangs and time.monotonic() >= settings.starts_until:
+            self.failure = self.hangs = NO_TIME
 
     def start_anew(self, settings: LatencySettings) -> None:
         """Restart the session in a new process with the same feeds, unless it has failed."""
@@ -143,13 +156,13 @@ class MeasuredSession:
     def _open(self, settings: LatencySettings) -> float:
         candidate, self._limit_bytes = self.candidate, settings.memory_limit_bytes
         self.worker = Worker(serve_session, candidate.engine, candidate.artifact, candidate.device, log=self.log)
-        seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.start_limit_seconds)
+        seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.time_to_start_seconds)
         return seconds
 
     def _make_ready(self, settings: LatencySettings) -> Ready:
         assert self.worker is not None
         request = ("make_ready", self._feeds, settings.warmup_limit_seconds)
-        ready: Ready = self.worker.request(*request, timeout_seconds=settings.start_limit_seconds)
+        ready: Ready = self.worker.request(*request, timeout_seconds=settings.time_to_start_seconds)
         self.launches.append(Launch())
         return ready
 
