@@ -249,6 +249,62 @@ def test_large_answers_are_arrays_of_their_own(tmp_path: Path) -> None:
         np.testing.assert_allclose(last, 3 * kept, rtol=1e-4, atol=1e-4)
 
 
+CHAIN = """net (float[n, 16] x) => (float[n, 16] y) {
+    a = Gemm <transB = 1> (x, v, b)
+    r = Relu(a)
+    c = Gemm <transB = 1> (r, w, b)
+    s = Slice(x, last, end, one)
+    y = Add(s, c)
+}"""
+BESIDE = """net (float[n, 16] x) => (float[n, 16] y) {
+    a = Gemm <transB = 1> (x, v, b)
+    c = Gemm <transB = 1> (x, w, b)
+    y = Sub(c, a)
+}"""
+CHAIN_FEEDS = {"x": RNG.standard_normal((2, 16), np.float32)}
+
+
+def chain(text: str = CHAIN) -> ir.Model:
+    given = {name: RNG.standard_normal(shape, np.float32) for name, shape in (("v", (16, 16)), ("w", (16, 16)))}
+    given |= {"b": RNG.standard_normal(16, np.float32), "last": np.array([-1]), "end": np.array([16])}
+    given["one"] = np.array([1])
+    return parse_graph(text, **{name: array for name, array in given.items() if re.search(rf"\b{name}\b", text)})
+
+
+@pytest.mark.parametrize("low", [True, False])
+def test_products_of_fixed_sizes_that_follow_each_other_are_right(tmp_path: Path, low: bool) -> None:
+    """OpenVINO would read beyond a column that is added to them in int8, and crash where floats are subtracted."""
+    given = chain(CHAIN if low else CHAIN.replace("Add(s, c)", "Sub(c, x)"))
+    model = quantised(lambda: given, CHAIN_FEEDS) if low else given
+    artifact, _ = build(model, tmp_path)
+    engine, wanted = OpenVINO(fixed_batches=(1,)), run_model(model, CHAIN_FEEDS, optimized=False)["y"]
+    options = engine.package_facts(artifact.path, CPU).options
+    assert options["SNIPPETS_MODE"] == "DISABLE"
+    one, assert_close = {"x": CHAIN_FEEDS["x"][:1]}, np.testing.assert_allclose
+    with engine.load(artifact, CPU) as session:
+        assert_close(session.run(one)["y"], wanted[:1], rtol=1e-4, atol=1e-5)
+    described = {"inputs": [{"shape": ["n", 16]}], "outputs": [{"name": "y"}], "options": options}
+    answer = runpy.run_path(str(OpenVINO.infer_script()))["_openvino"](artifact.path, described)
+    assert_close(answer(one)["y"], wanted[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "fixed", "needed"),
+    [
+        (CHAIN, True, True),
+        (CHAIN, False, False),
+        (CHAIN.replace("n, 16", "1, 16"), False, True),
+        (CHAIN.replace("n, 16", "n, 3, 16").replace("Gemm <transB = 1> (x, v, b)", "MatMul(x, v)"), True, False),
+        (BESIDE, True, False),
+    ],
+)
+def test_only_such_products_need_another_way_of_compiling(tmp_path: Path, text: str, fixed: bool, needed: bool) -> None:
+    text = text.replace("Gemm <transB = 1> (r, w, b)", "MatMul(r, w)")
+    ir.save(chain(text), tmp_path / "model.onnx")
+    found = sessions.find_workarounds(sessions.read_graph(tmp_path / "model.onnx"), fixed=fixed)
+    assert found == ({"SNIPPETS_MODE": "DISABLE"} if needed else {})
+
+
 def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
     with pytest.raises(UnsupportedGraph, match="Unknown"):

@@ -118,7 +118,9 @@ class OpenVINO(Engine):
         return unavailable(reason, "use --precision fp32")
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
-        options = session.compile_options(device.threads, self.floats) | self._tuned_options
+        record = main.parent / _AUDIT
+        needed = profiler.Audit.model_validate_json(record.read_bytes()).options if record.is_file() else {}
+        options = session.compile_options(device.threads, self.floats) | needed | self._tuned_options
         return PackageFacts(options={**options, _FIXED: self.fixed_batches})
 
     @classmethod
@@ -151,7 +153,9 @@ class OpenVINO(Engine):
         compiled = session.compile_graph(graph, artifact.path.name, request.device, self.floats)
         rounded, asked = profiler.find_rounded(model_file.skeleton(artifact.path))
         audit = profiler.audit(profiler.read_layers(compiled, rounded), asked)
-        (out / _AUDIT).write_text(audit.model_dump_json(indent=1))
+        fixed = session.has_only_a_batch(artifact.signature or model_file.signature(artifact.path))
+        record = audit.model_copy(update={"options": session.find_workarounds(graph, fixed=fixed)})
+        (out / _AUDIT).write_text(record.model_dump_json(indent=1))
         summary = ", ".join(f"{count} layers in {name}" for name, count in audit.layers.items())
         return Effect(file=_MODEL, summary=summary, notes=audit.notes, signature=artifact.signature)
 
@@ -186,7 +190,7 @@ class OpenVINO(Engine):
         session.read_graph(file)  # it fails here, and not at the first call, if it is damaged
 
         def compile_for(batch: int | None) -> Any:
-            graph = file if batch is None else session.read_with_batch(file, signature, batch)
+            graph = session.read_graph(file) if batch is None else session.read_with_batch(file, signature, batch)
             return session.compile_graph(graph, file.name, device, self.floats, **tuned, **more)
 
         able = session.has_only_a_batch(signature)
@@ -201,7 +205,7 @@ class OpenVINO(Engine):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, _MODEL)
             openvino.save_model(openvino.Model([product], [side], "prime"), path, compress_to_fp16=False)
-            compiled = session.compile_graph(path, path.name, device, self.floats)
+            compiled = session.compile_graph(session.read_graph(path), path.name, device, self.floats)
         compiled.create_infer_request().infer([np.ones((_PRIMING_SIDE, _PRIMING_SIDE), np.float32)])
 
 

@@ -48,7 +48,7 @@ class Layer:
 
 
 class Audit(BaseModel, frozen=True):
-    """Record the types that the layers of a compiled graph compute in."""
+    """Record the types that the layers of a compiled graph compute in, and what it has to be compiled with."""
 
     layers: dict[str, int]
     """Layers by type."""
@@ -58,6 +58,8 @@ class Audit(BaseModel, frozen=True):
     """Products that the graph has in int8."""
     floating: tuple[str, ...] = ()
     """Names of those among them that run in floating point."""
+    options: dict[str, str] = {}
+    """Options without which OpenVINO would compute the graph wrongly where its batch is fixed."""
 
     @property
     def notes(self) -> tuple[str, ...]:

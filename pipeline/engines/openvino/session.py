@@ -28,6 +28,7 @@ FloatType = Literal["f32", "f16", "bf16"]
 """OpenVINO's words for the types that floating-point layers may compute in."""
 _UNSUPPORTED = ("OpConversionFailure", "NotImplementedFailure", "not supported", "Unsupported")
 """Words of OpenVINO about operators that it does not know."""
+_PRODUCTS = ("MatMul", "Einsum")
 
 
 def load_openvino() -> Any:
@@ -81,12 +82,36 @@ def read_graph(path: Path) -> "openvino.Model":
         raise _load_error(error, path.name) from error
 
 
-def compile_graph(graph: "openvino.Model | Path", name: str, device: Device, hint: FloatType, **more: Any) -> Any:
-    """Compile a graph or a file for this processor; errors name ``name``, and are those of :func:`read_graph`."""
+def compile_graph(graph: "openvino.Model", name: str, device: Device, hint: FloatType, **more: Any) -> Any:
+    """Compile a graph for this processor; errors name ``name``, and are those of :func:`read_graph`."""
+    options = {**compile_options(device.thread_count, hint), **find_workarounds(graph), **more}
     try:
-        return core().compile_model(graph, "CPU", {**compile_options(device.thread_count, hint), **more})
+        return core().compile_model(graph, "CPU", options)
     except (RuntimeError, MemoryError) as error:
         raise _load_error(error, name) from error
+
+
+def find_workarounds(graph: "openvino.Model", *, fixed: bool = False) -> dict[str, str]:
+    """List the options that keep OpenVINO from computing a graph wrongly; ``fixed``: its sizes are still to be fixed.
+
+    Since 2025.3, it generates one piece of code for matrix products of two dimensions that follow each other, where
+    their sizes are fixed: on one thread always, on more for some batches. In int8, that code may read beyond its
+    inputs; in floats, making it may end the process (docs/precision.md).
+    """
+    behind = set[str]()
+    for node in graph.get_ordered_ops():
+        sources = {node.input_value(at).get_node().get_name() for at in range(node.get_input_size())}
+        follows = not behind.isdisjoint(sources)
+        product = node.get_type_name() in _PRODUCTS and _is_matrix(node.get_output_partial_shape(0), fixed)
+        if product and follows:
+            return {"SNIPPETS_MODE": "DISABLE"}
+        if product or follows:
+            behind.add(node.get_name())
+    return {}
+
+
+def _is_matrix(shape: "openvino.PartialShape", fixed: bool) -> bool:
+    return shape.rank.is_static and len(shape) == 2 and (fixed or shape.is_static)
 
 
 def _load_error(error: Exception, file: str) -> EnginesmithError:
