@@ -31,7 +31,10 @@ from enginesmith.pipeline.system.device import take_share
 
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0
-_LOG_TAIL_BYTES = 4096
+_LOG_TAIL_BYTES = 1 << 16
+_LAST_LINES = 3
+_FATAL, _CRASHED = "Fatal Python error: ", "Current thread 0x"
+"""Words of faulthandler: its first, and those before the calls of the thread that crashed, the innermost first."""
 _TRACE = re.compile(r"\n(?=Traceback \(most|[^\n]*\n*  File \")")
 """Begin of a trace inside of an error's message, which torch puts there when CUDA fails at its first use."""
 _starting = threading.Lock()
@@ -140,9 +143,8 @@ class Worker:
         said = ""
         if self.log.is_file():
             said = self.log.read_bytes()[self._said_before :][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        lines = [line for line in said.splitlines() if not line.startswith("Extension modules:")]  # of faulthandler
-        said = " / ".join(filter(None, lines[-3:])) or "empty"
-        tail = f"; the end of its log ({self.log.name}): {said}"
+        said, place = _split_trace(said)
+        tail = f"; the end of its log ({self.log.name}): {said or 'empty'}{place}"
         if code == -signal.SIGKILL:
             return StepKilled(
                 "its process was killed, most likely by the kernel because memory ran out" + tail,
@@ -168,6 +170,15 @@ class Worker:
         with self._ending:
             self._process.join(_STOP_SECONDS)
         self.kill()
+
+
+def _split_trace(said: str) -> tuple[str, str]:
+    """Take the last lines of a log, and where the process crashed in words, if faulthandler wrote that below them."""
+    before, _, trace = said.partition(_FATAL)
+    frames = trace.partition(_CRASHED)[2].splitlines()[1 : 1 + _LAST_LINES]
+    place = " / ".join(frame.strip() for frame in frames if frame.startswith("  File "))
+    lines = [line for line in before.splitlines() if line.strip()]
+    return " / ".join(lines[-_LAST_LINES:]), f"; it was in {place}" if place else ""
 
 
 def serve(connection: Connection, answer: Callable[..., Any]) -> None:

@@ -44,6 +44,11 @@ def segfault() -> tuple[nn.Module, torch.Tensor]:
     return mlp()
 
 
+def uncaught() -> tuple[nn.Module, torch.Tensor]:
+    os.write(2, b"making it\n  what():  std::bad_alloc\n")
+    os.abort()
+
+
 def killed() -> tuple[nn.Module, torch.Tensor]:
     os.kill(os.getpid(), 9)
     return mlp()

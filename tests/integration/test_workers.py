@@ -2,6 +2,7 @@
 
 import multiprocessing.connection
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -63,8 +64,15 @@ def test_a_trace_inside_of_a_message_stays_in_the_log(capfd: pytest.CaptureFixtu
 
 
 def test_a_segmentation_fault_ends_the_worker_alone(tmp_path: Path) -> None:
-    with pytest.raises(StepCrashed, match="SIGSEGV"):
+    with pytest.raises(StepCrashed, match="SIGSEGV") as caught:
         load("segfault", tmp_path)
+    assert re.search(r'; it was in File "[^"]*", line \d+ in string_at / .* in segfault', caught.value.message)
+
+
+def test_an_allocation_that_nothing_caught_is_lack_of_memory(tmp_path: Path) -> None:
+    """C++ says so before it aborts the process, and faulthandler writes its trace below."""
+    with pytest.raises(StepOutOfMemory, match=r"SIGABRT.*: making it /   what\(\):  std::bad_alloc; it was in File"):
+        load("uncaught", tmp_path)
 
 
 def test_a_killed_worker_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
