@@ -300,7 +300,8 @@ def _explain_cut(record: VariantRecord) -> Iterator[str]:
 def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     machine = map(str, run.environment.get("warnings", ()))
-    return [*machine, *_warn_of_fixed_batch(run), *_list_fallbacks(run), *_list_source_notes(run)]
+    first = [*_warn_of_fixed_batch(run), *_describe_float64(run)]
+    return [*machine, *first, *_list_fallbacks(run), *_list_source_notes(run)]
 
 
 def _list_fallbacks(run: Run) -> Iterator[str]:
@@ -319,6 +320,16 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
         asked = ", ".join(map(str, run.recipe.batch))
         name = mark_name(run.baseline)
         yield f"{name} was measured at batch {at}, and --batch {asked} was asked for: its size is fixed"
+
+
+def _describe_float64(run: Run) -> Iterator[str]:
+    """Say what variants called fp32 compute in where the model computes in float64."""
+    exact = [record for record in run.variants if record.precision == _EXACT]
+    if any(record.coverage and "fp64" in record.coverage.macs for record in exact):
+        layers = {mark_name(record): record.build.layers for record in exact if record.build}
+        lower = [name for name, counts in layers.items() if counts and "fp64" not in counts]
+        but = f", but for {', '.join(lower)}: the engine computes in float32" if lower else ""
+        yield f"the model computes in float64, and so do variants called {_EXACT}{but}"
 
 
 def _list_source_notes(run: Run) -> list[str]:
@@ -440,6 +451,6 @@ def _describe_missing_references(run: Run) -> Iterator[str]:
 
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
-    first = [*_warn_of_fixed_batch(run), *_list_source_notes(run)]
+    first = [*_warn_of_fixed_batch(run), *_describe_float64(run), *_list_source_notes(run)]
     warnings = map(str, run.environment.get("warnings", ()))
     return [*first, *describe_noise(run), *warnings, *_describe_missing_references(run)]

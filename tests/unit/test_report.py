@@ -228,6 +228,36 @@ def test_the_headline_names_the_best_of_pytorch_too(ends: tuple[float, float, fl
     assert words.partition("and ")[2] in sentences.summarize(run(best_reference=best, winner="eager"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers", "said"),
+    [
+        ("fp32", {"fp32": 5}, []),
+        ("fp64", None, ["the model computes in float64, and so do variants called fp32"]),
+        (
+            "fp64",
+            {"fp32": 5},
+            [
+                "the model computes in float64, and so do variants called fp32, but for openvino-fp32: "
+                "the engine computes in float32"
+            ],
+        ),
+    ],
+)
+def test_what_a_float64_model_is_computed_in_is_told(kind: str, layers: dict[str, int] | None, said: list[str]) -> None:
+    share = {kind: 1.0}
+    coverage = {"total_macs": 9, "macs": share, "operators": {}, "weights": share, "products": {kind: 1}}
+    build = {"seconds": 1.0, "host_peak_bytes": None, "engine_bytes": 9, "layers": layers}
+    shown = run(
+        variants=(
+            variant("onnxruntime-fp32", coverage=coverage, build={**build, "layers": None}),
+            variant("openvino-fp32", coverage=coverage, build=build),
+            variant("openvino-bf16", precision="bf16", build={**build, "layers": {"bf16": 5}}),
+        )
+    )
+    for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
+        assert [line for line in lines if "float64" in line] == said
+
+
 def test_a_reference_that_failed_is_a_note() -> None:
     """It is no failure in the terminal, in junit.xml and at the exit code."""
     broken = record("compiled-bf16", 1.0, 2.0).model_copy(
