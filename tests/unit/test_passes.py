@@ -421,6 +421,29 @@ def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:
     assert evaluator.largest_difference([model.module(*feeds.values())[0].numpy()], found) < 1e-6
 
 
+def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
+    """As PyTorch computes them: whole numbers beyond float32, and 1.0 // 0.1, which is 9."""
+
+    class Divided(torch.nn.Module):
+        def forward(self, key: Any, by: Any, x: Any) -> Any:
+            whole = [torch.div(key, by, rounding_mode=mode) for mode in ("floor", "trunc")]
+            return (
+                *whole,
+                torch.div(key, -7, rounding_mode="floor"),
+                torch.div(x, 0.1, rounding_mode="floor"),
+                x // by,
+            )
+
+    steps = torch.arange(-100, 100)
+    feeds = {"key": 123_456_789 * steps + 1, "by": steps % 7 - 9, "x": steps / 10}
+    names = [f"{name}:{dtype}:200" for name, dtype in zip("abcde", ["int64"] * 3 + ["float32"] * 2, strict=True)]
+    model = loaded(Divided(), feeds, dict.fromkeys(feeds, (200,)), names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, model.module(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
     class Fixed(torch.nn.Module):
         def forward(self, x: Any) -> Any:
