@@ -65,3 +65,22 @@ def gemm_beta() -> Graphs:
     gemm = "Gemm<beta=2.0>(x, w, b)"
     normalized = f"{{ p = {gemm} y = BatchNormalization(p, scale, shift, mean, var) }}"
     return Graphs(graph(f"{head} {normalized}", 18, *tensors), graph(f"{head} {{ y = {gemm} }}", 18, *wrong))
+
+
+@known_bug(
+    "microsoft/onnxscript#2589",
+    "whole numbers that are divided with a rounding mode are divided as float32; mended for floor_divide alone",
+    "onnxscript",
+    "September 2025",
+    affected=">=0.5",
+    probe=probes.exports_a_division_wrongly,
+    guard="pipeline/passes/export/export.py",
+    slow=True,
+)
+def whole_division() -> Graphs:
+    text = "(int64[N,6] x) => (int64[N,6] y) <int64 large = {123456789}, int64 by = {7}, float seven = {7}>"
+    text += " { k = Mul(x, x) i = Mul(k, large)"
+    return Graphs(
+        graph(text + " y = Div(i, by) }", 18),
+        graph(text + " f = Cast<to=1>(i) q = Div(f, seven) r = Floor(q) y = Cast<to=7>(r) }", 18),
+    )

@@ -82,3 +82,18 @@ def run_rewritten(model: onnx.ModelProto, feeds: Feeds) -> Answers:
     from onnxscript.rewriter import rewrite
 
     return run_unoptimized(rewrite(model), feeds)
+
+
+def exports_a_division_wrongly(model: onnx.ModelProto) -> bool:
+    """Export a rounding division of whole numbers without this project's translation, whatever the model is."""
+    import torch
+
+    class Divided(torch.nn.Module):
+        def forward(self, key: torch.Tensor) -> torch.Tensor:
+            return torch.div(key, 7, rounding_mode="floor")
+
+    key = 123_456_789 * torch.arange(60).reshape(10, 6)
+    program = torch.onnx.export(Divided(), (key,), dynamo=True, verbose=False)
+    assert program is not None
+    (found,) = run_optimized(program.model_proto, {program.model_proto.graph.input[0].name: key.numpy()})
+    return not np.array_equal(found, (key // 7).numpy())
