@@ -12,6 +12,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx_ir.passes import common
 
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
@@ -19,6 +21,7 @@ from enginesmith.pipeline.passes import simplify
 from enginesmith.pipeline.passes.export import attention, export
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import simplify_file
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from graphs import quiet
 
@@ -442,6 +445,33 @@ def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
     found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
     for value, wanted in zip(found, model.module(*feeds.values()), strict=True):
         np.testing.assert_array_equal(value, wanted.numpy())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("layer", [torch.nn.Conv1d, torch.nn.ConvTranspose1d])
+def test_a_normalization_in_bf16_is_folded_into_weights_in_bf16(tmp_path: Path, layer: Any, autocast: bool) -> None:
+    class Normalized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(layer(2, 3, 1), torch.nn.BatchNorm1d(3))
+            self.layers.to(torch.float32 if autocast else torch.bfloat16)
+            with torch.no_grad():
+                self.layers[1].running_var.fill_(0.5)  # type: ignore[union-attr, operator]
+
+        def forward(self, x: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return self.layers(x.bfloat16()).float()
+
+    feeds = {"x": torch.randn(2, 2, 5)}
+    model = loaded(Normalized().eval(), feeds, {"x": ("batch", 2, 5)}, ["y:float32:batch,3,5"])
+    exported(tmp_path, model, exporter="dynamo")
+    model_file.check(tmp_path / edit.FILE)
+    assert "BatchNormalization" not in model_file.summary(tmp_path / edit.FILE).operators
+    artifact = Artifact(kind="onnx", path=tmp_path / edit.FILE, sha256="", bytes=0)
+    with simulation().load(artifact, Device()) as session:
+        found = session.run({"x": feeds["x"].numpy()})["y"]
+    expected = model.module(feeds["x"])[0].detach().numpy()
+    assert evaluator.largest_difference([expected], [found]) < 2e-2
 
 
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:

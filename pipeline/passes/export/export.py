@@ -175,6 +175,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, A
 _TORCHSCRIPT_NEWEST_OPSET = 20
 _NORMALIZATION_OPSET = 23  # the first one with RMSNormalization
 _INT64_INDICES = ("GatherND", "ScatterND")
+_FOLDED_INTO = ("Conv", "ConvTranspose", "Gemm")  # what a normalization is folded into
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
 
 
@@ -214,6 +215,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     progress("folding constants")
     # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
     optimizer.optimize(program.model)
+    _round_folded_weights(program.model)
     if _widen_indices(program.model):
         optimizer.optimize(program.model)
     if program.model.opset_imports[""] >= _NORMALIZATION_OPSET:
@@ -247,14 +249,27 @@ def _list_translations() -> dict[Any, Any]:
         return op.Where(op.Equal(divisor, zero), op.Div(self, divisor), quotient)
 
     def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
-        if rounding_mode == "floor":
+        large = self.dtype in (ir.DataType.INT32, ir.DataType.INT64)  # smaller ones are exact in float32
+        if rounding_mode == "floor" and (large or not self.dtype.is_integer()):
             return divide_down(self, other)
-        if rounding_mode == "trunc" and self.dtype.is_integer():
+        if rounding_mode == "trunc" and large:
             return op.Div(self, other)
         return core.aten_div_mode(self, other, rounding_mode)
 
     down = dict.fromkeys((aten.floor_divide.default, aten.floor_divide.Scalar), divide_down)
     return down | dict.fromkeys((aten.div.Tensor_mode, aten.div.Scalar_mode), divide)
+
+
+def _round_folded_weights(model: "ir.Model") -> None:
+    """Round weights to their node's type where a normalization was folded into them in float32, as it is into bf16."""
+    import onnx_ir as ir
+
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        kind = node.outputs[0].dtype if node.op_type in _FOLDED_INTO else None
+        for weight in node.inputs[1:]:
+            if kind and weight is not None and weight.const_value is not None and weight.dtype != kind:
+                weight.const_value = ir.tensor(weight.const_value.numpy().astype(kind.numpy()), name=weight.name)
+                weight.dtype = kind
 
 
 def _widen_indices(model: "ir.Model") -> bool:
