@@ -13,11 +13,14 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, numpy_helper
 
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
 from enginesmith.pipeline.passes.float16.rules import SINK, SOURCE, CastNetwork
+from enginesmith.pipeline.system.device import Device
 from graphs import operators, parse_graph, run_model
 
 RNG = np.random.default_rng(0)
@@ -98,6 +101,15 @@ def test_bfloat16_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
     lower(model, "bf16")
     found = ir.load(saved(model, tmp_path)).graph.initializers["w2"].const_value
     np.testing.assert_array_equal(found.numpy(), NET_WEIGHTS["w2"].astype(ml_dtypes.bfloat16))
+
+
+def test_a_graph_that_the_cpu_has_no_kernels_for_is_named_with_its_type(tmp_path: Path) -> None:
+    model = parsed(NET, **NET_WEIGHTS)
+    lower(model, "bf16")
+    artifact = Artifact(kind="onnx", path=saved(model, tmp_path), sha256="", bytes=0)
+    with pytest.raises(InvalidGraph, match=r"no kernels on the CPU for bfloat16, .*model\.onnx") as caught:
+        OnnxRuntime.as_given().load(artifact, Device())
+    assert "module.float()" in caught.value.remedy
 
 
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def open_session(
     try:
         session = ort.InferenceSession(content or str(path), chosen, **given)
     except _errors() as error:
-        raise _load_error(error, path.name) from error
+        raise _load_error(error, path) from error
     wanted = providers[0][0]
     if session.get_providers()[0] != wanted:
         remedy = f"install the CUDA build alone: pip uninstall onnxruntime; {install_command('onnxruntime-gpu')}"
@@ -238,8 +238,8 @@ def _errors() -> tuple[type[Exception], ...]:
     return (*own, RuntimeError, ValueError)
 
 
-def _load_error(error: Exception, file: str) -> EnginesmithError:
-    text = _text(error)
+def _load_error(error: Exception, path: Path) -> EnginesmithError:
+    text, file = _text(error), path.name
     if says_out_of_memory(text):
         return out_of_memory(text, f"memory ran out while ONNX Runtime loaded {file}: {text}", "use a larger machine")
     verdict, remedy = f"cannot load {file}", "export the model again"
@@ -250,16 +250,29 @@ def _load_error(error: Exception, file: str) -> EnginesmithError:
         return MissingCapability(
             f"ONNX Runtime does not take an option: {text.rpartition(': ')[2]}", "omit --ort-option"
         )
+    lacking = "Could not find an implementation" in text
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
         verdict = f"has no CPU kernels for what is in {file}"
         remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
-    elif "Could not find an implementation" in text:
+    elif lacking and _has_bfloat16(path):
+        verdict = f"has no kernels on the CPU for bfloat16, in which {file} computes"
+        remedy = (
+            "take fp32 or int8 here; a module that computes in bfloat16 by itself is to be given in float32: "
+            "module.float(), without casts to bfloat16 and without autocast"
+        )
+    elif lacking:
         verdict = f"has no kernel for what is in {file}"
         remedy = "take another precision or engine; or update onnxruntime"
     elif type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
         verdict = f"does not support what is in {file}"
         remedy = "leave that operator out, update onnxruntime, or export a PyTorch model with another opset (--opset)"
     return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
+
+
+def _has_bfloat16(path: Path) -> bool:
+    from enginesmith.pipeline.frameworks.onnx import model_file
+
+    return "bfloat16" in model_file.summary(path).weight_dtypes
 
 
 _CHECK_INPUT = "check that the model takes this shape and these values"
