@@ -498,6 +498,42 @@ def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_complex_numbers_are_named_as_what_has_no_translation(tmp_path: Path) -> None:
+    class Filtered(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            spectrum = torch.fft.rfft(x)
+            return torch.fft.irfft(torch.zeros_like(spectrum) + spectrum, n=4)
+
+    line = Filtered.forward.__code__.co_firstlineno + 2
+    model = loaded(Filtered(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match=rf"zeros_like at .*:{line} has no translation to ONNX for complex") as error:
+        exported(tmp_path, model)
+    assert "torch.view_as_real" in error.value.remedy
+
+
+def test_code_of_this_package_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    """The tracing exporter's errors have no frame of the model's."""
+
+    class Searched(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.searchsorted(torch.ones(3), x)
+
+    model = loaded(Searched(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:int64:batch,4"])
+    with pytest.raises(ExportError, match=r"^the operator aten::searchsorted has no translation"):
+        exported(tmp_path, model, exporter="torchscript")
+
+
+def test_remarks_for_those_who_develop_pytorch_are_left_out(tmp_path: Path) -> None:
+    class Ordered(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.sort(x, stable=True, descending=True)[0]
+
+    model = loaded(Ordered(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match="Out parameter is not supported") as error:
+        exported(tmp_path, model, exporter="torchscript")
+    assert "feel free" not in error.value.message
+
+
 def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
     class Branch(torch.nn.Module):
         def forward(self, x: Any) -> Any:

@@ -480,11 +480,16 @@ _OPERATOR = (
 )
 _STATIC = re.compile(r"static shape of (\d+) for dimension (.+)\.shape\[(\d+)\]")
 _SPECIALIZED = re.compile(r"\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* constant \((\d+)\)")
+_COMPLEX = re.compile(r"for the complex-valued input|aten\._conj\b|aten\._neg_view\b|aten::view_as_complex\b")
 _POSITION = re.compile(r"\[(\d+)\]$")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TOOLS = ("torch", "onnx", "onnxscript", "onnx_ir", "enginesmith")
 _HERE = Path(__file__).resolve().parents[3]
 _REMEDY_OPERATOR = "rewrite that line with operators that ONNX has, or register a translation with torch.onnx"
+_REMEDY_COMPLEX = (
+    "keep real and imaginary parts in float32 tensors and weights: torch.view_as_real behind an FFT, "
+    "torch.view_as_complex only before the inverse one"
+)
 _REMEDY_DATA = "the path through the code depends on values: use torch.where or torch.cond, or fix the value"
 _REMEDY_PROGRAM = "the whole trace is in the step's log; engines that are made from ONNX have another exporter, too"
 _REMEDY = "the whole trace is in the step's log; take the other one with --exporter, or rewrite what it names"
@@ -506,9 +511,12 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
     place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
     where = f" at {place}" if place else ""
     if operator and remedy == _REMEDY:
-        return ExportError(f"the operator {operator}{where} has no translation to ONNX", _REMEDY_OPERATOR)
+        lacking = f"the operator {operator}{where} has no translation to ONNX"
+        if _COMPLEX.search(text):
+            return ExportError(f"{lacking} for complex numbers", _REMEDY_COMPLEX)
+        return ExportError(lacking, _REMEDY_OPERATOR)
     first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "no message")[:300]
-    reason = f"{type(chain[-1]).__name__}: {first}"
+    reason = f"{type(chain[-1]).__name__}: {first.partition(' Please feel free')[0]}"
     remedy = _REMEDY_DATA if "data-dependent" in text else remedy
     return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
 
@@ -550,7 +558,7 @@ def _is_model_code(file: str) -> bool:
     import sysconfig
 
     path = Path(file)
-    if file.startswith("<") or path.is_relative_to(_HERE / "pipeline"):
+    if file.startswith("<") or path.resolve().is_relative_to(_HERE / "pipeline"):
         return False
     if "site-packages" in path.parts:
         package = path.parts[len(path.parts) - path.parts[::-1].index("site-packages")]
