@@ -194,6 +194,18 @@ def test_output_dimensions_follow_the_inputs(load) -> None:
     assert shapes == [("m", "n"), (), ("n", "output_2_dim_1"), (7,)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_a_dtype_that_cannot_be_fed_is_told_with_what_has_it(load, dtype: torch.dtype) -> None:
+    word = str(dtype).removeprefix("torch.")
+    within = "torch.view_as_complex inside" if dtype.is_complex else f"cast it to {word} inside"
+    with pytest.raises(SourceError, match=f"the input 'x' is {word}") as error:
+        load(lambda_module(torch.abs), ONE.to(dtype))
+    assert within in error.value.remedy
+    with pytest.raises(SourceError, match=f"the output 'sum' is {word}") as error:
+        load(lambda_module(lambda x: {"same": x, "sum": x.to(dtype)}), ONE)
+    assert ("return torch.view_as_real" if dtype.is_complex else "cast it to float32") in error.value.remedy
+
+
 def test_inputs_are_made_up_from_their_specification(load) -> None:
     loaded = load(nn.Embedding(4, 3), None, "ids:int64:batch,length")
     assert loaded.example["ids"].dtype == torch.int64

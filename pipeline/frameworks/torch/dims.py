@@ -26,7 +26,8 @@ def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     batched = len({value.shape[0] for value in example.values() if value.ndim}) == 1
     lead = (BATCH,) if batched else ()
     shapes = {name: (*lead, *value.shape[len(lead) :]) if value.ndim else () for name, value in example.items()}
-    return tuple(TensorSpec(name=name, dtype=dtype_name(value), shape=shapes[name]) for name, value in example.items())
+    dtypes = input_dtypes(example)
+    return tuple(TensorSpec(name=name, dtype=dtypes[name], shape=shapes[name]) for name in example)
 
 
 def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -> tuple[tuple[TensorSpec, ...], str]:
@@ -128,16 +129,29 @@ def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> di
     }
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Return numpy's name of a tensor's dtype.
+def input_dtypes(example: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return numpy's names of the inputs' dtypes.
 
     Raises:
-        SourceError: numpy has none.
+        SourceError: inputs cannot have one of these dtypes.
     """
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise SourceError(f"a tensor of dtype {name} cannot cross the boundary", "cast it to float32 inside the model")
-    return name
+    return {name: _dtype_name("input", name, value) for name, value in example.items()}
+
+
+_REMEDIES = {
+    "input": "give it in float32, and cast it to {} inside the model",
+    "output": "cast it to float32 inside the model",
+    "complex input": "give torch.view_as_real of it, and call torch.view_as_complex inside the model",
+    "complex output": "return torch.view_as_real of it",
+}
+
+
+def _dtype_name(side: str, name: str, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        remedy = _REMEDIES[f"complex {side}" if tensor.is_complex() else side].format(dtype)
+        raise SourceError(f"the {side} {name!r} is {dtype}, which inputs and outputs cannot be", remedy)
+    return dtype
 
 
 def infer_dims(
@@ -153,7 +167,7 @@ def infer_dims(
     not allow to vary, becomes fixed, with a note.
 
     Raises:
-        SourceError: a dimension that was asked to be dynamic cannot vary.
+        SourceError: a dimension that was asked to be dynamic cannot vary, or outputs cannot have one of their dtypes.
     """
     dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
     notes: list[str] = []
@@ -179,7 +193,8 @@ def infer_dims(
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
             notes.append(f"the model runs with a batch of {size} only, so the dimension is fixed")
     results = (
-        TensorSpec(name=name, dtype=dtype_name(value), shape=tuple(dims[name])) for name, value in outputs.items()
+        TensorSpec(name=name, dtype=_dtype_name("output", name, value), shape=tuple(dims[name]))
+        for name, value in outputs.items()
     )
     return Signature(inputs=specs, outputs=tuple(results)), notes
 

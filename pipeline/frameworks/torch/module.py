@@ -24,9 +24,9 @@ from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.dims import (
     choose_specs,
     default_specs,
-    dtype_name,
     explain_no_batch,
     infer_dims,
+    input_dtypes,
     same_answers,
     sizes_of,
     suggest_dynamic_sizes,
@@ -245,7 +245,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     example = _example(built, options)
     specs, moved = options.inputs or built.inputs or default_specs(example), ""
     try:
-        check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
+        dtypes = input_dtypes(example)
+        check_feeds(specs, {name: (dtypes[name], tuple(value.shape)) for name, value in example.items()})
     except SignatureError as error:
         origin = "--input" if options.inputs else "the source"
         message = f"the example input does not fit what {origin} says: {error.message}"
