@@ -43,7 +43,7 @@ from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import explain_end
 from enginesmith.pipeline.results.differences import compare_devices
-from enginesmith.pipeline.results.run import Run, Workaround, remove_workarounds
+from enginesmith.pipeline.results.run import Run, VariantRecord, Workaround, remove_workarounds
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.units import format_seconds
@@ -436,6 +436,8 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None 
     if any(record.untried for record in run.asked_for):
         limit = limit or run.recipe.time_seconds or 0.0
         message = f"the time of {format_seconds(limit)} was over before a variant could be measured"
+        if failed := [record for record in run.asked_for if record.status == "failed"]:
+            message += f"; others failed:\n{_list_reasons(failed)}"
         return ModelError(message, f"give more: --time {5 * limit:.0f}s; what was made is kept, and used again")
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     for kind in (MissingCapability, UsageError):
@@ -444,11 +446,16 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None 
     lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` continues there")
-    alike: dict[str | None, list[str]] = {}
-    for record in run.asked_for or (run.baseline,):
-        alike.setdefault(record.reason, []).append(record.id)
-    reasons = "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in alike.items())
+    reasons = _list_reasons(run.asked_for or (run.baseline,))
     return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the details")
+
+
+def _list_reasons(records: Sequence[VariantRecord]) -> str:
+    """List why variants are not usable, those with the same reason together."""
+    alike: dict[str | None, list[str]] = {}
+    for record in records:
+        alike.setdefault(record.reason, []).append(record.id)
+    return "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in alike.items())
 
 
 def optimize(

@@ -20,6 +20,7 @@ from enginesmith.pipeline.workflows.optimize import (
     _list_dropped,
     _list_kept,
     _restore_workarounds,
+    _why_unusable,
     is_finished,
 )
 from enginesmith.pipeline.workflows.run_directory import claim_run_directory
@@ -184,3 +185,14 @@ def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> No
     (tmp_path / "run.json").write_text("damaged")
     unreadable = RunRequest("demo", RECIPE, tmp_path, replace=True)
     assert _restore_workarounds(unreadable) == unreadable, "it is moved away"
+
+
+def test_a_search_whose_time_was_over_tells_why_other_variants_failed() -> None:
+    failed = [variant(name, status="failed", reason="verify-export: no kernel") for name in "ab"]
+    late = variant("c", status="skipped", untried=True, reason="no time was left to try it")
+    error = _why_unusable(run_of(*failed, late), {}, "enginesmith resume run", 60.0)
+    assert error is not None
+    assert error.message.endswith("could be measured; others failed:\n  a, b: verify-export: no kernel")
+    alone = _why_unusable(run_of(late), {}, "enginesmith resume run", 60.0)
+    assert alone is not None
+    assert alone.message.endswith("could be measured")
