@@ -87,6 +87,26 @@ def test_all_families_come_early_and_sizes_reach_both_ends() -> None:
     assert len({tuple(mask.sum(axis=1)) for mask in tails}) > 2
 
 
+def test_a_search_of_a_few_inputs_has_some_of_each_family() -> None:
+    space = InputSpace(TOKENS.signature, TOKENS.ranges, TOKENS.samples * 20)
+    first = list(itertools.islice(generate(space, 0), 8))
+    assert {each.walk for each in first} == {"samples", "sizes", "values", "padding", "mutations"}
+    assert first[0].walk == "samples"
+    assert first[1].note == "mask: nothing in the first row"
+
+
+def test_a_mask_of_what_is_padding_is_emptied_by_ones() -> None:
+    padding = [{**feeds, "mask": feeds["mask"] == 0} for feeds in TOKENS.samples]
+    signature = TOKENS.signature.model_copy(
+        update={"inputs": (TOKENS.signature.inputs[0], spec("mask", "bool", "batch", "length"))}
+    )
+    tried = itertools.islice(generate(InputSpace(signature, TOKENS.ranges, padding), 0), 80)
+    masks = {each.note: each.feeds["mask"] for each in tried if each.walk == "padding"}
+    assert masks["mask: nothing in the first row"].all(axis=1).tolist() == [True, False]
+    assert not masks["mask: all there"].any()
+    assert masks["mask: one place each"].sum(axis=1).tolist() == [7, 7]
+
+
 def test_an_empty_row_has_another_one_beside_it() -> None:
     ranges = {"batch": ShapeRange.parse("1:1:4"), "length": ShapeRange.parse("2:8:33")}
     tried = itertools.islice(generate(InputSpace(TOKENS.signature, ranges, TOKENS.samples), 0), 80)

@@ -1,7 +1,7 @@
 """Generate inputs that a model allows and that nobody sampled: sizes, batches, paddings, values, mutated samples.
 
-All come from a seed, in a fixed order: a longer search tries the same inputs first. Sizes and values are walked in
-turn, so that a short search has some of each.
+All come from a seed, in a fixed order: a longer search tries the same inputs first. After the first sample the families
+take turns, the one that shows most faults first, so that a search of a few inputs has some of each.
 """
 
 import functools
@@ -25,6 +25,8 @@ _JITTER = 0.02
 OUTLIER = 10.0
 """Outliers are so many times as large as what samples have."""
 _DENORMAL = 1e-40
+SAMPLES = "samples"
+"""Family of the samples as they are."""
 
 
 class Attempt(NamedTuple):
@@ -95,10 +97,10 @@ def _finite(values: Array) -> Array:
 
 def generate(space: InputSpace, seed: int) -> Iterator[Attempt]:
     """Yield inputs without end: each family in turn, and mutations once the others are through."""
-    yield from (Attempt("samples", f"sample {index}", dict(feeds), True) for index, feeds in enumerate(space.samples))
     rng = np.random.default_rng(seed)
-    walks: list[Iterator[Attempt]] = [_walk_sizes(space, rng), _walk_values(space, rng), _walk_padding(space, rng)]
-    walks.append(_mutate(space, rng))
+    given = (Attempt(SAMPLES, f"sample {index}", dict(feeds), True) for index, feeds in enumerate(space.samples))
+    yield next(given)
+    walks = [_walk_padding(space, rng), _walk_sizes(space, rng), _walk_values(space, rng), given, _mutate(space, rng)]
     while walks:
         for walk in list(walks):
             try:
@@ -238,19 +240,20 @@ def _fill(pattern: str, base: Array, bounds: tuple[float, float], rng: np.random
 
 
 def _walk_padding(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
-    """Cut the tails of masks off: to one place, to half, to another length for each row; fill and empty them.
+    """Empty and fill masks, and cut their tails off: to one place, to half, to another length for each row.
 
     A row of which nothing is there has an answer only in models that see to it, and is no usual input; there is
     another row beside it, if the batch may have two.
     """
     masks = space.masks
-    for note in (*_PADDINGS, _EMPTY_ROW) if masks else ():
+    for note in (_EMPTY_ROW, *_PADDINGS) if masks else ():
         sizes = space.usual_sizes()
         if note == _EMPTY_ROW and space.batch:
             sizes[space.batch] = min(max(2, sizes[space.batch]), space.ranges[space.batch].max)
         feeds = make_feeds(space, sizes, rng)
         for name in masks:
-            feeds[name] = _pad(note, feeds[name], rng)
+            filled = _fill_places(note, feeds[name].shape, rng)
+            feeds[name] = (filled == _is_one_there(space, name)).astype(feeds[name].dtype)
         yield Attempt("padding", f"{', '.join(masks)}: {note}", feeds, note != _EMPTY_ROW)
 
 
@@ -258,9 +261,17 @@ _PADDINGS = ("all there", "one place each", "half of each", "another length each
 _EMPTY_ROW = "nothing in the first row"
 
 
-def _pad(note: str, mask: Array, rng: np.random.Generator) -> Array:
-    length = mask.shape[-1]
-    rows = mask.reshape(-1, length).shape[0]
+def _is_one_there(space: InputSpace, mask: str) -> bool:
+    """Tell whether 1 stands for what is there, and 0 for padding: by the rows of one value, else by what is usual."""
+    rows = [row for feeds in space.samples for row in feeds[mask].reshape(-1, feeds[mask].shape[-1]) != 0]
+    whole = [row for row in rows if row.all() or not row.any()]
+    return bool(np.concatenate(whole or rows).mean() >= 0.5)
+
+
+def _fill_places(note: str, shape: Sequence[int], rng: np.random.Generator) -> Array:
+    """Return [*shape] of bool: True for what is there."""
+    length = shape[-1]
+    rows = int(np.prod(shape[:-1]))
     lengths = {
         "all there": np.full(rows, length),
         "one place each": np.ones(rows),
@@ -273,7 +284,7 @@ def _pad(note: str, mask: Array, rng: np.random.Generator) -> Array:
     if note == "holes":
         filled &= rng.random(filled.shape) < 0.5
         filled[:, 0] = True
-    return filled.reshape(mask.shape).astype(mask.dtype)
+    return filled.reshape(shape)
 
 
 # Mutations of samples
