@@ -178,7 +178,7 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     tried = [(name, prosecution) for name, prosecution in given if prosecution.attempts]
     if not tried:
         return
-    attempts = [prosecution.attempts for _, prosecution in tried]
+    attempts = [prosecution.beside_samples for _, prosecution in tried]
     few = f"{min(attempts)} to {max(attempts)}" if min(attempts) < max(attempts) else f"{attempts[0]}"
     wrong = [name for name, prosecution in tried if prosecution.finding]
     told = f"wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)" if wrong else ""

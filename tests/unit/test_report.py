@@ -9,6 +9,7 @@ import pytest
 from enginesmith.pipeline.commands import context
 from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import Coverage
+from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
@@ -381,6 +382,16 @@ def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixt
     failed = step.model_copy(update={"status": "failed", "effect": "AxisError: out of bounds\n  in a line below"})
     told = "inputs beside the samples: none could be tried on onnxruntime-fp32: AxisError: out of bounds\n"
     assert told in printed(run(steps=(failed,)), capsys)
+
+
+def test_samples_do_not_count_among_the_inputs_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = [Prosecution(seconds=3, attempts=4 + more, walks={"samples": 4, "sizes": more}) for more in (0, 7)]
+    names = ("onnxruntime-fp32", "openvino-fp32")
+    records = (
+        record(name, 2.0, 1.0).model_copy(update={"prosecution": each}) for name, each in zip(names, tried, strict=True)
+    )
+    told = "inputs beside the samples: 0 to 7 tried on each variant; none found on which one is wrong"
+    assert told in printed(run(variants=tuple(records)), capsys)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "two\nlines"])

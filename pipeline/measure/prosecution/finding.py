@@ -4,6 +4,9 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.units import AddedOption
 
+SAMPLES = "samples"
+"""Family of the samples as they are."""
+
 
 class Finding(BaseModel, frozen=True):
     """Describe an input on which an engine is wrong, and what is guilty."""
@@ -62,3 +65,8 @@ class Prosecution(BaseModel, frozen=True):
     finding: Finding | None = None
     reason: str = ""
     """Reason why no input was tried, or no further one."""
+
+    @property
+    def beside_samples(self) -> int:
+        """Inputs that were tried and are no samples."""
+        return self.attempts - self.walks.get(SAMPLES, 0)

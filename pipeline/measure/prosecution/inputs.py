@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.prosecution.finding import SAMPLES
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, rows_first
 
 _SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257)
@@ -25,8 +26,6 @@ _JITTER = 0.02
 OUTLIER = 10.0
 """Outliers are so many times as large as what samples have."""
 _DENORMAL = 1e-40
-SAMPLES = "samples"
-"""Family of the samples as they are."""
 
 
 class Attempt(NamedTuple):
