@@ -177,6 +177,22 @@ def test_inputs_without_a_batch_are_fixed_and_said_to_be(load) -> None:
     assert note.endswith("all are fixed, and a call counts as one")
 
 
+def test_a_table_beside_samples_leaves_them_a_batch(load) -> None:
+    class Nearest(nn.Module):
+        def forward(self, x: Tensor, table: Tensor, shift: Tensor) -> Tensor:
+            return torch.cdist(x + shift, table)
+
+    for batch in (1, 2):
+        feeds = {"x": torch.rand(batch, 4), "table": torch.rand(7, 4), "shift": torch.rand(batch, 4)}
+        loaded = load(Nearest(), feeds)
+        assert list(map(str, loaded.signature.inputs)) == [
+            "x:float32:batch,4",
+            "table:float32:7,4",
+            "shift:float32:batch,4",
+        ]
+        assert "the same for all samples, without a batch: 'table'" in loaded.notes
+
+
 def test_suggested_sizes_are_those_of_the_raw_input(load) -> None:
     image = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     words = {"prepend": ("uint8", "nhwc"), "append": ("softmax",)}

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,19 +37,16 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
 
     Of a network that takes time first, it is the second one; of the states of an LSTM, too. Where that holds of several
     dimensions, as in a network that computes each pixel alone, it is none of them. Single numbers have no batch, and
-    inputs of fewer dimensions than others may have none, as tables.
+    inputs of fewer dimensions or of another first size than others may have none, as tables.
     """
     first = default_specs(example)
     batched = any(BATCH in spec.shape for spec in first)
     if not first or (batched and _keeps_rows_apart(module, first, example, outputs)):
         return first, ""
-    shapes: dict[str, tuple[int | str, ...]] = {name: tuple(value.shape) for name, value in example.items()}
-    most = max(map(len, shapes.values()))
-    shapes = {name: (BATCH, *shape[1:]) if len(shape) == most else shape for name, shape in shapes.items()}
-    own = [spec.model_copy(update={"shape": shapes[spec.name]}) for spec in first]
-    if any(BATCH not in spec.shape for spec in own) and _keeps_rows_apart(module, own, example, outputs):
-        tables = ", ".join(repr(spec.name) for spec in own if spec.shape and BATCH not in spec.shape)
-        return tuple(own), tables and f"the same for all samples, without a batch: {tables}"
+    most = max(value.ndim for value in example.values())
+    deepest = {name for name, value in example.items() if value.ndim == most}
+    if tabled := _set_tables_apart(module, first, example, outputs, deepest):
+        return tabled
     found = []
     for axes in itertools.islice(_list_axes(example), _MOST_TRIED):
         specs = tuple(
@@ -60,10 +57,37 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
         )
         if any(axes) and _keeps_rows_apart(module, specs, example, outputs):
             found.append(specs)
+    if not found:
+        for size in dict.fromkeys(value.shape[0] for value in example.values() if value.ndim):
+            alike = {name for name, value in example.items() if value.ndim and value.shape[0] == size}
+            if tabled := _set_tables_apart(module, first, example, outputs, alike):
+                return tabled
     if len(found) != 1:
         return first, ""
     told = " ".join(f"--input {spec}" for spec in found[0])
     return found[0], f"the batch is the dimension along which samples do not change each other's answers: {told}"
+
+
+def _set_tables_apart(
+    module: Forward,
+    specs: Sequence[TensorSpec],
+    example: Mapping[str, Tensor],
+    outputs: int,
+    rows: Collection[str],
+) -> tuple[tuple[TensorSpec, ...], str] | None:
+    """Give a batch to the inputs named in ``rows`` alone, with a note; None if the model does not keep these apart."""
+    lengths = {value.shape[0] for name, value in example.items() if name in rows and value.ndim}
+    shapes = {name: tuple(value.shape) for name, value in example.items()}
+    own = tuple(
+        spec.model_copy(update={"shape": (BATCH, *shape[1:]) if shape and spec.name in rows else shape})
+        for spec, shape in zip(specs, shapes.values(), strict=True)
+    )
+    if len(lengths) != 1 or all(BATCH in spec.shape for spec in own):
+        return None
+    if not _keeps_rows_apart(module, own, example, outputs):
+        return None
+    tables = ", ".join(repr(spec.name) for spec in own if spec.shape and BATCH not in spec.shape)
+    return own, tables and f"the same for all samples, without a batch: {tables}"
 
 
 def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
