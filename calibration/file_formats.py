@@ -18,7 +18,7 @@ from enginesmith.calibration.sources import RawData, Request, Split, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import Array, TensorSpec
+from enginesmith.pipeline.tensors import BATCH, Array, TensorSpec
 
 CASTS = {("float64", "float32"), ("int32", "int64")}
 _FIRST_LOOK_BYTES = 1 << 20
@@ -45,7 +45,7 @@ def check_arrays(
     for spec in inputs:
         _check_shape(source, spec, arrays[spec.name], sizes)
         feeds[spec.name] = _cast_safely(source, spec, arrays[spec.name])
-    _check_rows(source, feeds)
+    _check_rows(source, feeds, inputs)
     for name, array in feeds.items():
         _check_finite(source, name, array)
     return feeds
@@ -176,13 +176,26 @@ def _is_same(array: Rows) -> bool:
     return all((part == first).all() for _, part in pieces(array, _FIRST_LOOK_BYTES))
 
 
-def _check_rows(source: str, feeds: Mapping[str, Rows]) -> None:
+def _check_rows(source: str, feeds: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> None:
     counts = {name: len(array) for name, array in feeds.items()}
     if len(set(counts.values())) > 1:
         given = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise DataError(f"{source}: the arrays differ in their number of rows: {given}", "give each the same rows")
+        raise DataError(
+            f"{source}: the arrays differ in their number of rows: {given}",
+            "give each the same rows" + _tell_tables_apart(feeds, inputs),
+        )
     if not all(array.size for array in feeds.values()):
         raise DataError(f"{source} is empty", "give at least one sample")
+
+
+def _tell_tables_apart(feeds: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> str:
+    """Suggest ``--input`` for arrays that have just the first size of their input, as a table, beside samples."""
+    tables = [spec.name for spec in inputs if spec.shape and len(feeds[spec.name]) == spec.shape[0]]
+    if not tables or len({len(feeds[spec.name]) for spec in inputs if spec.name not in tables}) != 1:
+        return ""
+    shapes = {spec.name: spec.shape if spec.name in tables else (BATCH, *spec.shape[1:]) for spec in inputs}
+    words = (f"--input {spec.model_copy(update={'shape': shapes[spec.name]})}" for spec in inputs)
+    return f"; or, if {_join(tables)} is the same for all samples: {' '.join(words)}"
 
 
 def _check_finite(source: str, name: str, array: Rows) -> None:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
-from enginesmith.calibration.file_formats import check_variety, check_zeros
+from enginesmith.calibration.file_formats import check_arrays, check_variety, check_zeros
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.tensors import TensorSpec
@@ -171,3 +171,14 @@ def test_neither_a_run_nor_images(tmp_path):
         inspect(tmp_path)
     with pytest.raises(UsageError, match="does not exist"):
         inspect(tmp_path / "nothing.npz2")
+
+
+def test_a_table_beside_samples_is_told_apart() -> None:
+    inputs = [TensorSpec.parse(each) for each in ("x:float32:2,6", "table:float32:7,4")]
+    arrays = {"x": np.ones((30, 6), np.float32), "table": np.ones((7, 4), np.float32)}
+    with pytest.raises(DataError, match="x 30, table 7") as error:
+        check_arrays("odd.npz", arrays, inputs)
+    assert error.value.remedy.endswith("samples: --input x:float32:batch,6 --input table:float32:7,4")
+    with pytest.raises(DataError) as error:
+        check_arrays("odd.npz", {**arrays, "table": np.ones((8, 4), np.float32)}, inputs)
+    assert error.value.remedy == "give each the same rows"
