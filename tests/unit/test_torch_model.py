@@ -139,6 +139,11 @@ def test_sizes_that_could_vary_are_suggested(load) -> None:
     (note,) = load(image, torch.ones(2, 3, 16, 16)).notes
     assert "--input input:float32:batch,3,height,width --shape height=MIN:16:MAX --shape width=MIN:16:MAX" in note
 
+    (note,) = load(lambda_module(lambda x: x.mean((1, 2))), torch.ones(2, 8, 8)).notes
+    assert "--input x:float32:batch,height,width --shape height=MIN:8:MAX --shape width=MIN:8:MAX" in note
+    (note,) = load(lambda_module(lambda x: (x + x.mT).mean((1, 2))), torch.ones(2, 8, 8)).notes
+    assert "--input x:float32:batch,length,length --shape length=MIN:8:MAX" in note
+
     class Both(nn.Module):
         def forward(self, source: Tensor, target: Tensor) -> Tensor:
             return source.mean((1, 2)) + target.mean((1, 2))

@@ -248,8 +248,9 @@ def suggest_dynamic_sizes(
 ) -> Iterator[str]:
     """Suggest ``--input`` for a model of which only the batch is dynamic, where it runs at half of another size, too.
 
-    Dimensions of one size are halved together: those of a text and its mask, height and width of an image. With
-    ``--prepend``, the raw input is described; what is resized has one size in the model.
+    Dimensions of one size are halved together, as those of a text and its mask; height and width of an image have
+    names of their own where it need not be square. With ``--prepend``, the raw input is described; what is resized has
+    one size in the model.
     """
     specs = signature.inputs
     if len(signature.symbols) != 1 or any(isinstance(dim, str) for spec in specs for dim in spec.shape[1:]):
@@ -259,19 +260,19 @@ def suggest_dynamic_sizes(
     for size in dict.fromkeys(dim for spec in specs for dim in spec.shape[1:] if isinstance(dim, int) and dim > 1):
         places = [(spec.name, axis, dim) for spec in specs for axis, dim in enumerate(spec.shape) if axis]
         axes = [(name, axis) for name, axis, dim in places if dim == size and name != resized]
-        if not axes:
+        if not axes or not _runs_halved(module, example, axes):
             continue
-        feeds = dict(example)
-        for name, axis in axes:
-            feeds[name] = feeds[name].narrow(axis, 0, size // 2)
-        with contextlib.suppress(Exception):
-            with torch.inference_mode():
-                module(*feeds.values())
-            image = {axis for _, axis in axes} == {2, 3}
-            word = f"{axes[0][0]}_length" if "length" in names.values() else "length"
-            if any(name == axes[0][0] for name, _ in names):
-                word = f"length_{len({*names.values()}) + 1}"
-            names |= {(name, axis): ("height", "width")[axis - 2] if image else word for name, axis in axes}
+        word = f"{axes[0][0]}_length" if "length" in names.values() else "length"
+        if any(name == axes[0][0] for name, _ in names):
+            word = f"length_{len({*names.values()}) + 1}"
+        least = min(axis for _, axis in axes)
+        square = {axis for _, axis in axes} == {least, least + 1} and len({name for name, _ in axes}) < len(axes)
+        rows = [(name, axis) for name, axis in axes if axis == least]
+        if square and _runs_halved(module, example, rows):
+            prefix = f"{axes[0][0]}_" if "height" in names.values() else ""
+            names |= {(name, axis): f"{prefix}{('height', 'width')[axis - least]}" for name, axis in axes}
+        else:
+            names |= dict.fromkeys(axes, word)
     if names:
         dims = {spec.name: [names.get((spec.name, axis), dim) for axis, dim in enumerate(spec.shape)] for spec in specs}
         dynamic = tuple(spec.model_copy(update={"shape": tuple(dims[spec.name])}) for spec in specs)
@@ -282,6 +283,17 @@ def suggest_dynamic_sizes(
         words = " ".join((*inputs, *shapes))
         beside = f" beside --prepend {','.join(request.prepend)}" if request.prepend else ""
         yield f"only the batch is dynamic, and the model runs with other sizes, too; for those{beside}: {words}"
+
+
+def _runs_halved(module: Forward, example: Mapping[str, Tensor], axes: Sequence[tuple[str, int]]) -> bool:
+    """Tell whether the model runs with half of these dimensions, each an input's name and an axis."""
+    feeds = dict(example)
+    for name, axis in axes:
+        feeds[name] = feeds[name].narrow(axis, 0, feeds[name].shape[axis] // 2)
+    with contextlib.suppress(Exception), torch.inference_mode():
+        module(*feeds.values())
+        return True
+    return False
 
 
 def explain_no_batch(module: Forward, signature: Signature, example: Mapping[str, Tensor]) -> Iterator[str]:
