@@ -110,7 +110,11 @@ class ShapeRange(BaseModel, frozen=True):
         if not all(n.isdecimal() for n in numbers) or len(numbers) not in (1, 3):
             raise UsageError(f"cannot read the shape range {text!r}", "write it as min:opt:max, as in 1:8:64")
         low, opt, high = (int(n) for n in (numbers * 3 if len(numbers) == 1 else numbers))
-        if not 1 <= low <= opt <= high:
+        if low < 1:
+            raise UsageError(
+                f"the shape range {text!r} has the size 0", "give 1 or more: of size 0 there are no numbers to compare"
+            )
+        if not low <= opt <= high:
             raise UsageError(f"the shape range {text!r} is out of order", "it must hold 1 <= min <= opt <= max")
         return cls(min=low, opt=opt, max=high)
 

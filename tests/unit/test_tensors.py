@@ -55,6 +55,12 @@ def test_a_range_that_makes_no_sense(text: str) -> None:
         ShapeRange.parse(text)
 
 
+def test_a_range_from_0_is_said_to_be_that() -> None:
+    with pytest.raises(UsageError, match="'0:5:40' has the size 0") as error:
+        ShapeRange.parse("0:5:40")
+    assert error.value.remedy.startswith("give 1 or more")
+
+
 def test_symbols_of_a_signature_come_once_and_in_order() -> None:
     assert SIGNATURE.symbols == ("batch", "length")
 
