@@ -188,6 +188,25 @@ def test_what_cannot_be_fed_is_refused(tmp_path: Path, kind: onnx.TypeProto, mes
         model_file.signature(saved(tmp_path, model))
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        helper.make_tensor_type_proto(TensorProto.STRING, [1]),
+        helper.make_sequence_type_proto(
+            helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+        ),
+    ],
+)
+def test_outputs_of_classifiers_that_are_no_numbers_are_refused_with_the_way_out(
+    tmp_path: Path, kind: onnx.TypeProto
+) -> None:
+    model = linear()
+    model.graph.output[0].type.CopyFrom(kind)
+    with pytest.raises(SignatureError, match="the output 'y'") as error:
+        model_file.signature(saved(tmp_path, model))
+    assert "compared: convert the model without this output; skl2onnx does with zipmap=False" in error.value.remedy
+
+
 def test_summary_counts_subgraphs(tmp_path: Path) -> None:
     model = linear()
     branch = helper.make_graph(

@@ -192,16 +192,22 @@ def signature(path: Path) -> Signature:
     )
 
 
+_CONVERT = "convert the model without this output; skl2onnx does with zipmap=False, and labels as whole numbers"
+
+
 def _spec(side: str, position: int, value: "onnx.ValueInfoProto", words: dict[str, str]) -> TensorSpec:
     what = f"the {side} {value.name!r}"
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         noun = (kind or "value without a type").removesuffix("_type")
-        raise SignatureError(f"{what} is a {noun}", "only tensors can be fed")
+        remedy = "only tensors can be fed" if side == "input" else f"only tensors can be compared: {_CONVERT}"
+        raise SignatureError(f"{what} is a {noun}", remedy)
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)
     if dtype not in DESCRIBED:
         remedy = f"supported are {', '.join(DESCRIBED)}: cast inside the graph"
+        if dtype == "string" and side == "output":
+            remedy = f"texts cannot be compared: {_CONVERT}"
         raise SignatureError(f"{what} has the dtype {dtype}", remedy)
     if not tensor.HasField("shape"):
         raise SignatureError(f"{what} has no shape, not even a rank", "write its shape into the file, or export again")
