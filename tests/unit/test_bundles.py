@@ -304,7 +304,8 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
     changes = ({"id": "bad", "status": "failed", "reason": "wrong result"}, {"id": "slow", "rejected": "no faster"})
     skipped = {"id": "none", "artifact": None, "status": "skipped", "reason": "no time was left"}
     out = {**skipped, "id": "out", "race": (RaceRow(variant="out", lap=1, dropped="onnxruntime-fp32 is faster"),)}
-    made.variants += [good.model_copy(update=fields) for fields in (*changes, skipped, out)]
+    wrong = {**skipped, "id": "wrong", "status": "failed", "reason": "other answers"}
+    made.variants += [good.model_copy(update=fields) for fields in (*changes, skipped, out, wrong)]
     folder = made.write()
     package(folder, "bundle", tmp_path / "bundle", None)
     for place in (folder, str(tmp_path / "bundle")):
@@ -319,6 +320,11 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
         pytest.raises(UsageError, match="none has no engine: no time was left"),
     ):
         load(folder, "none")
+    with (
+        pytest.warns(UserWarning, match="it failed"),
+        pytest.raises(UsageError, match=r"wrong has no engine: other answers\n(?s:.*)name another variant"),
+    ):
+        load(folder, "wrong")
     with (
         pytest.warns(UserWarning, match="it was not measured"),
         pytest.raises(

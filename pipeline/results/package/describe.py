@@ -135,7 +135,9 @@ def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
         raise UsageError(told, f"make it in a run of its own: {alone}, with another --out")
     if record.artifact is None:
         why = record.reason or record.status
-        raise UsageError(f"{record.id} has no engine: {why}", f"`enginesmith resume {folder}` does what is missing")
+        again = f"`enginesmith resume {folder}` does what is missing"
+        failed = f"name another variant; {again}, if it failed for want of time or memory"
+        raise UsageError(f"{record.id} has no engine: {why}", failed if record.status == "failed" else again)
     return record.artifact
 
 
