@@ -223,6 +223,8 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
 def _suggest_metrics(output: Array, labels: Array | None) -> str:
     """Name the metrics that an output and its labels fit, and what else there is."""
     fitting = [name for name, own in METRICS.items() if labels is not None and own.accepts(output, labels)]
+    if labels is not None and labels.dtype.kind in "USO":
+        return f"write each text as the number of its class, in the order of the outputs, from 0; or {_OWN_FUNCTION}"
     return f"use --metric {' or '.join(fitting)}, which these fit; or {_OWN_FUNCTION}" if fitting else _OWN_FUNCTION
 
 

@@ -345,7 +345,7 @@ def test_the_output_that_a_metric_judges_is_named(
         ("top1:bb", "abc", KINDS, "names the output 'bb'.*'a' float64\\[4\\].*\n.*top1:b$"),
         ("my_metrics:first:bb", "abc", KINDS, "names the output 'bb'.*\n.*my_metrics:first:b$"),
         ("top1", "b", KINDS + 2, "counted from 0.*int64\\[4\\] from 2 to 5"),
-        ("top1", "b", np.array(list("abcd")), "counted from 0.*labels texts\\[4\\]"),
+        ("top1", "b", np.array(list("abcd")), "counted from 0.*labels texts\\[4\\]\n.*the number of its class"),
         ("top1", "a", np.ones(4) / 2, "\\n.*use --metric mse or spearman, which these fit; or give such labels"),
         ("mse:b", "ab", np.ones(4), "needs.*'b' is not that.*\n.*--metric mse:a"),
         ("top1", "b", {"x": KINDS, "y": KINDS}, "labels 'x' int64"),
