@@ -138,7 +138,7 @@ class Race(Measurement):
             RaceRow(variant=name, lap=0, dropped=why) for name, why in reasons.items() if why and name not in self.kept
         ]
         write_records(out, rows)
-        summary = f"{len(left)} of {len(verified)} variants are measured in full"
+        summary = f"{len(left)} of {len(verified)} variants are measured in full" if verified else "no variant races"
         if out_before:
             summary += f"; {len(out_before)} had dropped out of an earlier race"
         incomplete = any(row.failure for row in rows if row.variant not in self.originals)

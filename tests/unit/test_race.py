@@ -155,6 +155,8 @@ def test_a_race_begins_with_what_an_earlier_one_dropped(tmp_path: Path) -> None:
     effect = task.run({EARLIER: record, "a verified": record, "b verified": record}, tmp_path / "out", print)
     assert read_models(scratch_artifact("record", tmp_path / "out" / RECORDS, None), RaceRow) == rows
     assert effect.summary == "1 of 2 variants are measured in full"
+    (tmp_path / "none").mkdir()
+    assert task.run({}, tmp_path / "none", print).summary == "no variant races"
 
 
 def test_what_dropped_out_of_an_earlier_race_stays_out_while_its_engine_is_the_same(tmp_path: Path) -> None:
