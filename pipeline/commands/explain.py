@@ -15,8 +15,8 @@ def explain(run: Path, variant: str | None, as_json: bool) -> None:
     """Explain what a variant loses in low precision.
 
     For each layer that loses much: the cause, the remedy that was found, and what it costs; then the trials that led
-    there, and the training. VARIANT is by default the winner, or the first that was quantized. The section
-    "Precision" of report.html has the errors of all layers.
+    there, and the training. VARIANT is by default the winner, or the first that was quantized, and measured if
+    one was. The section "Precision" of report.html has the errors of all layers.
 
     Example: enginesmith explain runs/net openvino-int8
     """

@@ -209,7 +209,7 @@ class GroupLoss:
 
 
 def choose_explained(run: Run, name: str | None) -> VariantRecord:
-    """Choose the variant of that name; else the winner, if it was quantised, or the first that was.
+    """Choose the variant of that name; else, of those that were quantised, the winner, or one that was measured.
 
     Raises:
         UsageError: there is none of that name.
@@ -217,7 +217,7 @@ def choose_explained(run: Run, name: str | None) -> VariantRecord:
     if name:
         return find_record(run, name)
     quantised = [record for record in run.variants if record.assignment]
-    quantised.sort(key=lambda record: record.id != run.winner)
+    quantised.sort(key=lambda record: (record.id != run.winner, record.status != "measured"))
     return next(iter((*quantised, *run.variants)), run.records[0])
 
 

@@ -114,6 +114,8 @@ def test_the_winner_is_explained_if_it_is_quantised_else_the_first_that_is() -> 
     eager = variant("eager", engine="eager")
     assert choose_explained(small(eager, plain, first, second, winner="onnxruntime-int8"), None) == second
     assert choose_explained(small(eager, plain, first, second, winner="onnxruntime-fp32"), None) == first
+    dropped = first.model_copy(update={"status": "skipped"})
+    assert choose_explained(small(eager, plain, dropped, second, winner="onnxruntime-fp32"), None) == second
     assert choose_explained(small(eager, plain, first, winner=None), "onnxruntime-fp32") == plain
 
 
