@@ -161,7 +161,7 @@ class StepCache:
         """Look up the artifact; its history becomes that of these inputs, which may be others of equal content."""
         for read in self.store.dependencies(self._name).candidates():
             artifact = self.store.get(self._key(read))
-            if artifact is not None and not artifact.incomplete:
+            if artifact is not None and (self.step.as_it_was or not artifact.incomplete):
                 return artifact.model_copy(update={"history": (*self._before, artifact.history[-1])})
         return None
 

@@ -109,6 +109,8 @@ class Step:
     """The machines that a build for a device or a measurement has to run on; None means anywhere."""
     search: bool = False
     """True where it leads to a variant of a search, and is not begun once the time for that is over."""
+    as_it_was: bool = False
+    """True where a result that was cut short by the time is good enough: it is taken from the store."""
     label: str = ""
     """Its name in histories, where its id says also which run of several it belongs to."""
 

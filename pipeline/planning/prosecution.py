@@ -1,11 +1,12 @@
 """Plan to look for inputs on which a variant is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.errors import NO_TIME
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, StepRef, Variant
@@ -30,10 +31,14 @@ def choose_seconds(recipe: Recipe, device: Device) -> float:
     return _SECONDS if device.kind == "cpu" else 0.0
 
 
-def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Variant, seconds: float) -> tuple[Step, ...]:
+def prosecute_variant_steps(
+    resolved: ResolvedRecipe, plan: Plan, variant: Variant, seconds: float, late: Collection[str] = ()
+) -> tuple[Step, ...]:
     """Plan to compare a variant with its run's model; what leads to it comes from the store where it is there.
 
-    No other variant is needed for that: those that the variant raced with are neither made nor measured.
+    No other variant is needed for that: those that the variant raced with are neither made nor measured. The engine is
+    judged as it is: what the time cut short, as a search, is not continued. ``late`` are steps that the run had no time
+    for: the variant was made without them, if it can be.
     """
     steps = {step.id: _without_rivals(step) for step in plan.steps}
     step = replace(prosecute_step(resolved, plan.steps, replace(variant, verified=()), seconds), id=PROSECUTE)
@@ -42,7 +47,9 @@ def prosecute_variant_steps(resolved: ResolvedRecipe, plan: Plan, variant: Varia
         if (ref := waiting.pop()) not in wanted:
             wanted.add(ref)
             waiting += steps[ref].sources
-    return (*(replace(each, search=False) for each in steps.values() if each.id in wanted), step)
+    left_out = set(late).difference(plan.leading_to([variant.artifact]))
+    made = [replace(each, search=False, as_it_was=True) for each in steps.values() if each.id in wanted]
+    return (*(replace(each, unavailable=NO_TIME) if each.id in left_out else each for each in made), step)
 
 
 def _without_rivals(step: Step) -> Step:

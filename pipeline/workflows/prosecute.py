@@ -3,18 +3,20 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import replace_folder
-from enginesmith.pipeline.errors import ModelError, SourceError, UsageError, storage_errors
+from enginesmith.pipeline.errors import NO_TIME, ModelError, SourceError, UsageError, storage_errors
+from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.prosecution.evidence import FINDING
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
-from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
@@ -74,8 +76,11 @@ def prosecute_variant(
                 which = "" if variant else "the winner "
                 reason = f"{which}{chosen} is the model as it is given, which engines are compared with"
             raise UsageError(reason, f"name one of {', '.join(able)}")
-        steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds)
-        result = _run(chosen, steps, found.recipe, out, settings)
+        late = [step.id for step in found.steps if step.effect == NO_TIME]
+        steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late)
+        stored = next((record.artifact for record in found.variants if record.id == chosen), None)
+        engine = {able[chosen].artifact: stored.sha256} if stored else {}
+        result = _run(chosen, steps, found.recipe, out, settings, engine)
     return result.model_copy(update={"evidence": str(named) if result.evidence else None})
 
 
@@ -94,9 +99,21 @@ def _check_output(out: Path) -> None:
         raise UsageError(f"{above} {reason}, and {out} is to be made there", "choose another --output")
 
 
-def _run(subject: str, steps: Sequence[Step], recipe: Recipe, out: Path, settings: Settings) -> ProsecutionResult:
+def _run(
+    subject: str,
+    steps: Sequence[Step],
+    recipe: Recipe,
+    out: Path,
+    settings: Settings,
+    engine: Mapping[StepRef, str] = MappingProxyType({}),
+) -> ProsecutionResult:
+    """Carry out the steps; ``engine`` has the digest of the run's engine by the step that made it."""
     _check_output(out)
     outcomes = try_steps(steps, settings, recipe)
+    for name, digest in engine.items():
+        if (made := outcomes[name].artifact) and made.sha256 != digest:
+            told = f"{subject} was made again, and differs from the engine of the run, which the store does not have"
+            settings.listener(Event("note", steps[0], told))
     end = outcomes[PROSECUTE]
     if (made := end.artifact) is None:
         errors = (outcome.error for outcome in outcomes.values() if outcome.reason == end.reason)

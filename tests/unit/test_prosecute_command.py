@@ -19,7 +19,7 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.plan import StepRef
+from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
@@ -100,8 +100,36 @@ def test_of_a_search_only_what_leads_to_the_variant_is_made(name: str) -> None:
     assert (found[StepRef("race")].sources, found[StepRef("race")].task.tools) == ((), ())
     original = {step.id: step for step in made.steps}
     assert all(
-        found[ref] == replace(original[ref], search=False) for ref in found if ref.kind not in ("race", PROSECUTE)
+        found[ref] == replace(original[ref], search=False, as_it_was=True)
+        for ref in found
+        if ref.kind not in ("race", PROSECUTE)
     )
+
+
+def test_a_search_that_the_time_ended_is_not_continued() -> None:
+    """What the run had no time for is left out where the variant was made without it."""
+    asked = {"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600, "device": "cpu"}
+    resolved = resolve_recipe(make({"model": "digits", **asked}))
+    made = plan(resolved)
+    chosen = next(variant for variant in made.variants if variant.id == "onnxruntime-int8")
+    late = {*chosen.search[3:], StepRef("build", chosen.name)}
+    steps = prosecute_variant_steps(resolved, made, chosen, 60, late)
+    assert {step.id for step in steps if step.unavailable} == {*chosen.search[3:]}
+    assert [step.id for step in steps if not step.as_it_was] == [PROSECUTE]
+
+
+@pytest.mark.parametrize(("digest", "notes"), [("", 0), ("another", 1)])
+def test_an_engine_that_was_made_again_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, notes: int
+) -> None:
+    write_records(tmp_path, [Prosecution(seconds=1, attempts=3, walks={})])
+    record = Artifact(kind="record", path=tmp_path / "records.json", sha256="", bytes=0)
+    step, told = Step(StepRef("build"), Stay(variants=())), list[str]()
+    outcomes = {ref: Outcome(ref, "done", record) for ref in (PROSECUTE, step.id)}
+    monkeypatch.setattr(workflow, "try_steps", lambda *_: outcomes)
+    settings = Settings(listener=lambda event: told.append(event.text))
+    workflow._run("a", [step], make({"model": "digits"}), tmp_path / "out", settings, {step.id: digest})
+    assert len(told) == notes
 
 
 def test_a_race_without_variants_lets_everyone_stay(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -173,6 +174,18 @@ def test_a_result_is_not_found_under_content_that_came_while_it_was_made(tmp_pat
     assert cache.lookup() is None
     assert cache.make(work).path.read_text() == "new"  # it is written again, with the same content
     assert cache.lookup().path.read_text() == "new"
+
+
+def test_a_result_that_was_cut_short_is_found_only_where_it_is_good_enough(tmp_path: Path) -> None:
+    def work(out: Path, _: Path | None) -> Done:
+        (out / "copy").write_text("part")
+        effect = Effect(file="copy", summary="copied", incomplete=True)
+        return Done(effect=effect, seconds=0, host_peak_bytes=None)
+
+    step, store = Step(StepRef("copy"), Copy()), Store(tmp_path / "store")
+    made = StepCache(step, {}, store).make(work)
+    assert StepCache(step, {}, store).lookup() is None
+    assert StepCache(replace(step, as_it_was=True), {}, store).lookup().sha256 == made.sha256
 
 
 @pytest.mark.parametrize(
