@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     "--measure-time", callback=parameters.TIME, metavar="TIME", help="Time to measure both again; default 20s."
 )
 @click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Measure machine code (aotinductor, TensorRT with host code) again, too: you trust who made both runs.",
+)
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
 @click.option("--strict", is_flag=True, help="Fail on everything that could not be judged.")
 @click.option("--quiet", is_flag=True, help="No progress on standard error.")
@@ -145,6 +150,7 @@ def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands
         tolerance=parse_tolerance(options["tolerance"]),
         any_machine=options["any_machine"],
         strict=options["strict"],
+        trust=options["trust"],
         measure=not options["no_measure"],
         seconds=seconds,
         progress=lambda text: None if quiet else click.echo(text, err=True),

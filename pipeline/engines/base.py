@@ -320,7 +320,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
 
     @classmethod
     def needs_trust(cls, options: Mapping[str, Any]) -> bool:
-        """Tell whether a package with these options is loaded only where the user trusts its maker."""
+        """Tell whether an engine is loaded only where its maker is trusted, by its options of a package or a build."""
         return cls.native_code
 
     @classmethod
@@ -358,8 +358,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         raise MissingCapability(f"{cls.name} takes no new weights once it is built", "build a new engine")
 
     @classmethod
-    def restore_options(cls, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the fields that a file may give back to an engine: none that would run code."""
+    def restore_options(cls, record: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
+        """Choose the fields that a file may give back to an engine: none that would run code, without ``trust``."""
         return {name: value for name, value in record.items() if name in cls.model_fields}
 
     @classmethod

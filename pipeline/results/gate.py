@@ -56,6 +56,8 @@ class Demands:
     seconds: float = DEFAULT_SECONDS
     progress: Callable[[str], None] = lambda text: None
     strict: bool = False
+    trust: bool = False
+    """True where engines with machine code are loaded to measure them: the user trusts who made both runs."""
 
 
 def parse_tolerance(text: str) -> float:
@@ -253,7 +255,10 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
             return _compare_stored_latency(before, after, demands, why)
         said = "the engine is the baseline's, byte for byte: its latency is the same"
         return _make_latency_check("passed", said, basis="the same engine")
-    why = remeasure.why_not(before, after, any_machine=demands.any_machine) if demands.measure else "--no-measure"
+    if demands.measure:
+        why = remeasure.why_not(before, after, any_machine=demands.any_machine, trust=demands.trust)
+    else:
+        why = "--no-measure"
     if not why:
         try:
             return _measure_latency(before, after, demands)
@@ -266,7 +271,7 @@ def _measure_latency(before: Stored, after: Stored, demands: Demands) -> GateChe
     def decided(ratio: Interval) -> bool:
         return ratio.high < 1 + demands.tolerance or ratio.low > 1 + demands.tolerance
 
-    limits = Limits(demands.seconds, decided, demands.progress)
+    limits = Limits(demands.seconds, decided, demands.progress, demands.trust)
     result = remeasure.remeasure(before, after, after.run.deciding_batch, limits)
     basis = f"measured side by side now, {result.launches} launches of each at batch {result.batch}"
     return _judge_ratio(result.ratio, result.before_ms, result.after_ms, demands.tolerance, basis)

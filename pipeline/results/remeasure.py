@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from enginesmith.pipeline.artifact import Artifact, has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.engines.base import Candidate, Engine
-from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import launches_of, measure_latency
@@ -32,6 +32,8 @@ from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, ShapeRange
 
+UNTRUSTED = "the engine has machine code, which could do anything on this machine as soon as it is loaded"
+"""Said where nobody has said that its maker is trusted."""
 MOST_ITERATIONS = 4
 _BEFORE, _AFTER = "baseline", "candidate"
 _UNENDING = 1e-9
@@ -69,11 +71,25 @@ class Limits:
     seconds: float
     decided: Callable[[Interval], bool]
     progress: Callable[[str], None]
+    trust: bool = False
+    """True where machine code in the engines is loaded, too."""
 
 
-def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
+def needs_trust(record: VariantRecord) -> bool:
+    """Tell whether a variant's engine has machine code, which is loaded only where the user trusts its maker."""
+    kind = engine_class(record.engine)
+    built = record.options_of(kind).get("options")
+    return kind.needs_trust(built if isinstance(built, dict) else {})
+
+
+def why_not(before: Stored, after: Stored, *, any_machine: bool, trust: bool = False) -> str:
     """Explain why the two cannot be measured here and now; empty if they can."""
     for which, stored in (("baseline", before), ("run", after)):
+        if needs_trust(stored.record) and not trust:
+            told = (
+                f"{stored.record.id} of the {which} has machine code, which could do anything as soon as it is loaded"
+            )
+            return f"{told}; with --trust both are measured again: say so if you trust who made them"
         if stored.record.artifact is None or not stored.record.built_with:
             return f"the {which} has no engine file of {stored.record.id}"
         if not has_files((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
@@ -107,7 +123,7 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
     Raises:
         EnginesmithError: one of them cannot be loaded or run here.
     """
-    candidates = [candidate(_BEFORE, before), candidate(_AFTER, after)]
+    candidates = [candidate(_BEFORE, before, trust=limits.trust), candidate(_AFTER, after, trust=limits.trust)]
     each = limits.seconds / MOST_ITERATIONS
     settings = LatencySettings(
         precision=_UNENDING,
@@ -147,8 +163,15 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
     )
 
 
-def candidate(name: str, stored: Stored) -> Candidate:
-    """Make what opens a stored engine: the engine as it was built, its file, and the device that it ran on."""
+def candidate(name: str, stored: Stored, *, trust: bool = False) -> Candidate:
+    """Make what opens a stored engine: the engine as it was built, its file, and the device that it ran on.
+
+    Raises:
+        MissingCapability: it has machine code, and nobody has said that its maker is trusted.
+    """
+    if needs_trust(stored.record) and not trust:
+        remedy = "if you trust who made the run: load(..., trust=True) in Python, or enginesmith gate --trust"
+        raise MissingCapability(UNTRUSTED, remedy)
     kept = stored.record.artifact
     assert kept is not None
     artifact = Artifact(
@@ -159,15 +182,15 @@ def candidate(name: str, stored: Stored) -> Candidate:
         signature=stored.run.model.signature,
         history=stored.record.history,
     )
-    engine = _engine(stored.record)
+    engine = _engine(stored.record, trust=trust)
     running = engine.running_options(stored.run.recipe)
     return Candidate(name, engine.model_copy(update=running), artifact, _device(stored))
 
 
-def _engine(record: VariantRecord) -> Engine:
-    """Rebuild the engine's settings; nothing that a file says and that would run code is taken over."""
+def _engine(record: VariantRecord, *, trust: bool = False) -> Engine:
+    """Rebuild the engine's settings; nothing that a file says and that would run code is taken over without trust."""
     kind = engine_class(record.engine)
-    options = kind.restore_options(record.options_of(kind))
+    options = kind.restore_options(record.options_of(kind), trust=trust)
     return documents.parse_fields(kind, options, f"what {record.id} was built with")
 
 

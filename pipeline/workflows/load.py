@@ -55,8 +55,8 @@ class Stored:
     thresholds: Thresholds
     returns: Any = None
     """Form of the module's outputs, as in :class:`Signature`."""
-    origin: tuple[str, ...] = ()
-    """Arguments of :func:`load` that open it again."""
+    origin: Callable[[], Any] | None = None
+    """:func:`load` with the arguments that open it again."""
 
 
 def load(
@@ -65,7 +65,8 @@ def load(
     """Load the winner of a run directory, a variant of that name, or a bundle; digests are checked first.
 
     ``device`` is ``cpu``, ``cuda`` or ``cuda:1`` instead of the run's own. A variant that failed or was rejected is
-    loaded only by name, with a warning. ``trust`` allows a bundle whose engine is machine code (``aotinductor``).
+    loaded only by name, with a warning. ``trust`` allows an engine with machine code (``aotinductor``, TensorRT with
+    host code): you trust who made the run or bundle.
 
     Raises:
         UsageError: there is no such run, bundle or variant, no winner, or the variant has no engine.
@@ -74,11 +75,11 @@ def load(
     """
     folder = Path(path)
     bundle = (folder / manifests.FILE).is_file()
-    stored = _find_in_bundle(folder, variant, trust=trust) if bundle else _find_in_run(folder, variant)
+    stored = _find_in_bundle(folder, variant, trust=trust) if bundle else _find_in_run(folder, variant, trust=trust)
     made = stored.candidate
     if device is not None:
         made = dataclasses.replace(made, device=Device.parse(device, made.device.threads))
-    origin = (str(folder.absolute()), made.id, str(made.device))
+    origin = functools.partial(load, str(folder.absolute()), made.id, device=str(made.device), trust=trust)
     return LoadedModel(dataclasses.replace(stored, candidate=made, origin=origin))
 
 
@@ -94,7 +95,7 @@ def _find_in_bundle(folder: Path, variant: str | None, *, trust: bool) -> Stored
     return Stored(made, manifest.shapes, vector, manifest.thresholds, returns)
 
 
-def _find_in_run(folder: Path, variant: str | None) -> Stored:
+def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
     found = describe.find_variant(folder, variant)
     folder, run, record = found.folder, found.run, found.record
     for doubt in describe.list_doubts(record):
@@ -104,7 +105,7 @@ def _find_in_run(folder: Path, variant: str | None) -> Stored:
         made = _load_module(found)
     else:
         describe.check_engine_file(folder, describe.require_engine(folder, record))
-        made = remeasure.candidate(record.id, found)
+        made = remeasure.candidate(record.id, found, trust=trust)
     ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
     returns = run.model.signature.returns if run.model.signature else None
     return Stored(made, ranges, vector, describe.thresholds_of(run, record, made.engine), returns)
@@ -250,8 +251,8 @@ class LoadedModel:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        folder, variant, device = self._stored.origin
-        return functools.partial(load, folder, variant, device=device), ()
+        assert self._stored.origin is not None
+        return self._stored.origin, ()
 
 
 class Outputs(dict[str, Any]):

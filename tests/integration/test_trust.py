@@ -232,17 +232,21 @@ def test_a_module_that_was_changed_after_its_run_is_not_loaded(tmp_path: Path, m
 
 
 @pytest.mark.thorough
-def test_an_engine_of_machine_code_is_loaded_from_a_run_and_from_a_trusted_bundle(
+def test_an_engine_of_machine_code_is_loaded_from_a_trusted_run_and_a_trusted_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
     optimize(make({"model": write(), "engines": ["aotinductor"], **UNMEASURED}), tmp_path / "run")
-    package(tmp_path / "run", "bundle", tmp_path / "bundle", "aotinductor-fp32")
-    with load("run", "aotinductor-fp32") as model:
+    done = package(tmp_path / "run", "bundle", tmp_path / "bundle", "aotinductor-fp32")
+    assert done.check.startswith("not run: the engine has machine code")
+    trusted = package(tmp_path / "run", "bundle", tmp_path / "tried", "aotinductor-fp32", trust=True)
+    assert trusted.check == "its answers match the test vector"
+    with load("run", "aotinductor-fp32", trust=True) as model:
         wanted = model(X)
-    with pytest.raises(MissingCapability, match="machine code") as refused:
-        load("bundle")
-    assert "trust=True" in refused.value.remedy
+    for folder, variant in (("run", "aotinductor-fp32"), ("bundle", None)):
+        with pytest.raises(MissingCapability, match="machine code") as refused:
+            load(folder, variant)
+        assert "trust=True" in refused.value.remedy
     with load("bundle", trust=True) as model, ThreadPoolExecutor(4) as threads:
         assert model.check().passed
         assert all(np.array_equal(each, wanted) for each in threads.map(model, [X] * 40))

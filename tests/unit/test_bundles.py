@@ -17,8 +17,10 @@ from click.testing import CliRunner
 
 import packaged_runs
 from enginesmith import cli, load
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
@@ -28,6 +30,7 @@ from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package.package import package
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+from enginesmith.pipeline.workflows import load as loading
 from enginesmith.pipeline.workflows.inspect import inspect
 from packaged_runs import ExampleRun
 
@@ -96,6 +99,33 @@ def test_machine_code_is_loaded_only_where_its_maker_is_trusted(made: ExampleRun
         assert "--trust" in caught.value.remedy
     with pytest.raises(ModelError, match=r"engine\.json"):
         load(tmp_path / "b", trust=True)
+
+
+def test_machine_code_of_a_run_is_loaded_only_where_its_maker_is_trusted(
+    made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"tf32": True, "host_code": True, "plugins": ["own.so"]}
+    plain = made.engine("tensorrt")
+    built = plain.history[0].model_copy(update={"parameters": {"fields": {"engine": {"options": options}}}})
+    made.variants.append(plain.model_copy(update={"history": (built,)}))
+    opened: list[Candidate] = []
+    monkeypatch.setattr(loading, "LoadedModel", lambda stored: opened.append(stored.candidate))
+    with pytest.raises(MissingCapability, match="machine code") as caught:
+        load(made.write(), "tensorrt-fp16")
+    assert "trust=True" in caught.value.remedy
+    assert "gate --trust" in caught.value.remedy
+    load(made.folder, "tensorrt-fp16", trust=True)
+    assert opened[0].engine == TensorRT(options=BuildOptions(tf32=True, host_code=True))  # plug-ins are named by people
+    assert package(made.folder, "bundle", tmp_path / "b", "tensorrt-fp16").check.endswith("--trust runs it")
+    with pytest.raises(MissingCapability, match="made up, and the engine has machine code"):
+        package(made.folder, "bundle", tmp_path / "c", "tensorrt-fp16", keep_samples=False)
+
+
+def test_a_copy_of_a_trusted_model_is_opened_as_that_was(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    with load(tmp_path / "b", trust=True) as model:
+        again, _ = model.__reduce__()
+        assert again.keywords["trust"]
 
 
 def test_engines_with_host_code_are_loaded_only_where_their_maker_is_trusted() -> None:

@@ -353,12 +353,28 @@ def test_engines_that_are_not_there_are_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("engine", "built"), [("aotinductor", {}), ("tensorrt", {"options": {"host_code": True, "tf32": True}})]
+)
+def test_machine_code_is_measured_again_only_where_its_makers_are_trusted(
+    tmp_path: Path, engine: str, built: dict[str, Any]
+) -> None:
+    step = HistoryEntry(step="build-a", parameters={"fields": {"engine": built}}, tools={}, seconds=1,
+                        host_peak_bytes=None, effect="")  # fmt: skip
+    fields = {"engine": engine, "history": (step,)}
+    before, run = write(tmp_path / "before", record(**fields)), write(tmp_path / "run", record("a", 3.0, **fields))
+    told = "a of the baseline has machine code, which could do anything as soon as it is loaded; with --trust"
+    assert told in gate.gate(run, Demands(budgets=Budgets()), baseline=before).breaches[0].text
+    trusted = gate.gate(run, Demands(budgets=Budgets(), trust=True), baseline=before).breaches[0].text
+    assert "engine file of a is missing" in trusted
+
+
+@pytest.mark.parametrize(
     ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), True), (WILD, False)]
 )
 def test_a_remeasurement_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
     again = remeasure.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, iterations=1, launches=5)
-    monkeypatch.setattr(remeasure, "why_not", lambda *sides, any_machine: "")
+    monkeypatch.setattr(remeasure, "why_not", lambda *sides, **rules: "")
     monkeypatch.setattr(remeasure, "remeasure", lambda *sides: again)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert judged(found)["latency_ms"] is passed
@@ -370,7 +386,7 @@ def test_an_engine_that_cannot_run_leaves_what_was_stored(tmp_path: Path, monkey
         raise ModelError("it was built for another processor")
 
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
-    monkeypatch.setattr(remeasure, "why_not", lambda *sides, any_machine: "")
+    monkeypatch.setattr(remeasure, "why_not", lambda *sides, **rules: "")
     monkeypatch.setattr(remeasure, "remeasure", refuse)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert "from what both runs stored" in found.breaches[0].text

@@ -170,11 +170,12 @@ class TensorRT(WorkspaceEngine):
         return loader.refit(engine, graph, file, device)
 
     @classmethod
-    def restore_options(cls, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep, of the build options, only whether products are rounded."""
+    def restore_options(cls, record: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
+        """Keep, of the build options, only whether products are rounded; with ``trust``, also whether code may run."""
         given = record.get("options")
-        tf32 = bool(given.get("tf32")) if isinstance(given, dict) else False
-        return {**super().restore_options(record), "options": BuildOptions(tf32=tf32)}
+        kept = given if isinstance(given, dict) else {}
+        options = BuildOptions(tf32=bool(kept.get("tf32")), host_code=trust and cls.needs_trust(kept))
+        return {**super().restore_options(record), "options": options}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = manifest.read(main)

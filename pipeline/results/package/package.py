@@ -13,12 +13,13 @@ from pydantic import BaseModel
 from enginesmith.pipeline.artifact import file_digest, files_below, replace_folder
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.triton import Fields, Message, quoted
-from enginesmith.pipeline.errors import ModelError, UsageError, storage_errors
+from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError, storage_errors
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.describe import Chosen, choose, describe
 from enginesmith.pipeline.results.package.manifest import INFER, Manifest
 from enginesmith.pipeline.results.package.verify import answer, run_script
+from enginesmith.pipeline.results.remeasure import UNTRUSTED, needs_trust
 from enginesmith.pipeline.tensors import Array, TensorSpec
 from enginesmith.pipeline.units import format_bytes
 
@@ -218,13 +219,22 @@ class Packaged(BaseModel, frozen=True):
 
 
 def package(
-    run: Path, form: Format, output: Path, variant: str | None = None, *, keep_samples: bool = True
+    run: Path,
+    form: Format,
+    output: Path,
+    variant: str | None = None,
+    *,
+    keep_samples: bool = True,
+    trust: bool = False,
 ) -> Packaged:
     """Write the winner of a run, or another variant, as a package; without samples of the user's data if asked.
 
+    A bundle's script is tried out; ``trust`` does that for an engine with machine code, too.
+
     Raises:
         UsageError: the folder is there already, or the variant is nothing that can be packaged so.
-        MissingCapability: a test vector is to be made up, and this machine cannot run the engine.
+        MissingCapability: a test vector is to be made up, and this machine cannot run the engine, or its code is not
+            trusted.
         ModelError: the run's files are not those that it made, or the bundle's script does not run it.
         StoreError: the folder cannot be written.
 
@@ -236,16 +246,23 @@ def package(
     with storage_errors(f"the output {output}"), replace_folder(output) as whole:
         whole.mkdir()
         if form == "bundle":
+            unknown = needs_trust(chosen.record) and not trust
+            if unknown and not keep_samples:
+                raise MissingCapability(
+                    f"the test vector is to be made up, and {UNTRUSTED}",
+                    "keep the samples; or, if you trust who made the run, add --trust",
+                )
             write_bundle(chosen, whole, keep_samples)
-            check = _check_script(chosen, whole)
+            check = f"not run: {UNTRUSTED}; --trust runs it" if unknown else _check_script(chosen, whole)
         else:
             write_repository(chosen, whole)
     names = files_below(output)
     path = next(output / name for name in names if Path(name).name == manifests.FILE)
     manifest = manifests.read(path.parent)
     folder, script, repository = (shlex.quote(str(path)) for path in (output, output / INFER, output.resolve()))
+    trusting = " --trust" if needs_trust(chosen.record) else ""
     after = {
-        "bundle": f"check it anywhere: enginesmith verify {folder}, or python {script}",
+        "bundle": f"check it anywhere: enginesmith verify {folder}{trusting}, or python {script}",
         "triton": f"serve it: tritonserver --model-repository={repository} --disable-auto-complete-config",
     }
     return Packaged(

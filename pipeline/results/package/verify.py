@@ -19,6 +19,7 @@ from enginesmith.pipeline.measure.fidelity import Fidelity, compare
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.manifest import Manifest
+from enginesmith.pipeline.results.remeasure import UNTRUSTED
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import describe_failure
@@ -70,7 +71,7 @@ def require_trust(manifest: Manifest, *, trust: bool) -> None:
     """Insist that the user trusts who made a bundle, if its engine is machine code; MissingCapability if not."""
     if engine_class(manifest.engine.name).needs_trust(manifest.engine.options) and not trust:
         raise MissingCapability(
-            "the engine has machine code, which could do anything on this machine as soon as it is loaded",
+            UNTRUSTED,
             "if you trust who made the bundle: enginesmith verify --trust, or load(..., trust=True) in Python",
         )
 
