@@ -294,6 +294,26 @@ def test_kernels_that_tensorrt_rtx_compiles_are_kept(tmp_path: Path, monkeypatch
     assert engine.package_facts(built.path, CUDA).options["cache"] == "nv_runtime_cache_path"
 
 
+def test_options_that_may_load_libraries_are_not_taken_from_files(tmp_path: Path) -> None:
+    evil = "trt_extra_plugin_lib_paths=/tmp/evil.so"
+    for kind in (plain.OnnxRuntime, OnnxRuntimeTensorRT):
+        kept = kind.restore_options({"provider_options": ["prefer_nhwc=1", "trt_sparsity_enable=True", evil]})
+        assert kept["provider_options"] == (
+            ("prefer_nhwc=1",) if kind is plain.OnnxRuntime else ("trt_sparsity_enable=True",)
+        )
+    options = {"trt_profile_min_shapes": "x:1x64", "trt_fp16_enable": "True"}
+    record = tensorrt._Record(
+        versions={}, compute_capability="8.6", driver=None, context=True, options=options, assigned={}
+    )
+    for given, damaged in ((options, False), ({**options, **dict([evil.split("=")])}, True)):
+        (tmp_path / "context.json").write_text(record.model_copy(update={"options": given}).model_dump_json())
+        if damaged:
+            with pytest.raises(ModelError, match="trt_extra_plugin_lib_paths, which enginesmith does not write"):
+                tensorrt._read_record(tmp_path)
+        else:
+            assert tensorrt._read_record(tmp_path).options == options
+
+
 def test_a_graph_of_which_it_takes_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Opened({"CUDAExecutionProvider": ("MatMul",)})
     with pytest.raises(ModelError, match="takes no part"):

@@ -179,6 +179,15 @@ class OnnxRuntime(Engine):
     def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
         return {"tf32": asked.onnxruntime.tf32}
 
+    @classmethod
+    def restore_options(cls, record: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
+        """Leave out options of the provider that no recipe can set: they may load libraries."""
+        kept, texts = super().restore_options(record, trust=trust), record.get("provider_options")
+        if isinstance(texts, list | tuple):
+            given = dict(text.split("=", 1) for text in texts if isinstance(text, str) and "=" in text)
+            kept["provider_options"] = providers.known_settings(cls.provider, given)
+        return kept
+
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         return PackageFacts(options=self.options_of_package(main, device))
 

@@ -133,7 +133,11 @@ def combine_settings(provider: Provider, asked: Mapping[str, tuple[str, ...]]) -
 
 def packaged_settings(provider: Provider, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Read a package's options of the provider as ``NAME=VALUE``: those alone that a recipe may set, too."""
-    given: Mapping[str, str] = next(iter(options.get("session", {}).get("provider_options", ())), {})
+    return known_settings(provider, next(iter(options.get("session", {}).get("provider_options", ())), {}))
+
+
+def known_settings(provider: Provider, given: Mapping[str, str]) -> tuple[str, ...]:
+    """Choose the options that a recipe may set, too, as ``NAME=VALUE``: others may load libraries."""
     own = {name: values for name, values in provider.settings.items() if name in given}
     return tuple(f"{name}={given[name]}" for name, values in own.items() if not values or given[name] in values)
 

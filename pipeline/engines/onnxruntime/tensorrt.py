@@ -10,6 +10,7 @@ Nothing here has run on a GPU yet.
 """
 
 import gc
+import re
 import shutil
 import tempfile
 import weakref
@@ -44,6 +45,8 @@ _EMBEDDED_BYTES = 1 << 30
 """Size of a graph from which engines lie beside the context file: a protobuf file has at most 2 GiB."""
 _POINTS: tuple[Point, ...] = ("min", "max", "opt")
 _PRECISION_FLAGS = {"float16": "trt_fp16_enable", "bfloat16": "trt_bf16_enable"}
+_INT8, _CACHED = "trt_int8_enable", "trt_engine_cache_enable"
+_SHAPES = re.compile(r"(trt|nv)_profile_(min|max|opt)_shapes")
 
 
 class _Record(BaseModel, frozen=True):
@@ -169,7 +172,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
             for file in out.iterdir():  # of one part alone
                 file.unlink()
             model_file.copy(artifact.path, out / _MODEL)
-            given |= {} if self.provider.plugin else {"trt_engine_cache_enable": "True"}
+            given |= {} if self.provider.plugin else {_CACHED: "True"}
         if given or self.provider.plugin:
             (out / CACHE).mkdir()
             self._session(out / _MODEL, device, {**given, self.provider.cache: str(out / CACHE)}, {})
@@ -199,7 +202,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
             return {}, {"ep.context_enable": "1", **{f"ep.context_{name}": text for name, text in told.items()}}
         options = {"trt_dump_ep_context_model": "True", **{f"trt_ep_context_{k}": text for k, text in told.items()}}
         # engines that are not embedded are those of its cache, which is the folder of the context file then
-        return options | ({} if embedded else {"trt_engine_cache_enable": "True"}), {}
+        return options | ({} if embedded else {_CACHED: "True"}), {}
 
     def _session(self, path: Path, device: Device, given: Mapping[str, str], entries: Mapping[str, str]) -> Any:
         """Open a session that builds what it lacks; TensorRT keeps times of kernels.
@@ -221,7 +224,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         """Allow the types that are in the graph: the provider builds weakly typed engines, in float32 by default."""
         summary = model_file.summary(path)
         flags = {flag: "True" for dtype, flag in _PRECISION_FLAGS.items() if dtype in summary.weight_dtypes}
-        return flags | ({"trt_int8_enable": "True"} if "QuantizeLinear" in summary.operators else {})
+        return flags | ({_INT8: "True"} if "QuantizeLinear" in summary.operators else {})
 
     def profile(self, request: ProfileRequest) -> Profiled:
         raise MissingCapability(f"{self.title} does not time the layers within its engines", "profile TensorRT itself")
@@ -315,7 +318,13 @@ def _shape_options(provider: Provider, signature: Signature, ranges: Mapping[str
 
 
 def _read_record(folder: Path) -> _Record:
+    """Read the record of what was built; other options than those that ``build`` writes may load libraries."""
     try:
-        return _Record.model_validate_json((folder / _RECORD).read_bytes())
+        record = _Record.model_validate_json((folder / _RECORD).read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / _RECORD} is missing or damaged", "build the engine again") from error
+    known = {*_PRECISION_FLAGS.values(), _INT8, _CACHED}
+    if other := next((name for name in record.options if name not in known and not _SHAPES.fullmatch(name)), None):
+        told = f"{folder / _RECORD} has the option {other}, which enginesmith does not write"
+        raise ModelError(told, "build the engine again")
+    return record
