@@ -128,7 +128,8 @@ class Recover(ResumableTask):
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,
-            incomplete=min(self._seconds, record.plan.seconds) < self.options.seconds,
+            incomplete=record.plan.seconds < self.options.seconds
+            or (record.ending == "time" and self._seconds < self.options.seconds),
         )
 
     def load(self, inputs: Inputs) -> "Models":
@@ -179,7 +180,8 @@ class Recover(ResumableTask):
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
         work = Work(
-            *(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates, self.batch_limits)
+            *(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates, self.batch_limits),
+            total_seconds=self.options.seconds,
         )
         fingerprint = json_digest([data.digest, relative_digests({path: file_digest(path) for path in files}), size])
         return Opened(work, fingerprint, (*files, *data.folders))

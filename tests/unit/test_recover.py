@@ -289,6 +289,25 @@ def test_a_schedule_that_was_shortened_is_gone_on_with(
     assert plan.shortened is not None
 
 
+def test_a_process_has_its_own_time_whatever_earlier_ones_took(
+    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    own = task(unlabelled, method=slower(end=25), epochs=None, seconds=2.0)
+    with pytest.raises(KeyboardInterrupt):
+        own.model_copy(update={"options": own.options.model_copy(update={"checkpoint_seconds": 0})}).go_on(
+            pair, tmp_path, begun, quiet
+        )
+    (tmp_path / "marker").unlink()
+    last = json.loads(next(begun.glob("state-*/progress.json")).read_bytes())
+    assert 0 < last["step"] < last["plan"]["steps"]
+    effect = own.model_copy(update={"left_seconds": last["seconds"]}).go_on(pair, tmp_path, begun, quiet)
+    record = read(tmp_path)
+    assert (record.ending, record.steps) == ("planned", last["plan"]["steps"])
+    assert not effect.incomplete
+
+
 def test_one_that_was_planned_for_less_time_than_there_is_now_is_not_final(
     pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
 ) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForwa
 from enginesmith.pipeline.frameworks.torch.surgery import Attention, find_frozen
 from enginesmith.pipeline.passes.finetune import batches, evaluate, losses
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, split_data
+from enginesmith.pipeline.passes.finetune.loop import plan_time
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import (
     Models,
+    Progress,
     TimeBudget,
     Trainer,
     learning_rate,
@@ -104,6 +107,18 @@ def test_a_plan_that_ends_too_late_is_cut_to_what_there_is_time_for() -> None:
     assert 30 + 54 <= late.steps_in_time(plan, 30) <= 30 + 57
     over = dataclasses.replace(kept, before=200.0, _reviewed=-math.inf)
     assert over.steps_in_time(plan, 30) == 31
+
+
+@pytest.mark.parametrize(
+    ("own", "earlier", "seconds"), [(100.0, 0.0, 100.0), (100.0, 70.0, 30.0), (20.0, 70.0, 20.0), (20.0, 130.0, 0.0)]
+)
+def test_a_process_has_what_earlier_ones_left_and_no_more_than_its_own_time(
+    own: float, earlier: float, seconds: float
+) -> None:
+    work: Any = SimpleNamespace(options=RecoverOptions(seconds=own), total_seconds=100.0)
+    progress = Progress(fingerprint="", plan=PLAN, teacher=1.0, seconds=earlier + 5.0, evaluation_seconds=1.0)
+    budget = plan_time(work, progress, earlier)
+    assert (budget.seconds, budget.before, budget.evaluation_seconds) == (seconds, 5.0, 1.0)
 
 
 def trainer(loss: Callable[..., torch.Tensor], within: Callable[[], None] = lambda: None) -> Trainer:

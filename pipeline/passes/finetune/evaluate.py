@@ -1,5 +1,6 @@
 """Evaluate the averaged weights on samples that nothing is learnt from."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Work:
     rates: tuple[float, ...] = (2e-3,)
     """Learning rates to choose from by short trials, where none is given."""
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
+    total_seconds: float = math.inf
+    """Time of all processes that go on with a recovery; ``options`` has that of this one, which may be less."""
 
     def loss(self, plan: TrainingPlan) -> Loss:
         """Make the loss that the student is trained by.

@@ -62,14 +62,15 @@ def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell:
     """
     with _repeatable(work.material.device):
         checkpoints = Checkpoints(begun, fingerprint)
-        if team.leads and checkpoints.last() is None:
+        last = checkpoints.last()
+        if team.leads and last is None:
             tell("planning")
             prepare(work, checkpoints, fingerprint)
         team.total(0.0)  # wait until all are here
         progress = checkpoints.last()
         assert progress is not None
         torch.set_num_threads(progress.plan.threads)
-        run = _Run(work, team, checkpoints, progress, tell)
+        run = _Run(work, team, checkpoints, progress, tell, last.seconds if last else 0.0)
         ending = run.to_the_end()
         return run.record(ending) if team.leads else None
 
@@ -334,18 +335,28 @@ def _limit_steps(work: Work, plan: TrainingPlan, steps: int) -> int:
     return min(steps, work.options.epochs * work.material.order(plan.batch, work.seed).steps_per_epoch)
 
 
+def plan_time(work: Work, progress: Progress, earlier: float) -> TimeBudget:
+    """Plan the time of one process: its own, or what processes before it left of the time of all.
+
+    They took ``earlier`` seconds; what ``progress`` has beyond that went by in this one.
+    """
+    seconds = min(work.options.seconds, max(0.0, work.total_seconds - earlier))
+    return TimeBudget(seconds, progress.seconds - earlier, progress.evaluation_seconds)
+
+
 class _Run:
     """One process's part of a recovery, from a checkpoint on."""
 
     def __init__(
-        self, work: Work, team: DataParallel, checkpoints: Checkpoints, progress: Progress, tell: Tell
+        self, work: Work, team: DataParallel, checkpoints: Checkpoints, progress: Progress, tell: Tell, earlier: float
     ) -> None:
+        """``earlier``: seconds that processes before this one took."""
         self._work, self._team, self._checkpoints, self._tell = work, team, checkpoints, tell
         self._progress = progress
         self._trainer = work.trainer(progress.plan, team)
         checkpoints.read(self._trainer, progress)
         self._saved = self._told = time.monotonic()
-        self._time = TimeBudget(work.options.seconds, progress.seconds, progress.evaluation_seconds)
+        self._earlier, self._time = earlier, plan_time(work, progress, earlier)
         self._evaluator = Evaluator(work, progress.plan)
 
     def to_the_end(self) -> Ending:
@@ -439,7 +450,8 @@ class _Run:
     def _save(self, *, at_once: bool) -> None:
         """Write a checkpoint if it is time to, or at once."""
         if at_once or time.monotonic() - self._saved >= self._work.options.checkpoint_seconds:
-            self._checkpoints.write(self._trainer, self._progress.model_copy(update={"seconds": self._time.spent}))
+            seconds = self._earlier + self._time.spent
+            self._checkpoints.write(self._trainer, self._progress.model_copy(update={"seconds": seconds}))
             self._saved = time.monotonic()
 
     def record(self, ending: Ending) -> Recovery:

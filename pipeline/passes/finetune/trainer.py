@@ -452,9 +452,9 @@ class TimeBudget:
     """Time that steps and evaluations took in this process, and the steps that there is time for at that rate."""
 
     seconds: float
-    """Time for all of it."""
+    """Time of this process."""
     before: float
-    """The part of it that went by before this process took its first step."""
+    """The part of it that went by before the first step."""
     evaluation_seconds: float
     """One evaluation's; the last one's from the first in this process on."""
     _started: float = field(default_factory=lambda: time.monotonic())
@@ -464,7 +464,7 @@ class TimeBudget:
 
     @property
     def spent(self) -> float:
-        """Seconds in all processes so far."""
+        """Seconds of this process so far."""
         return self.before + time.monotonic() - self._started
 
     def add_step(self, seconds: float) -> None:
