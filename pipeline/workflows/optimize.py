@@ -360,19 +360,24 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str
         spent = time.monotonic() - begun
         if limit is not None and limit < 2 * spent:
             break
-        mended = (_add_workarounds(request, results[request.name].run, spent) for request in requests)
+        mended = (_add_workarounds(request, results[request.name].run, spent, limit) for request in requests)
         requests = [request for request in mended if request]
     return results
 
 
-def _add_workarounds(request: RunRequest, run: Run | None, spent: float) -> RunRequest | None:
-    """Request a run again with the options that mend wrong engines; None without one, or without the time for it."""
+def _add_workarounds(
+    request: RunRequest, run: Run | None, spent: float, instead: float | None = None
+) -> RunRequest | None:
+    """Request a run again with the options that mend wrong engines; None without one, or without the time for it.
+
+    ``instead`` is the time that this process was given, where that is not the recipe's.
+    """
     found = runs.find_workarounds(run) if run and run.complete else []
     if run is None or not found:
         return None
     recipe, left = run.recipe, None
     if recipe.time_seconds is not None:
-        left = recipe.time_seconds - spent
+        left = (recipe.time_seconds if instead is None else instead) - spent
         if left < max(spent, LEAST_SECONDS):  # it takes about as long again
             return None
     for workaround in found:

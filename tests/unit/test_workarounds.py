@@ -91,6 +91,9 @@ def test_a_run_is_requested_again_where_there_is_time(tmp_path: Path) -> None:
     assert left.seconds == 60.0
     assert left.recipe.time_seconds == 100.0
     assert _add_workarounds(request, limited, spent=51.0) is None
+    longer = _add_workarounds(request, limited, spent=120.0, instead=300.0)  # resume --time
+    assert longer
+    assert longer.seconds == 180.0
 
 
 @pytest.mark.parametrize(("cause", "kept"), [("", []), ("failed", ["a"]), ("untried", ["a"])])
