@@ -23,6 +23,7 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import nvidia, worker
 from enginesmith.pipeline.system.cpu import free_bytes
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.gpu_lock import LONGEST_SECONDS, lock_gpu
 from enginesmith.pipeline.tasks.base import Done, execute
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -42,8 +43,8 @@ class Gpus:
         return cls(nvidia.count_alike())
 
     @contextlib.contextmanager
-    def reserve(self, device: Device) -> Iterator[dict[str, str]]:
-        """Reserve a GPU; yields the environment in which it is the first one.
+    def reserve(self, device: Device) -> Iterator[tuple[int, dict[str, str]]]:
+        """Reserve a GPU; yields its index, and the environment in which it is the first one.
 
         A device with an index was chosen by the user, and is that one, of whatever kind.
 
@@ -60,7 +61,8 @@ class Gpus:
         try:
             # CUDA's name of a device in the environment, where some may be hidden already
             shown = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
-            yield {} if device.index else {_VISIBLE: shown[index] if index < len(shown) else str(index)}
+            name = shown[index] if index < len(shown) else str(index)
+            yield index, {} if device.index else {_VISIBLE: name}
         finally:
             with self._returned:
                 self._taken.remove(index)
@@ -78,6 +80,8 @@ def show_only(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+_SHARE_TO_WAIT = 0.25
+"""Share of a step's time in which it waits for other processes that measure on its GPU."""
 _ROOM_BYTES = 2 << 30
 """Free memory that is required to start one more step beside others."""
 _POLL_SECONDS = 0.1
@@ -174,7 +178,8 @@ class LocalExecutor(Executor):
     def _run_in_worker(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with contextlib.ExitStack() as stack:
             cores = stack.enter_context(self._reserve_cores(request.step))
-            prepare = stack.enter_context(self._reserve_gpu(request.step))
+            gpu, prepare = stack.enter_context(self._reserve_gpu(request.step))
+            request = stack.enter_context(self._lock_gpu(request, gpu))
 
             def remember(process: worker.Worker) -> None:
                 stack.callback(self._forget, process)
@@ -234,13 +239,27 @@ class LocalExecutor(Executor):
                 self._running -= 1
 
     @contextlib.contextmanager
-    def _reserve_gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
-        """Reserve a GPU; yields the function that has a worker see only that one, or None if there is no choice."""
+    def _reserve_gpu(self, step: Step) -> Iterator[tuple[int, Callable[[], None] | None]]:
+        """Reserve a GPU; yields its index, and what has a worker see only that one, or None if there is no choice."""
         if step.task.gpus != "one" or not self._gpus.several:
-            yield None
+            yield step.task.runs_on.index, None
             return
-        with self._gpus.reserve(step.task.runs_on) as variables:
-            yield functools.partial(show_only, variables)
+        with self._gpus.reserve(step.task.runs_on) as (index, variables):
+            yield index, functools.partial(show_only, variables)
+
+    @contextlib.contextmanager
+    def _lock_gpu(self, request: StepRequest, index: int) -> Iterator[StepRequest]:
+        """Keep other processes of this machine from taking times on a GPU meanwhile; yields the request as it is then.
+
+        Waiting for them takes a part of the time that the step has.
+        """
+        task = request.step.task
+        if task.gpus != "one" or not (task.exclusive or task.times_kernels):
+            yield request
+            return
+        limit = min(LONGEST_SECONDS, _SHARE_TO_WAIT * (request.timeout_seconds or math.inf))
+        with lock_gpu(index, limit, request.on_note, lambda: self._stopped) as waited:
+            yield request.after(waited) or request
 
     def _remember(self, process: worker.Worker) -> None:
         with self._lock:

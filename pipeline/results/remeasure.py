@@ -6,6 +6,7 @@ the ratio over all launches so far is judged; where it is not clear, another ite
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from enginesmith.pipeline.measure.statistics import (
 from enginesmith.pipeline.results import differences, documents
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.gpu_lock import LONGEST_SECONDS, lock_gpu
 from enginesmith.pipeline.tensors import Feeds, ShapeRange
 
 UNTRUSTED = "the engine has machine code, which could do anything on this machine as soon as it is loaded"
@@ -135,7 +137,9 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
     )
     feeds, iteration = {batch: _feeds(after, batch)}, 0
     launches: dict[str, list[list[Timed]]] = {_BEFORE: [], _AFTER: []}
-    with tempfile.TemporaryDirectory() as logs:
+    device = candidates[1].device
+    lock = lock_gpu(device.index, LONGEST_SECONDS, limits.progress) if device.kind == "cuda" else nullcontext()
+    with tempfile.TemporaryDirectory() as logs, lock:
         while True:
             iteration += 1
             seeded = settings.model_copy(update={"seed": iteration})

@@ -117,6 +117,29 @@ def cuda_device(index: int) -> CudaDevice | None:
     return devices[index] if index < len(devices) else None
 
 
+@functools.cache
+def identify(index: int) -> str | None:
+    """Read the UUID of a device, or of the slice of it that is shown; None if the driver does not tell.
+
+    It is the same in all processes, whichever devices they are shown, and in whatever order.
+    """
+    if cuda_device(index) is None:
+        return None
+    try:
+        library, ordinal = ctypes.CDLL("libcuda.so.1"), c_int()
+    except OSError:
+        return None
+    found = None if library.cuDeviceGet(byref(ordinal), c_int(index)) else _read_uuid(library, ordinal)
+    return None if found is None else str(found)
+
+
+def _read_uuid(library: Any, ordinal: c_int) -> uuid.UUID | None:
+    identity = (ctypes.c_ubyte * _IDENTITY_BYTES)()
+    if not hasattr(library, "cuDeviceGetUuid_v2") or library.cuDeviceGetUuid_v2(byref(identity), ordinal):
+        return None
+    return uuid.UUID(bytes=bytes(identity))
+
+
 def cuda_of(package: str, file: str) -> str | None:
     """Read the CUDA that a package was built for, as ``13.0``, from one of its files; None where that does not say."""
     spec = importlib.util.find_spec(package)
@@ -328,10 +351,9 @@ class Nvml:
             raise MissingCapability(f"NVML does not show cuda:{index} ({name}): {refusal}") from refusal
 
     def _slice(self, ordinal: c_int) -> Any:
-        identity = (ctypes.c_ubyte * _IDENTITY_BYTES)()
-        if not hasattr(self._driver, "cuDeviceGetUuid_v2") or self._driver.cuDeviceGetUuid_v2(byref(identity), ordinal):
+        if (identity := _read_uuid(self._driver, ordinal)) is None:
             raise _UnknownError("the device is divided (MIG), and CUDA does not tell which slice this is")
-        return self._calls.nvmlDeviceGetHandleByUUID(f"MIG-{uuid.UUID(bytes=bytes(identity))}")
+        return self._calls.nvmlDeviceGetHandleByUUID(f"MIG-{identity}")
 
     def _questions(self, whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
         """List the questions about a device by the field that the answer goes to."""

@@ -119,6 +119,17 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_device_is_identified_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = nvidia.Driver(devices=(nvidia.CudaDevice(name="NVIDIA H100", compute_capability=(9, 0)),) * 2)
+    monkeypatch.setattr(nvidia, "driver", lambda: shown)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: CudaDriver(ADDRESSES[0]))
+    identify = nvidia.identify.__wrapped__
+    assert (identify(0), identify(1), identify(2)) == (str(SLICE), None, None)
+    monkeypatch.delattr(CudaDriver, "cuDeviceGetUuid_v2")
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: CudaDriver(ADDRESSES[0]))
+    assert identify(0) is None
+
+
 def test_the_whole_state() -> None:
     state = made().state(0)
     assert state == GpuState(

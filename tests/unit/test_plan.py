@@ -383,15 +383,15 @@ def test_a_gpu_of_another_kind_is_reserved_and_a_wait_ends_with_the_run(tmp_path
 
     def book() -> None:
         try:
-            with gpus.reserve(third) as variables:
-                outcomes.put(str(variables))
+            with gpus.reserve(third) as reserved:
+                outcomes.put(str(reserved))
                 with gpus.reserve(third):
                     outcomes.put("twice")
         except StepError as error:
             outcomes.put(error.message)
 
     threading.Thread(target=book, daemon=True).start()
-    assert outcomes.get(timeout=5) == "{}"
+    assert outcomes.get(timeout=5) == "(2, {})"
     LocalExecutor(Store(tmp_path), 1, gpus).stop()
     assert outcomes.get(timeout=5) == "it was ended"
 

@@ -181,8 +181,10 @@ class _NodeExecutor(LocalExecutor):
             yield cores
 
     @contextlib.contextmanager
-    def _reserve_gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
-        yield functools.partial(show_only, {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}) if self.gpus else None
+    def _reserve_gpu(self, step: Step) -> Iterator[tuple[int, Callable[[], None] | None]]:
+        index = int(self.gpus[0]) if self.gpus and self.gpus[0].isdecimal() else step.task.runs_on.index
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        yield index, functools.partial(show_only, shown) if self.gpus else None
 
 
 @functools.cache
