@@ -44,7 +44,8 @@ class StepRequest:
         if self.timeout_seconds is None:
             return self
         left = self.timeout_seconds - seconds
-        task = self.step.task.model_copy(update={"left_seconds": max(0.0, self.step.task.left_seconds - seconds)})
+        own = max(0.0, min(self.step.task.left_seconds - seconds, left))
+        task = self.step.task.model_copy(update={"left_seconds": own})
         return replace(self, step=replace(self.step, task=task), timeout_seconds=left) if left > 0 else None
 
 

@@ -211,7 +211,8 @@ class Runner:
             log=self.log_of(step),
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),
-            timeout_seconds=None if share == math.inf else share + grace,
+            # a round of slow models takes long, and what ends a search keeps to its share by itself
+            timeout_seconds=None if share == math.inf else max(share + grace, left) if grace else share,
             on_note=note,
         )
         try:

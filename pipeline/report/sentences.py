@@ -1,7 +1,7 @@
 """Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
 variant."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from enginesmith.pipeline.engines import REFERENCES
 from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
@@ -325,11 +325,15 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
 def _describe_float64(run: Run) -> Iterator[str]:
     """Say what variants called fp32 compute in where the model computes in float64."""
     exact = [record for record in run.variants if record.precision == _EXACT]
-    if any(record.coverage and "fp64" in record.coverage.macs for record in exact):
+    if any(record.coverage and _main_type(record.coverage.macs) == "fp64" for record in exact):
         layers = {mark_name(record): record.build.layers for record in exact if record.build}
         lower = [name for name, counts in layers.items() if counts and "fp64" not in counts]
         but = f", but for {', '.join(lower)}: the engine computes in float32" if lower else ""
         yield f"the model computes in float64, and so do variants called {_EXACT}{but}"
+
+
+def _main_type(macs: Mapping[str, float]) -> str:
+    return max(macs, key=lambda kind: macs[kind], default="")
 
 
 def _list_source_notes(run: Run) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from enginesmith.pipeline.engines import BASELINES
-from enginesmith.pipeline.errors import WrongEngine
+from enginesmith.pipeline.errors import LATE, NO_TIME_TO_MEASURE, WrongEngine
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval, divide
 from enginesmith.pipeline.recipe.options import Budgets, Objective
@@ -340,8 +340,8 @@ def select_winner(
     objective by 1.1 ×.
 
     The first record is the baseline, which does not win if a variant was requested and none was measured. If its
-    engine was named (``baseline_named``), it wins where all others have failed. Eager does not win where a better
-    variant may meet all budgets, as far as is known.
+    engine was named (``baseline_named``), it wins where all others have failed. Eager does not win where no time was
+    left to judge a better variant.
     """
 
     def judged(record: VariantRecord) -> tuple[Verdict, ...]:
@@ -389,10 +389,10 @@ def select_winner(
 
 
 def _explain_unknown(verdicts: Sequence[Verdict]) -> str:
-    """Explain which budgets a variant may meet, as nothing is known of them; empty if it fails one, or none is left."""
+    """Explain which budgets a variant may meet, for which no time was left; empty if others fail, or none is left."""
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    known = any(verdict.actual is not None for verdict in failed)
-    return "" if known else "; ".join(format_verdict(verdict) for verdict in failed)
+    late = all(verdict.actual is None and verdict.reason in (*LATE, NO_TIME_TO_MEASURE) for verdict in failed)
+    return "; ".join(format_verdict(verdict) for verdict in failed) if late else ""
 
 
 def lacks_result(run: Run) -> bool:

@@ -31,7 +31,7 @@ from enginesmith.pipeline.system.device import take_share
 
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0
-_LOG_TAIL_BYTES = 1 << 16
+_LOG_TAIL = 4096
 _LAST_LINES = 3
 _FATAL, _CRASHED = "Fatal Python error: ", "Current thread 0x"
 """Words of faulthandler: its first, and those before the calls of the thread that crashed, the innermost first."""
@@ -142,7 +142,7 @@ class Worker:
             code = self._process.exitcode
         said = ""
         if self.log.is_file():
-            said = self.log.read_bytes()[self._said_before :][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+            said = self.log.read_bytes()[self._said_before :].decode(errors="replace").strip()
         said, place = _split_trace(said)
         tail = f"; the end of its log ({self.log.name}): {said or 'empty'}{place}"
         if code == -signal.SIGKILL:
@@ -177,7 +177,7 @@ def _split_trace(said: str) -> tuple[str, str]:
     before, _, trace = said.partition(_FATAL)
     frames = trace.partition(_CRASHED)[2].splitlines()[1 : 1 + _LAST_LINES]
     place = " / ".join(frame.strip() for frame in frames if frame.startswith("  File "))
-    lines = [line for line in before.splitlines() if line.strip()]
+    lines = [line for line in before[-_LOG_TAIL:].splitlines() if line.strip()]
     return " / ".join(lines[-_LAST_LINES:]), f"; it was in {place}" if place else ""
 
 

@@ -125,7 +125,8 @@ class Latency(Measurement):
         machine = environment()  # before the measurement itself makes the machine busy
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for left, (batch, arrays) in zip(range(len(feeds), 0, -1), sorted(feeds.items()), strict=True):
-                benchmark.end_in((ends_at - time.monotonic()) / left, self.grace_seconds)
+                remaining = ends_at - time.monotonic()  # once it is over, the time of grace is that of all sizes
+                benchmark.end_in(remaining / left if remaining > 0 else remaining, self.grace_seconds)
                 benchmark.measure(batch, arrays)
             feeds_at = _make_larger_feeds(inputs["reference"], inputs[candidates[0].id])
             if feeds_at is not None:

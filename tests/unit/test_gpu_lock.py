@@ -133,4 +133,4 @@ def test_waiting_takes_a_part_of_the_time_of_steps_that_measure_on_a_gpu(
         with executor._lock_gpu(request, 3) as left, executor._lock_gpu(replace(request, timeout_seconds=None), 3):
             times.append((left.timeout_seconds, left.step.task.left_seconds))
     assert waits == [(3, 25.0), (3, 600.0)] * 2
-    assert times == [(92.0, 50.0), (92.0, 92.0), (100.0, float("inf")), (100.0, float("inf"))]
+    assert times == [(92.0, 42.0), (92.0, 92.0), (100.0, float("inf")), (100.0, float("inf"))]

@@ -1,11 +1,13 @@
 """The race: which variants drop out, and what a report tells of them."""
 
+import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE, ModelError
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
@@ -13,6 +15,7 @@ from enginesmith.pipeline.report.run_tables import _status
 from enginesmith.pipeline.report.sentences import _describe_search
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import race
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, DROP_HIGH
 from enginesmith.pipeline.tasks.race import (
@@ -212,6 +215,39 @@ class Laps:
         if isinstance(found, LatencyRow):
             return [found]
         return [LatencyRow(batch=1, failure=found) if isinstance(found, str) else row(found, found, found)]
+
+
+def test_a_race_has_its_time_and_its_rows_name_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    class Recorded(Laps, contextlib.nullcontext[Any]):
+        def __init__(self, candidates: list[Candidate], *rest: object) -> None:
+            super().__init__([{"a": 1, "b": 5, "c": 2}], late_after=1)
+            given.append([candidate.id for candidate in candidates])
+
+        def __enter__(self) -> Self:
+            return self
+
+        def end_in(self, *seconds: float) -> None:
+            given.append(seconds)
+
+    monkeypatch.setattr(race, "LatencyBenchmark", Recorded)
+    monkeypatch.setattr(race, "measured_feeds", lambda reference: {1: {}})
+    engine = engine_class("onnxruntime")()
+    task = Race(engines=dict.fromkeys("abcd", engine), lossless=("b",), seconds=1, most=1, max_drop=None, largest=False,
+                device=Device(), kept=("a", "b"), left_seconds=10.0, grace_seconds=30.0)  # fmt: skip
+    record = scratch_artifact("record", tmp_path / RECORDS, None)
+    inputs = {name: record.model_copy(update={"sha256": name.upper()}) for name in "abcd"}
+    checked = {f"{name} verified": record for name in "abcd"}
+    task.run({"reference": record, **inputs, **checked}, tmp_path, print)
+    assert given == [["a", "c", "d", "b"], (9.0, 30.0)]
+    measured = [row for row in read_models(record, RaceRow) if row.lap]
+    assert {row.variant: row.engine_sha256 for row in measured} == dict(zip("abcd", "ABCD", strict=True))
+    given.clear()
+    (tmp_path / "again").mkdir()
+    first = {EARLIER: record}
+    task.run({"reference": record, **first, **inputs, **checked}, tmp_path / "again", print)
+    assert given == [], "nothing has come since the first race"
 
 
 @pytest.mark.parametrize(

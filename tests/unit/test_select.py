@@ -158,6 +158,8 @@ def test_eager_does_not_win_where_a_better_one_was_not_judged() -> None:
     assert chosen.reason == why
     careful = FAST.model_copy(update={"quality": none.model_copy(update={"drop": 0.005, "drop_high": 0.02})})
     assert select_winner([eager, careful], budgets, "latency", 1).winner == "eager"
+    failing = FAST.model_copy(update={"reasons": {"quality": "its process crashed"}})  # more time would not help
+    assert select_winner([eager, failing], budgets, "latency", 1).winner == "eager"
     lossy = unjudged.model_copy(update={"quality": none.model_copy(update={"drop": 0.5})})
     assert select_winner([eager, lossy], budgets, "latency", 1).winner == "eager"
 

@@ -28,7 +28,8 @@ FloatType = Literal["f32", "f16", "bf16"]
 """OpenVINO's words for the types that floating-point layers may compute in."""
 _UNSUPPORTED = ("OpConversionFailure", "NotImplementedFailure", "not supported", "Unsupported")
 """Words of OpenVINO about operators that it does not know."""
-_PRODUCTS = ("MatMul", "Einsum")
+_PRODUCTS, _WITH_BODIES = ("MatMul", "Einsum"), ("If", "Loop", "TensorIterator")
+_WITHOUT_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
 
 
 def load_openvino() -> Any:
@@ -96,15 +97,19 @@ def find_workarounds(graph: "openvino.Model", *, fixed: bool = False) -> dict[st
 
     Since 2025.3, it generates one piece of code for matrix products of two dimensions that follow each other, where
     their sizes are fixed: on one thread always, on more for some batches. In int8, that code may read beyond its
-    inputs; in floats, making it may end the process (docs/precision.md).
+    inputs; in floats, making it may end the process (docs/precision.md). Bodies of branches and loops may have such
+    products, too.
     """
+    fixed = fixed or not graph.is_dynamic()
     behind = set[str]()
     for node in graph.get_ordered_ops():
         sources = {node.input_value(at).get_node().get_name() for at in range(node.get_input_size())}
         follows = not behind.isdisjoint(sources)
+        if fixed and node.get_type_name() in _WITH_BODIES:
+            return _WITHOUT_SNIPPETS
         product = node.get_type_name() in _PRODUCTS and _is_matrix(node.get_output_partial_shape(0), fixed)
         if product and follows:
-            return {"SNIPPETS_MODE": "DISABLE"}
+            return _WITHOUT_SNIPPETS
         if product or follows:
             behind.add(node.get_name())
     return {}

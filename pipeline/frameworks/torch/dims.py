@@ -41,7 +41,7 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
     """
     first = default_specs(example)
     batched = any(BATCH in spec.shape for spec in first)
-    if not first or (batched and _keeps_rows_apart(module, first, example, outputs)):
+    if not first or (batched and _keeps_rows_apart(module, first, example, outputs, pairs=True)):
         return first, ""
     most = max(value.ndim for value in example.values())
     deepest = {name for name, value in example.items() if value.ndim == most}
@@ -100,11 +100,11 @@ def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
 
 
 def _keeps_rows_apart(
-    module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], outputs: int
+    module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], outputs: int, *, pairs: bool = False
 ) -> bool:
     """Tell whether two samples are answered together as each of them is alone, by every output.
 
-    The answers are one after the other, or on the diagonal where there is one for each pair of samples.
+    The answers are one after the other; with ``pairs``, there may be one for each pair of samples, as on a diagonal.
     """
     if not all(value.numel() for value in example.values()):
         return False
@@ -119,7 +119,7 @@ def _keeps_rows_apart(
         for index, rows in enumerate(together):
             single = alone[0][index].shape
             grown = [dim for dim, (size, least) in enumerate(zip(rows.shape, single, strict=True)) if size != least]
-            if len(grown) not in (1, 2) or any(rows.shape[dim] != 2 * single[dim] for dim in grown):
+            if not 1 <= len(grown) <= 1 + pairs or any(rows.shape[dim] != 2 * single[dim] for dim in grown):
                 return False
             apart = rows, rows
             for dim in grown:

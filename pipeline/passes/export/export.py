@@ -229,7 +229,8 @@ def _list_translations() -> dict[Any, Any]:
     """List translations of operators that are exact where the exporter's own are not.
 
     It divides whole numbers as float32, whose quotients are wrong from 2^24 on; and it rounds the quotient of floats
-    down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9.
+    down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9. Numbers written in the
+    module reach the graph as float32, so that float64 divided by 0.1 is not exact.
     """
     import onnx_ir as ir
     import torch
