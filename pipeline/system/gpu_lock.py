@@ -104,8 +104,8 @@ def _wait(
 
 def _lock(descriptor: int, locked: threading.Event) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.close(descriptor)  # the lock stays while the file is open elsewhere, and is dropped with that
     locked.set()
-    os.close(descriptor)
 
 
 def find_holder(descriptor: int) -> int | None:
