@@ -192,4 +192,6 @@ def explain_errno(error: OSError, place: str, choose: str = "choose") -> StoreEr
         remedy = "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"{choose} a folder that you may write to"
+    elif error.errno == errno.EFBIG:
+        remedy = "allow larger files (`ulimit -f unlimited`), or choose another disk"
     return StoreError(f"{place}: {os.strerror(error.errno).lower() if error.errno else error}", remedy)

@@ -1,14 +1,15 @@
 """Write a run's reports beside its run.json, or anywhere else."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, Self
 
-from enginesmith.pipeline.errors import storage_errors
+from enginesmith.pipeline.errors import StoreError, storage_errors
 from enginesmith.pipeline.report import gate as gates
 from enginesmith.pipeline.report import junit, markdown
 from enginesmith.pipeline.results import documents, gate_report
@@ -46,23 +47,23 @@ def write(
 class Writer:
     """Writes the reports of several run directories from what their run.json says, each as soon as it is given.
 
-    Where there are many, other processes do it meanwhile; leaving the context waits for them.
-
-    Raises, then at the latest:
-        StoreError: as for one.
+    Where there are many, other processes do it meanwhile; leaving the context waits for them. ``tell`` is told of
+    reports that cannot be written: what they are about is in run.json, and is worth more.
     """
 
-    def __init__(self, runs: int) -> None:
+    def __init__(self, runs: int, tell: Callable[[str], object]) -> None:
         processes = min(len(os.sched_getaffinity(0)), runs // _FOLDERS_A_PROCESS)
         # Ctrl-C reaches the whole group; what was given is written all the same
         ignore = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
         self._pool = ProcessPoolExecutor(processes, get_context("spawn"), *ignore) if processes > 1 else None
         self._futures: list[Future[None]] = []
+        self._tell = tell
 
     def write(self, folder: Path) -> None:
         """Write the reports of one run directory."""
         if self._pool is None:
-            _from_record(folder)
+            with self._noted():
+                _from_record(folder)
             return
         with hide_main_module():
             self._futures.append(self._pool.submit(_from_record, folder))
@@ -74,7 +75,15 @@ class Writer:
         if self._pool is not None:
             self._pool.shutdown()
         for future in self._futures:
-            future.result()
+            with self._noted():
+                future.result()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            self._tell(f"the reports were not written, which `enginesmith report` does: {error.message}")
 
 
 def _from_record(folder: Path) -> None:

@@ -62,7 +62,7 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         _print_table(run_tables.tabulate_profile(run))
         _print_lines(sentences.describe_profiles(run))
         _print_lines(f"note: {note}" for note in sentences.list_notes(run)[:_MOST_NOTES])
-        if folder is not None:
+        if folder is not None and (folder / "report.html").exists():
             click.echo(f"report: {folder / 'report.html'}")
     broken = [verdict for verdict in run.verdicts if not verdict.passed]
     return 3 if run.winner is None and broken else 0

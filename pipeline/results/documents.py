@@ -130,10 +130,14 @@ def parse(kind: type[Model], values: Any) -> Model:
 def write_text(path: Path, text: str) -> None:
     """Write a file that people read, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="replace")
-    with partial.open("rb") as stream:  # without power, a file may be renamed before its bytes are on the disk
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        with partial.open("rb") as stream:  # without power, a file may be renamed before its bytes are on the disk
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:  # a full disk, or Ctrl-C
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def parse_fields(kind: type[Model], fields: Any, what: str) -> Model:

@@ -234,7 +234,10 @@ class OptimizeJob:
         runner = Runner(executor, log_of, seconds, settings.listener, search_seconds)
         given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
 
-        with files.Writer(len(runs)) as reports:
+        def tell(text: str) -> None:
+            settings.listener(Event("note", next(iter(together.steps)), text))
+
+        with files.Writer(len(runs), tell) as reports:
 
             def report(active: _ActiveRun) -> None:
                 active.directory.write()

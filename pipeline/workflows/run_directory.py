@@ -110,7 +110,7 @@ class RunDirectory:
     def _write(self, outcomes: Outcomes) -> Run:
         """Write the run, and its engines before it; an earlier run stays as it is while a result of it is missing."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
-        with storage_errors(f"the run directory {self._folder}, or the store,"):
+        with storage_errors(f"the run directory {self._folder} or the store"):
             made = [(variant, artifact_of(outcomes, variant.artifact)) for variant in self._plan.variants]
             engines = [(variant, engine) for variant, engine in made if engine and engine.kind == "engine"]
             paths = {variant.id: _folder(variant) / engine.path.name for variant, engine in engines}
@@ -131,8 +131,11 @@ class RunDirectory:
             latency = artifact_of(outcomes, self._plan.latency)
             if latency is not None and latency.sha256 != self._sampled:  # for whoever wants each call
                 partial = self._folder / f".{SAMPLES}.partial"
-                shutil.copyfile(latency.folder / SAMPLES, partial)
-                partial.replace(self._folder / SAMPLES)
+                try:
+                    shutil.copyfile(latency.folder / SAMPLES, partial)
+                    partial.replace(self._folder / SAMPLES)
+                finally:
+                    partial.unlink(missing_ok=True)
                 self._sampled = latency.sha256
         return run
 

@@ -1,5 +1,6 @@
 """report.html as text: whole, self-contained, escaped, and readable in both colour schemes."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -189,6 +190,25 @@ def test_long_tables_are_data_within_a_limit() -> None:
     assert len(str(blocks.script_data(stored)).encode()) < blocks.MOST_BYTES * 1.2
 
 
+def test_reports_that_cannot_be_written_are_told_of_and_leave_nothing(
+    some: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is worth more: it ended well, or with an error of its own."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    documents.write(some, tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    told: list[str] = []
+    with files.Writer(1, told.append) as reports:
+        reports.write(tmp_path)
+    (text,) = told
+    assert text.startswith("the reports were not written")
+    assert text.endswith(f"the folder {tmp_path}: no space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:
     documents.write(some, tmp_path)
     written = files.write(some, tmp_path)
@@ -234,12 +254,12 @@ def test_other_processes_write_the_reports_of_many(some: Run, tmp_path: Path, mo
     there.mkdir()
     documents.write(some, there)
     (tmp_path / "damaged").mkdir()
-    with files.Writer(16) as reports, monkeypatch.context() as patch:
+    with files.Writer(16, pytest.fail) as reports, monkeypatch.context() as patch:
         patch.setattr(documents, "read", lambda folder: pytest.fail("this process did it"))
         reports.write(there)
     assert {path.name for path in there.iterdir()} == set(files.NAMES.values())
     assert all((there / name).read_bytes() == (here / name).read_bytes() for name in files.NAMES.values())
-    with pytest.raises(UsageError, match="there is no run"), files.Writer(16) as reports:
+    with pytest.raises(UsageError, match="there is no run"), files.Writer(16, pytest.fail) as reports:
         reports.write(tmp_path / "damaged")
 
 
