@@ -362,7 +362,7 @@ TABLE = {
     "machine": MACHINE,
 }
 LONG = ("no translation", "branch on values")
-"""Exported by torch.export, which takes ten seconds of a processor; ``test_passes.py`` has the same in this process."""
+"""Exported by torch.export, which takes ten seconds of a processor; ``test_export.py`` has the same in this process."""
 CASES = [
     pytest.param(case, id=f"{group}: {case.name}", marks=[pytest.mark.thorough] * (case.name in LONG))
     for group, cases in TABLE.items()

@@ -3,11 +3,13 @@
 import multiprocessing.connection
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -105,6 +107,18 @@ def test_a_kill_leaves_the_exit_code_to_who_waits(tmp_path: Path, monkeypatch: p
 
     with pytest.raises(StepKilled):
         load("slow", tmp_path, on_start=started)
+
+
+def test_a_crash_is_placed_below_a_trace_of_any_length(tmp_path: Path) -> None:
+    """With many threads, faulthandler writes more than any tail of a log holds."""
+    others = "".join('  File "other.py", line 1 in wait\n' for _ in range(9_000))
+    trace = f"std::bad_alloc\nFatal Python error: Aborted\n\nThread 0x1:\n{others}Current thread 0x2:\n"
+    (tmp_path / "log").write_text(f'{trace}  File "net.py", line 7 in forward\n')
+    process = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGABRT)
+    ended = SimpleNamespace(_ending=threading.Lock(), _process=process, log=tmp_path / "log", _said_before=0)
+    error = worker.Worker._explain_end(ended)  # type: ignore[arg-type]
+    assert isinstance(error, StepOutOfMemory)
+    assert error.message.endswith('std::bad_alloc; it was in File "net.py", line 7 in forward')
 
 
 def test_a_worker_of_a_worker_is_a_fork_of_the_same_server_with_what_its_parent_has(tmp_path: Path) -> None:

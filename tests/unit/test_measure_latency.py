@@ -338,6 +338,37 @@ def test_only_what_had_less_than_its_own_time_was_cut_short(
     assert (row.stopped_because, row.cut) == (stopped, ends_at == 6.0)
 
 
+def test_the_time_of_grace_is_one_for_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once the time is over, each further size would have begun its own."""
+    given: list[tuple[float, float]] = []
+
+    class Ended(LatencyBenchmark):
+        def end_in(self, seconds: float, grace_seconds: float = 0.0) -> None:
+            given.append((seconds, grace_seconds))
+            if len(given) == 4:
+                raise KeyboardInterrupt
+
+        def measure(self, *_: object, **__: object) -> None:
+            FakeWorker.now += 8
+
+    FakeWorker.now = 0.0
+    monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=lambda: FakeWorker.now))
+    monkeypatch.setattr(tasks, "LatencyBenchmark", Ended)
+    monkeypatch.setattr(tasks, "measured_feeds", lambda reference: {1: {}, 2: {}, 4: {}, 8: {}})
+    task = tasks.Latency.model_construct(
+        engines={"eager": None},  # type: ignore[dict-item]
+        device=Device(),
+        settings=LatencySettings(),
+        dense={},
+        left_seconds=10.0,
+        grace_seconds=30.0,
+    )
+    made = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
+    with pytest.raises(KeyboardInterrupt):
+        task.run({"eager": made, "reference": made}, tmp_path, print)
+    assert given == [(2.25, 30.0), (pytest.approx(1 / 3), 30.0), (-7.0, 30.0), (-15.0, 30.0)]
+
+
 @pytest.mark.parametrize(("seconds", "cut"), [(0.5, True), (1000.0, False)])
 def test_a_latency_that_was_cut_short_is_measured_again(
     measure: Callable[..., LatencyResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, cut: bool

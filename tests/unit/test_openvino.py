@@ -305,6 +305,18 @@ def test_only_such_products_need_another_way_of_compiling(tmp_path: Path, text: 
     assert found == ({"SNIPPETS_MODE": "DISABLE"} if needed else {})
 
 
+BRANCHES = """<ir_version: 10, opset_import: ["" : 17]> g (float[n, 4] x, bool c) => (float[n, 4] y)
+{ y = If (c) <then_branch = a () => (float[n, 4] p) { p = Relu(x) },
+              else_branch = b () => (float[n, 4] q) { q = Neg(x) }> }"""
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_what_branches_hold_may_need_another_way_of_compiling(tmp_path: Path, fixed: bool) -> None:
+    onnx.save(onnx.parser.parse_model(BRANCHES), tmp_path / "model.onnx")
+    found = sessions.find_workarounds(sessions.read_graph(tmp_path / "model.onnx"), fixed=fixed)
+    assert bool(found) == fixed
+
+
 def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
     with pytest.raises(UnsupportedGraph, match="Unknown"):

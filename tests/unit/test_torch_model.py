@@ -544,6 +544,19 @@ def test_a_number_for_each_pair_of_the_batch_has_the_batch_twice(load) -> None:
     assert loaded.signature.outputs[0].shape == ("batch", "batch")
 
 
+class EachPairOfFeatures(nn.Module):
+    """Covariances: no dimension of the input is a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.T @ x / len(x)
+
+
+def test_a_number_for_each_pair_moves_no_batch(load) -> None:
+    """The second dimension stands twice in the answers, and each number but for the diagonal is of two of them."""
+    (spec,) = load(EachPairOfFeatures(), {"x": torch.randn(6, 4)}).signature.inputs
+    assert spec.shape[1] == 4
+
+
 class Deep(nn.Module):
     """Two LSTMs: an input and four states, whose batch stands elsewhere."""
 

@@ -43,7 +43,7 @@ _LEAST_START_SECONDS = 0.1
 _OVERRUN = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
 _GRACE_TO_START, _GRACE_TO_GET_READY, _GRACE_TO_MEASURE = 0.5, 0.8, 0.1
-"""Shares of a time of grace: in which a session may begin to start, and has to be ready, and that are measured for."""
+"""Shares of a time of grace: until a session may begin to start; until it has to be ready; and the least measuring."""
 _CALLS_EACH = 3
 """Calls that each of several callers makes at least in a round, about."""
 _LAUNCHES = 5

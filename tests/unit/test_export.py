@@ -1,0 +1,319 @@
+"""Export of modules small enough to see through."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.errors import ExportError
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.passes.export import export
+from enginesmith.pipeline.passes.export.export import Export, export_module
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Signature, TensorSpec
+from graphs import quiet
+
+
+def loaded(module: Any, example: dict[str, Any], shapes: dict[str, tuple[Any, ...]], outputs: list[str]) -> Any:
+    """A loaded model; outputs are written as ``name:dtype:dims``."""
+    specs = tuple(
+        TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shapes[name])
+        for name, value in example.items()
+    )
+    found = tuple(TensorSpec.parse(text) for text in outputs)
+    wrapper = NamedForward(module.eval(), tuple(example), ())
+    return LoadedModel(wrapper, Signature(inputs=specs, outputs=found), example)
+
+
+def exported(out: Path, model: Any, **options: Any) -> Any:
+    out.mkdir(exist_ok=True)
+    return export_module(model, out, Export(**options), quiet)
+
+
+def affine() -> Any:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    return loaded(module, {"input": torch.ones(1, 4)}, {"input": ("batch", 4)}, ["out:float32:batch,3"])
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter: str) -> None:
+    model = affine()
+    effect = exported(tmp_path, model, exporter=exporter)
+    model_file.check(tmp_path / effect.file)
+    assert effect.signature == model.signature
+    data = (tmp_path / effect.file).read_bytes()
+    assert str(Path(torch.__file__).parent).encode() not in data
+    assert Path(__file__).name.encode() not in data
+    nodes = onnx.load(tmp_path / effect.file).graph.node
+    assert {p.value for node in nodes for p in node.metadata_props if p.key == model_file.MODULE_KEY} == {"0", "1"}
+    for batch in (1, 5):  # the example's batch is 1: it must not be taken for a constant
+        value = torch.randn(batch, 4)
+        found = evaluator.run_graph(tmp_path / effect.file, {"input": value.numpy()})
+        assert evaluator.largest_difference([model.module(value)[0].detach().numpy()], found) < 1e-5
+
+
+def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:
+    """The exporter keeps PyTorch's int32; GatherND and ScatterND of ONNX have int64 only."""
+
+    class Indexed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.tensor([2, 0], dtype=torch.int32))
+
+        def forward(self, x: Any, rows: Any) -> Any:
+            changed = x.clone()
+            changed[:, self.places] = 2 * x[rows, rows][:, None]
+            return changed
+
+    feeds = {"x": torch.randn(3, 3), "rows": torch.tensor([2, 1, 0], dtype=torch.int32)}
+    model = loaded(Indexed(), feeds, {"x": (3, 3), "rows": (3,)}, ["y:float32:3,3"])
+    exported(tmp_path, model, exporter="dynamo")
+    model_file.check(tmp_path / edit.FILE)
+    assert {"GatherND", "ScatterND"} <= set(model_file.summary(tmp_path / edit.FILE).operators)
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    assert evaluator.largest_difference([model.module(*feeds.values())[0].numpy()], found) < 1e-6
+
+
+def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
+    """As PyTorch computes them: whole numbers beyond float32, and 1.0 // 0.1, which is 9."""
+
+    class Divided(torch.nn.Module):
+        def forward(self, key: Any, by: Any, x: Any) -> Any:
+            whole = [torch.div(key, by, rounding_mode=mode) for mode in ("floor", "trunc")]
+            return (
+                *whole,
+                torch.div(key, -7, rounding_mode="floor"),
+                torch.div(x, 0.1, rounding_mode="floor"),
+                x // by,
+            )
+
+    steps = torch.arange(-100, 100)
+    feeds = {"key": 123_456_789 * steps + 1, "by": steps % 7 - 9, "x": steps / 10}
+    names = [f"{name}:{dtype}:200" for name, dtype in zip("abcde", ["int64"] * 3 + ["float32"] * 2, strict=True)]
+    model = loaded(Divided(), feeds, dict.fromkeys(feeds, (200,)), names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, model.module(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("layer", [torch.nn.Conv1d, torch.nn.ConvTranspose1d])
+def test_a_normalization_in_bf16_is_folded_into_weights_in_bf16(tmp_path: Path, layer: Any, autocast: bool) -> None:
+    class Normalized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(layer(2, 3, 1), torch.nn.BatchNorm1d(3))
+            self.layers.to(torch.float32 if autocast else torch.bfloat16)
+            with torch.no_grad():
+                self.layers[1].running_var.fill_(0.5)  # type: ignore[union-attr, operator]
+
+        def forward(self, x: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return self.layers(x.bfloat16()).float()
+
+    feeds = {"x": torch.randn(2, 2, 5)}
+    model = loaded(Normalized().eval(), feeds, {"x": ("batch", 2, 5)}, ["y:float32:batch,3,5"])
+    exported(tmp_path, model, exporter="dynamo")
+    model_file.check(tmp_path / edit.FILE)
+    assert "BatchNormalization" not in model_file.summary(tmp_path / edit.FILE).operators
+    artifact = Artifact(kind="onnx", path=tmp_path / edit.FILE, sha256="", bytes=0)
+    with simulation().load(artifact, Device()) as session:
+        found = session.run({"x": feeds["x"].numpy()})["y"]
+    expected = model.module(feeds["x"])[0].detach().numpy()
+    assert evaluator.largest_difference([expected], [found]) < 2e-2
+
+
+def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
+    class Fixed(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            assert x.shape[0] == 2
+            return x + 1
+
+    model = loaded(Fixed(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:2,4"])
+    with pytest.raises(ExportError, match=r"only with batch = 2 .*'x'") as error:
+        exported(tmp_path, model)
+    assert "--input x:float32:2,4" in error.value.remedy
+
+
+def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:
+    class Decomposed(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.linalg.svd(x.T @ x)[1]
+
+    line = Decomposed.forward.__code__.co_firstlineno + 1
+    model = loaded(Decomposed(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:4"])
+    with pytest.raises(ExportError, match=rf"_linalg_svd at .*test_export.py:{line} has no translation"):
+        exported(tmp_path, model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_complex_numbers_are_named_as_what_has_no_translation(tmp_path: Path) -> None:
+    class Filtered(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            spectrum = torch.fft.rfft(x)
+            return torch.fft.irfft(torch.zeros_like(spectrum) + spectrum, n=4)
+
+    line = Filtered.forward.__code__.co_firstlineno + 2
+    model = loaded(Filtered(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match=rf"zeros_like at .*:{line} has no translation to ONNX for complex") as error:
+        exported(tmp_path, model)
+    assert "torch.view_as_real" in error.value.remedy
+
+
+def test_code_of_this_package_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    """The tracing exporter's errors have no frame of the model's."""
+
+    class Searched(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.searchsorted(torch.ones(3), x)
+
+    model = loaded(Searched(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:int64:batch,4"])
+    with pytest.raises(ExportError, match=r"^the operator aten::searchsorted has no translation"):
+        exported(tmp_path, model, exporter="torchscript")
+
+
+def test_remarks_for_those_who_develop_pytorch_are_left_out(tmp_path: Path) -> None:
+    class Ordered(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.sort(x, stable=True, descending=True)[0]
+
+    model = loaded(Ordered(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match="Out parameter is not supported") as error:
+        exported(tmp_path, model, exporter="torchscript")
+    assert "feel free" not in error.value.message
+
+
+def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
+    class Branch(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    model = loaded(Branch(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match="the trace holds only for the values"):
+        exported(tmp_path, model)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> None:
+    class Odd(torch.nn.Module):
+        def forward(self, x: Any, unused: Any, flag: Any) -> Any:
+            return x, x, torch.where(flag, x, -x).sum()
+
+    example = {"x": torch.ones(2, 4), "unused": torch.ones(2, 1), "flag": torch.ones(2, 4, dtype=torch.bool)}
+    shapes = {"x": ("batch", 4), "unused": ("batch", 1), "flag": ("batch", 4)}
+    outputs = ["a:float32:batch,4", "b:float32:batch,4", "c:float32:"]
+    effect = exported(tmp_path, model := loaded(Odd(), example, shapes, outputs), exporter=exporter)
+    model_file.check(tmp_path / effect.file)
+    assert effect.signature == model.signature
+
+
+def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ExportError("it broke")
+
+    monkeypatch.setattr(export, "_export_program", fail)
+    effect = exported(tmp_path, affine())
+    assert "TorchScript" in effect.summary
+    assert "it broke" in effect.notes[0]
+    with pytest.raises(ExportError, match="it broke"):
+        exported(tmp_path, affine(), exporter="dynamo")
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.thorough)])
+def test_an_encoder_with_a_padding_mask_is_exported(tmp_path: Path, exporter: str) -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.encoder = torch.nn.TransformerEncoder(layer, 1)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x, src_key_padding_mask=~keep)
+            return y * keep[:, :, None]
+
+    x, keep = torch.randn(2, 5, 8), torch.tensor([[True, True, True, False, False], [True] * 5])
+    dims = {"x": ("batch", 5, 8), "keep": ("batch", 5)}
+    model = loaded(Masked(), {"x": x, "keep": keep}, dims, ["out:float32:batch,5,8"])
+    exported(tmp_path, model, exporter=exporter)
+    found = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy(), "keep": keep.numpy()})
+    assert evaluator.largest_difference([model.module(x, keep)[0].detach().numpy()], found) < 1e-5
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, layer: type[torch.nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = layer(4, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)[0]
+        return y
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [torch.nn.RNN, *(pytest.param(layer, marks=pytest.mark.thorough) for layer in (torch.nn.GRU, torch.nn.LSTM))],
+)
+def test_recurrent_layers_are_exported_at_any_length(tmp_path: Path, layer: type[torch.nn.RNNBase]) -> None:
+    x = torch.randn(2, 3, 4)
+    model = loaded(Recurrent(layer), {"x": x}, {"x": ("batch", "length", 4)}, ["y:float32:batch,length,6"])
+    effect = exported(tmp_path, model)
+    assert "fell back to the TorchScript exporter" in effect.notes[0]
+    assert effect.signature == model.signature
+    for batch, length in ((1, 1), (1, 9), (5, 2)):
+        feeds = torch.randn(batch, length, 4)
+        found = evaluator.run_graph(tmp_path / effect.file, {"x": feeds.numpy()})
+        assert evaluator.largest_difference([model.module(feeds)[0].detach().numpy()], found) < 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("attention", ["fused", "decomposed"])
+def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: str) -> None:
+    """Two layers share it, as in every encoder of texts."""
+
+    class Encoder(torch.nn.Module):
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            bias = (1 - keep[:, None, None, :]) * -1e4
+            for _ in range(2):
+                split = x.unflatten(2, (2, 4)).transpose(1, 2)
+                y = torch.nn.functional.scaled_dot_product_attention(split, split, split, attn_mask=bias)
+                x = y.transpose(1, 2).flatten(2)
+            return x
+
+    torch.manual_seed(0)
+    x, keep = torch.randn(2, 5, 8), torch.tensor([[1.0, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    dims = {"x": ("batch", "length", 8), "keep": ("batch", "length")}
+    model = loaded(Encoder(), {"x": x, "keep": keep}, dims, ["out:float32:batch,length,8"])
+    exported(tmp_path, model, attention=attention)
+    found = model_file.summary(tmp_path / edit.FILE).operators
+    assert found.get("Attention", 0) == (2 if attention == "fused" else 0)
+    assert found.get("Expand", 0) == (1 if attention == "fused" else 0)
+    session = onnxruntime.InferenceSession(tmp_path / edit.FILE, providers=["CPUExecutionProvider"])
+    expected = Encoder()(x[:1, :4], keep[:1, :4]).numpy()
+    answer = session.run(None, {"x": x[:1, :4].numpy(), "keep": keep[:1, :4].numpy()})[0]
+    np.testing.assert_allclose(answer, expected, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    shape = ("batch", 2, "length", 8)
+    model = loaded(Attend(), {"x": torch.randn(2, 2, 5, 8)}, {"x": shape}, ["y:float32:batch,2,length,8"])
+    fused = exported(tmp_path / "fused", model)
+    written = exported(tmp_path / "written", model, attention="decomposed")
+    assert model_file.summary(tmp_path / "fused" / fused.file).operators == {"Attention": 1}
+    assert "Softmax" in model_file.summary(tmp_path / "written" / written.file).operators
+    evaluator.compare_graphs(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)
