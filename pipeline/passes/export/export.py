@@ -286,11 +286,11 @@ def _widen_indices(model: "ir.Model") -> bool:
         if node.op_type in _INT64_INDICES and node.inputs[1] and node.inputs[1].dtype == ir.DataType.INT32
     ]
     for node in nodes:
-        cast = ir.node("Cast", [node.inputs[1]], {"to": ir.DataType.INT64})
-        cast.outputs[0].dtype = ir.DataType.INT64
+        widened = ir.node("Cast", [node.inputs[1]], {"to": ir.DataType.INT64})
+        widened.outputs[0].dtype = ir.DataType.INT64
         assert node.graph is not None
-        node.graph.insert_before(node, cast)
-        node.replace_input_with(1, cast.outputs[0])
+        node.graph.insert_before(node, widened)
+        node.replace_input_with(1, widened.outputs[0])
     return bool(nodes)
 
 
