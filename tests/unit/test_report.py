@@ -318,14 +318,18 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
         ("every median's 95 % interval is within ±2%", "--measure-time 60s --precision-target 0.0049 --replace on a"),
     ],
 )
-def test_a_missing_p99_and_a_negative_drop_have_a_footnote(stopped: str, remedy: str) -> None:
+def test_a_missing_p99_and_a_negative_drop_have_a_footnote(
+    stopped: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = LatencyRow(batch=1, n=90, p50_ms=1.0, stopped_because=stopped)
     better = Quality(metric="top1", value=0.9, baseline=0.9, drop=-0.0033, drop_low=-0.01, drop_high=0.002, samples=9)
     few = record("a", 1.0, 1.0).model_copy(update={"latency": (row,), "quality": better})
     p99, drop = sentences.list_footnotes(run(variants=(few,)))
     assert p99.startswith(f"no p99 (–): it needs 662 calls, and there were as few as 90; {remedy}")
-    printed_alone = sentences.list_footnotes(run(variants=(few,)), in_folder=False)[0]
-    assert printed_alone == p99.replace(" --replace", ""), "benchmark has no such option"
+    for folder in (Path("run"), None):
+        terminal.show_run(run(variants=(few,), winner="a"), folder, as_json=False)
+        shown = p99 if folder else p99.replace(" --replace", "")
+        assert shown in capsys.readouterr().out, "benchmark keeps no folder, and has no such option"
     assert drop == "a negative drop is an improvement over the original model"
     assert tables.describe_drop(better) == "top1 0.9000 (drop −0.0033 [−0.0100, +0.0020]) on 9 samples"
     none = better.model_copy(update={"drop": -2e-6, "drop_low": -3e-6, "drop_high": -1e-6})

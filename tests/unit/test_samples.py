@@ -175,11 +175,13 @@ def test_eight_samples_of_given_data_are_judged(rows: int | None, batch: int, ca
     assert samples.plan_calls(case, data).calls == calls
 
 
-def graph(path: Path, operator: str, *constants: float | np.int64) -> Artifact:
+def graph(path: Path, operator: str, *constants: float | np.int64 | Array) -> Artifact:
     """Save ``y = operator(x, constants …)``; constants are float32 where they are Python's."""
     ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
     stored = [
-        numpy_helper.from_array(np.asarray(value if isinstance(value, np.int64) else np.float32(value)), f"c{index}")
+        numpy_helper.from_array(
+            np.asarray(value if isinstance(value, np.int64 | np.ndarray) else np.float32(value)), f"c{index}"
+        )
         for index, value in enumerate(constants)
     ]
     nodes = [helper.make_node(operator, ["x", *(one.name for one in stored)], ["y"])]
@@ -266,11 +268,11 @@ def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_oth
 
 
 @pytest.mark.parametrize(
-    ("inputs", "data", "advice"),
-    [(("x:int64:batch",), False, True), (("x:int64:batch",), True, False), (("x:int64:n", "y:int64:m"), False, False)],
+    ("inputs", "made_up", "advice"),
+    [(("x:int64:batch",), True, True), (("x:int64:batch",), False, False), (("x:int64:n", "y:int64:m"), True, False)],
 )
 def test_random_samples_that_a_model_refuses_are_said_to_be_random(
-    inputs: tuple[str, ...], data: bool, advice: bool
+    inputs: tuple[str, ...], made_up: bool, advice: bool
 ) -> None:
     class Refusing:
         signature = signature(*inputs)
@@ -280,8 +282,22 @@ def test_random_samples_that_a_model_refuses_are_said_to_be_random(
 
     case = Case(sizes={"batch": 8}, batch=8)
     with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
-        verify._run_case(Refusing(), case, {}, made_up=not data)  # type: ignore[arg-type]
+        verify._run_case(Refusing(), case, {}, made_up=made_up)  # type: ignore[arg-type]
     assert ("drawn at random" in error.value.remedy) == advice
+
+
+@pytest.mark.parametrize("data", [None, "data.npz"])
+def test_samples_from_data_are_not_said_to_be_random(
+    tmp_path: Path, data: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.ones((8, 3), np.float32))
+    (reference := tmp_path / "reference").mkdir()
+    model = graph(tmp_path / "model.onnx", "Reshape", np.array([7, -1]))  # 24 numbers are no seven rows
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(8,), data=data, data_options=DataOptions(), seed=0)
+    with pytest.raises(ModelError, match="at batch 8") as error:
+        sample.run({"model": model}, reference, lambda _: None)
+    assert ("drawn at random" in error.value.remedy) == (data is None)
 
 
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import environment
+from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.measure.rows import RaceRow, Tuning
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
+from enginesmith.pipeline.tasks.race import Race
 from enginesmith.pipeline.units import AddedOption
 from enginesmith.pipeline.workflows.optimize import (
+    OptimizeJob,
     RunRequest,
     _add_workarounds,
     _limit_time,
@@ -119,6 +122,10 @@ def test_what_dropped_out_of_a_race_is_left_out_on_the_same_machine_alone(tmp_pa
     assert _list_dropped(replace(request, replace=True), here) == []
     assert _list_dropped(replace(request, recipe=RECIPE), here) == []
     assert _list_dropped(request, here.model_copy(update={"processor": "another"})) == []
+    for reuse, earlier in ((True, (row,)), (False, ())):
+        job = OptimizeJob([request], Settings(store=tmp_path / "store", reuse=reuse))
+        races = {step.id: step.task.earlier for step in job._plans["demo"].steps if isinstance(step.task, Race)}
+        assert races == {"race-first": earlier, "race": earlier}
 
 
 def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> None:
