@@ -290,6 +290,28 @@ def test_the_batch_is_that_of_all_processes(
     assert timed == paced
 
 
+@pytest.mark.parametrize(("sample_seconds", "largest"), [(0.01, 64), (0.1, 8)])
+def test_a_batch_is_not_timed_where_that_would_take_much_of_the_time(
+    sample_seconds: float, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps of 64 are 2 or 19 of 100 seconds, as a step of 8 shows; 100 steps of 64 are 64 or 640."""
+    clock, stepped = [0.0], set[int]()
+
+    def advance(self: Trainer, **options: bool) -> float:
+        clock[0] += sample_seconds * self.plan.batch
+        stepped.add(self.plan.batch)
+        return 0.0
+
+    monkeypatch.setattr(Trainer, "advance", advance)
+    for module in (loop, trainer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    found = work(seconds=100)
+    (checkpoints := Checkpoints(tmp_path, "data")).keep_best(found.models.average.module, 0)
+    plan, seconds, _ = loop._fit_pace(found, PLAN, checkpoints)
+    assert (plan.batch, max(stepped), min(stepped)) == (largest, largest, 8)
+    assert seconds == pytest.approx(sample_seconds * largest)
+
+
 def choose(found: Work, folder: Path, step_seconds: float = 1e-3) -> float:
     targets = output_targets(found.models.teacher, found.material.batch(np.arange(8)))
     plan = PLAN.model_copy(update={"batch": 16, "micro_batch": 16, "outputs": targets})
@@ -348,7 +370,7 @@ def test_trials_take_the_memory_of_one_training(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(loop, "_train_alone", note)
     monkeypatch.setattr(loop, "pace", lambda training, threads: (0.02, 1))
     loop.prepare(work(rates=(1e-2, 1e-3), seconds=10), Checkpoints(tmp_path, "data"), "data")
-    assert len(made) == 3
+    assert len(made) == 4  # of the smallest batch and of the whole one, timed; and two trials
 
 
 def test_the_rate_that_was_chosen_stands_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ _PASSES = 3
 """Passes in an evaluation: for statistics, for the student's outputs and for the teacher's."""
 _LEAST_JUDGED, _STATISTICS = 32, 256
 _TOLD_SECONDS = 1.0
+_TIMED, _SHARE_OF_TIMING = 3, 0.05
+"""The fewest steps that a batch is timed by, and the share of the time that they may take."""
 _SHARE_OF_TRIALS, _LEAST_TRIED = 0.15, 8
 """Share of the time for trials of learning rates, and the fewest steps of one."""
 _MIRRORED, _ALIKE = 64, 0.8
@@ -130,6 +132,7 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
 
 def _fit_pace(work: Work, plan: TrainingPlan, checkpoints: Checkpoints) -> tuple[TrainingPlan, float, Trainer]:
     """Measure the seconds of a step, with a smaller batch where there is time for few; return the training, too."""
+    plan = _limit_timed_batch(work, plan, checkpoints)
     timed = _train_alone(work, plan)
     seconds, threads = pace(timed, work.threads)
     smaller = _affordable_batch(work, _keep_parts(plan, timed), seconds)
@@ -139,6 +142,22 @@ def _fit_pace(work: Work, plan: TrainingPlan, checkpoints: Checkpoints) -> tuple
         seconds, threads = pace(timed, work.threads)
     torch.set_num_threads(threads)
     return _keep_parts(plan, timed).model_copy(update={"threads": threads}), seconds, timed
+
+
+def _limit_timed_batch(work: Work, plan: TrainingPlan, checkpoints: Checkpoints) -> TrainingPlan:
+    """Halve a batch whose steps would take too long to be timed, going by those of the smallest one."""
+    unit = (work.fixed or 1) * work.processes
+    least = max(unit, work.batch_limits.least // unit * unit)
+    if least >= plan.batch or work.options.epochs is not None:
+        return plan
+    part = min(plan.micro_batch, least // plan.processes)
+    timed = _train_alone(work, set_part(plan.model_copy(update={"batch": least}), part))
+    timed.advance()  # does what is done once
+    start = time.monotonic()
+    timed.advance()
+    whole = (time.monotonic() - start) * plan.batch / least
+    _reset(work, checkpoints)
+    return plan if _TIMED * whole <= _SHARE_OF_TIMING * work.options.seconds else _affordable_batch(work, plan, whole)
 
 
 def _keep_parts(plan: TrainingPlan, timed: Trainer) -> TrainingPlan:
