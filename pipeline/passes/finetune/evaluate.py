@@ -142,16 +142,17 @@ class Evaluator:
 
     @cached_property
     def _theirs(self) -> dict[str, Array]:
-        return self._outputs(self.work.models.teacher)[0]
+        return self._outputs(self.work.models.teacher, with_loss=False)[0]
 
     @torch.no_grad()
-    def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
+    def _outputs(self, loaded: LoadedModel, *, with_loss: bool = True) -> tuple[dict[str, Array], float]:
         """Compute outputs by name, but for single numbers, for the samples of the evaluation, and the mean loss."""
         size, total = self.work.fixed or self._at_once, 0.0
         outputs: dict[str, list[Tensor]] = {}
         for part in parts(self._rows, size):
             filled = np.resize(part, size) if self.work.fixed else part  # repeats rows
-            values, loss = self._run(loaded, self.work.material.batch(filled))
+            batch = self.work.material.batch(filled)
+            values, loss = self._run(loaded, batch) if with_loss else (loaded.module(*batch.inputs.values()), 0.0)
             for spec, value in zip(loaded.signature.outputs, values, strict=True):
                 if value.ndim:
                     outputs.setdefault(spec.name, []).append(copy_numbers(value[: len(part)]))

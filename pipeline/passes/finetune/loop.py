@@ -476,8 +476,10 @@ class _Run:
     def record(self, ending: Ending) -> Recovery:
         """Make the record of the recovery."""
         progress, plan, data = self._progress, self._progress.plan, self._work.material.data
+        few = plan.steps < _LEAST_TRIED and self._work.options.epochs is None
+        short = ", as there was time for no more: give it more (--recover-time), or a quiet machine" if few else ""
         reason = {
-            "planned": f"all {plan.steps} planned steps are done",
+            "planned": f"all {plan.steps} planned steps are done{short}",
             "patience": f"{progress.waited} evaluations in a row were no better than step {progress.best_step}",
             "diverged": f"the loss or its gradients were NaN or infinite at step {progress.step}; the weights of step "
             f"{progress.best_step}, the best before, are kept: try a lower learning_rate",
