@@ -148,6 +148,8 @@ class EngineFacts(BaseModel, frozen=True):
     build_device_peak_bytes: int | None = None
     layers: dict[str, int] | None = None
     """Kernels by the precision that they run in."""
+    cautions: tuple[str, ...] = ()
+    """On which numbers its answers would be wrong, in a sentence each."""
 
 
 @dataclass(frozen=True)

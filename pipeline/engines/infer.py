@@ -253,6 +253,14 @@ def _openvino(file, engine):
 
     def run(feeds):
         values = list(feeds.values())
+        for name, value in feeds.items():  # whole numbers are computed in 32 bits
+            if (
+                value.dtype.kind in "iu"
+                and value.dtype.itemsize > 2
+                and value.size
+                and not -(2**31) <= value.min() <= value.max() < 2**31
+            ):
+                raise ValueError(f"{name} has whole numbers that do not fit in the 32 bits that OpenVINO has for them")
         batch = values[places[0][0]].shape[places[0][1]] if fixed else None
         batch = batch if batch in fixed else None
         own.requests = requests = getattr(own, "requests", {})  # of this thread

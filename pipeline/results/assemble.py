@@ -352,8 +352,9 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
     environment["warnings"] = [*header.cautions, *environment.get("warnings", ())]
     variants = []
     for record, variant in zip(judged, plan.variants, strict=True):
-        remarks = explain_gain(record, judged, Circumstances(batch, variant.device, environment))
-        variants.append(record.model_copy(update={"remarks": remarks}))
+        cautions = record.build.cautions if record.build else ()
+        gain = explain_gain(record, judged, Circumstances(batch, variant.device, environment))
+        variants.append(record.model_copy(update={"remarks": (*cautions, *gain)}))
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [judge_compression(record, by_id, recipe.budgets, batch) for record in variants]
     rules = recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db

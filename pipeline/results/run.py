@@ -98,6 +98,8 @@ class BuildRecord(BaseModel, frozen=True):
     build_device_peak_bytes: int | None = None
     engine_bytes: int
     layers: dict[str, int] | None = None
+    cautions: tuple[str, ...] = ()
+    """On which numbers the engine's answers would be wrong; empty in earlier files."""
     reasons: dict[str, str] = {}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, EngineFacts, PackageFacts
 from enginesmith.pipeline.engines.openvino import profiler, session
+from enginesmith.pipeline.engines.openvino.whole_numbers import find_long_products
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import install_command
@@ -151,16 +152,19 @@ class OpenVINO(Engine):
         graph = session.read_graph(artifact.path)
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)
         compiled = session.compile_graph(graph, artifact.path.name, request.device, self.floats)
-        rounded, asked = profiler.find_rounded(model_file.skeleton(artifact.path))
+        source = model_file.skeleton(artifact.path)
+        rounded, asked = profiler.find_rounded(source)
         audit = profiler.audit(profiler.read_layers(compiled, rounded), asked)
         fixed = session.has_only_a_batch(artifact.signature or model_file.signature(artifact.path))
-        record = audit.model_copy(update={"options": session.find_workarounds(graph, fixed=fixed)})
+        found = {"options": session.find_workarounds(graph, fixed=fixed), "long": find_long_products(source)}
+        record = audit.model_copy(update=found)
         (out / _AUDIT).write_text(record.model_dump_json(indent=1))
         summary = ", ".join(f"{count} layers in {name}" for name, count in audit.layers.items())
         return Effect(file=_MODEL, summary=summary, notes=audit.notes, signature=artifact.signature)
 
     def facts(self, artifact: Artifact) -> EngineFacts:
-        return EngineFacts(layers=profiler.Audit.model_validate_json((artifact.folder / _AUDIT).read_bytes()).layers)
+        audit = profiler.Audit.model_validate_json((artifact.folder / _AUDIT).read_bytes())
+        return EngineFacts(layers=audit.layers, cautions=audit.cautions)
 
     @property
     def _tuned_options(self) -> dict[str, int]:

@@ -60,6 +60,17 @@ class Audit(BaseModel, frozen=True):
     """Names of those among them that run in floating point."""
     options: dict[str, str] = {}
     """Options without which OpenVINO would compute the graph wrongly where its batch is fixed."""
+    long: tuple[str, ...] = ()
+    """Names of products of int64, which it computes in 32 bits."""
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """On which numbers the answers would be wrong."""
+        shown = ", ".join(self.long[:_SHOWN])
+        words = (
+            f"OpenVINO computes whole numbers in 32 bits: products of int64 beyond ±2147483647 would be wrong ({shown})"
+        )
+        return (words,) if self.long else ()
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -181,6 +181,8 @@ class Compiled:
                 compiled.release_memory()
 
 
+_LONG = ("int64", "uint64", "uint32")
+_INT32 = np.iinfo(np.int32)
 _LARGE_BYTES = 1 << 18
 """Size from which an output is not copied for a caller, but written into an array of its own."""
 
@@ -210,6 +212,7 @@ class OpenVINOSession(Session):
         batched = ((at, spec.batch_axis) for at, spec in enumerate(signature.inputs) if spec.symbols)
         self._batch_place = next(batched, (0, 0))
         """The input that has the batch, and its dimension there."""
+        self._long = [(at, spec.name) for at, spec in enumerate(signature.inputs) if spec.dtype in _LONG]
         self._set: Bound | None = None
         self._tensor, self._outputs = load_openvino().Tensor, range(len(signature.outputs))
 
@@ -242,9 +245,14 @@ class OpenVINOSession(Session):
         return OpenVINOSession(self._opened(), self.signature)
 
     def bind(self, feeds: Feeds) -> Bound:
-        """Wrap arrays without copying them, but for those that are read-only or in another layout."""
+        """Wrap arrays without copying them, but for those that are read-only or in another layout.
+
+        Raises:
+            ModelError: a whole number does not fit in 32 bits.
+        """
         self._opened()
         arrays = tuple(np.require(feeds[spec.name], requirements=("C", "W")) for spec in self.signature.inputs)
+        self._check_range(arrays)
         return Bound(tuple(self._tensor(array, shared_memory=True) for array in arrays), arrays)
 
     def enqueue(self, bound: Bound) -> None:
@@ -264,6 +272,7 @@ class OpenVINOSession(Session):
 
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
         """Run one whole inference without keeping what is bound, which would cost some 20 µs a call."""
+        self._check_range(values)
         kept = [value if (flags := value.flags).c_contiguous and flags.writeable else value.copy() for value in values]
         self._set = None
         request = self._choose(kept)
@@ -275,6 +284,21 @@ class OpenVINOSession(Session):
                 request.set_output_tensor(at, self._tensor(array, shared_memory=True))
         self._infer(request, [self._tensor(value, shared_memory=True) for value in kept])
         return [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
+
+    def _check_range(self, values: Sequence[Array]) -> None:
+        """Refuse whole numbers that OpenVINO, which computes int64 in 32 bits, would change without a word."""
+        for at, name in self._long:
+            # of numbers from 0 on, this is one pass: the bits of all together show the highest one
+            if 0 <= int(np.bitwise_or.reduce(values[at], axis=None)) <= _INT32.max:
+                continue
+            least, most = int(values[at].min()), int(values[at].max())
+            if least < _INT32.min or most > _INT32.max:
+                number = most if most > _INT32.max else least
+                raise ModelError(
+                    f"input {name!r} has {number}, and OpenVINO computes whole numbers in 32 bits, "
+                    f"{_INT32.min} to {_INT32.max}",
+                    "use another engine, or give the model smaller numbers",
+                )
 
     def _choose(self, values: Sequence[Array]) -> Any:
         """Choose the request for the sizes of these values."""
