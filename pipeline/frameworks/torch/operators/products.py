@@ -35,9 +35,8 @@ def _gemm(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _einsum(node: "ir.Node", opset: int) -> Compute:
-    equation = read_text(node, "equation", "")
-    return lambda *values: torch.einsum(equation, *values)
+def _einsum(*values: Tensor, equation: str = "") -> Tensor:
+    return torch.einsum(equation, *values)
 
 
 @functools.cache
@@ -148,15 +147,12 @@ PLAIN: dict[str, Compute] = {
     "MatMul": torch.matmul,
     "GlobalAveragePool": _global_pool(torch.mean),
     "GlobalMaxPool": _global_pool(torch.amax),
+    "Einsum": _einsum,
 }
-"""Operators without attributes that matter."""
-
 MADE: dict[str, Make] = {
     "Gemm": _gemm,
-    "Einsum": _einsum,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "MaxPool": _pool,
     "AveragePool": _pool,
 }
-"""Operators whose function is made from their attributes."""

@@ -105,4 +105,3 @@ MADE: dict[str, Make] = {
     "GRU": _recurrent,
     "RNN": _recurrent,
 }
-"""Operators whose function is made from their attributes."""
