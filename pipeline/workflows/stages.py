@@ -18,6 +18,7 @@ from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
@@ -284,8 +285,6 @@ def _check_output(source: Source, output: Path) -> None:
 
 def _save_as(made: Artifact, output: Path) -> list[str]:
     """Write an ONNX artifact under a name of the user's, external data as ``<name>.data`` beside it; all or nothing."""
-    import onnx_ir as ir
-
     from enginesmith.pipeline.frameworks.onnx import edit, model_file
 
     data = f"{output.name}.data" if model_file.external_files(made.path) else None

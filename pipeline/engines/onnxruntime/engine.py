@@ -47,7 +47,7 @@ from enginesmith.pipeline.engines.onnxruntime.session import (
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import ir, model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
 from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
@@ -476,8 +476,6 @@ class OnnxRuntime(Engine):
 
 def _emulated(path: Path) -> bytes | None:
     """Rewrite the graph, its weights still where they were; None if there is nothing to emulate in it."""
-    import onnx_ir as ir
-
     from enginesmith.pipeline.frameworks.onnx import edit
     from enginesmith.pipeline.passes.float16.emulation import emulate
 

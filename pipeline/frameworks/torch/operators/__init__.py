@@ -7,10 +7,10 @@ opset, and may refuse the node. Semantics: https://onnx.ai/onnx/operators/.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators import (
     attention,
     elementwise,
@@ -21,10 +21,6 @@ from enginesmith.pipeline.frameworks.torch.operators import (
     shapes,
 )
 from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, refuse
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _PLAIN: Mapping[str, Compute] = {
     **elementwise.PLAIN,

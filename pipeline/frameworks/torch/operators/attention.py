@@ -1,16 +1,13 @@
 """Compute attention and rotary embeddings."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, read_float, read_int, refuse
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _attention(node: "ir.Node", opset: int) -> Compute:

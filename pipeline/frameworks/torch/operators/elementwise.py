@@ -3,21 +3,18 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
     read_float,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _divide(first: Tensor, second: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """Compute operators that change the size of pictures."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -16,10 +15,6 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     read_text,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _OPSET_OF_COORDINATES = 11
 """The first opset whose Resize says how it takes coordinates; before, it was asymmetric, as Upsample was."""

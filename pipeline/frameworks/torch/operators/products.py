@@ -3,12 +3,13 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -18,9 +19,6 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     read_text,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _gemm(node: "ir.Node", opset: int) -> Compute:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -16,9 +16,6 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     read_int,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Compute:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -19,13 +19,8 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     refuse,
 )
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 def _torch_type(number: int) -> torch.dtype:
-    import onnx_ir as ir
-
     kind = str(ir.DataType(number).name).lower()
     names = {"float": "float32", "double": "float64"}
     found = getattr(torch, names.get(kind, kind), None)
