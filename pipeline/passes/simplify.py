@@ -15,7 +15,8 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
+from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
 from enginesmith.pipeline.tensors import Array
@@ -51,9 +52,6 @@ class Simplify(Pass):
 
 def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Progress) -> Effect:
     """Write a simplified ``model.onnx``, or the same graph with a note that says why."""
-    from enginesmith.pipeline.frameworks.onnx import model_file
-    from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
-
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         try:
             progress("rewriting the graph")

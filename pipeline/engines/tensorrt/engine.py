@@ -31,6 +31,7 @@ from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, Flavour
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.passes.sparsify import check, sparsify
 from enginesmith.pipeline.store.address import default_address
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
@@ -447,8 +448,6 @@ def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> t
 
     The builder decides for each layer whether a sparse kernel is faster, and says which it took in its log.
     """
-    from enginesmith.pipeline.passes.sparsify import check, sparsify
-
     if sparsify.of(model) != sparsify.TWO_OF_FOUR:
         return options, ()
     weights = check.sparse_weights(path)

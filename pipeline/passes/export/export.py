@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
+from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.units import AddedOption
 
@@ -74,10 +76,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     Raises:
         ExportError: neither exporter can do it, or a dynamic dimension would come out fixed.
     """
-    from enginesmith.pipeline.frameworks.onnx import model_file
-    from enginesmith.pipeline.frameworks.onnx.processing import extend
     from enginesmith.pipeline.frameworks.torch.module import by_operators
-    from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 
     with warnings.catch_warnings(), by_operators():
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit, ir
@@ -238,8 +239,6 @@ class CrossLayerEqualization(Pass):
         Raises:
             DataError: the ranges are of another graph.
         """
-        from enginesmith.calibration import ranges
-
         given = records.get("ranges")
         known = ranges.load(given.path, model_sha256=artifact.sha256) if given is not None else None
         model = edit.load(artifact.path)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field
 
+from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit, ir
@@ -369,8 +370,6 @@ class Smooth(Pass):
         Raises:
             DataError: the ranges are of another graph.
         """
-        from enginesmith.calibration import ranges
-
         known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")
