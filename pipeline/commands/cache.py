@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from enginesmith.pipeline.commands import context, parameters
+from enginesmith.pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.store.store import Store
@@ -61,7 +62,6 @@ def cache_prune(max_size: int | None, max_age: float | None, store: str | None, 
 
     Example: enginesmith cache prune --max-size 5GiB --max-age 30d
     """
-    from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.store.address import default_address
     from enginesmith.pipeline.store.manifest import SMALL_FILE
     from enginesmith.pipeline.units import format_bytes
@@ -81,7 +81,6 @@ def cache_prune(max_size: int | None, max_age: float | None, store: str | None, 
 
 
 def _open_store(store: str | None, local: bool) -> "Store":
-    from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.store.address import default_address, parse_address
     from enginesmith.pipeline.store.store import Store
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from enginesmith.pipeline.commands import context, parameters
+from enginesmith.pipeline.errors import storage_errors
 
 
 @click.command()
@@ -21,7 +22,6 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     Example: enginesmith compare runs/before runs/after -o compare.md
     """
     from enginesmith.pipeline.artifact import write_whole
-    from enginesmith.pipeline.errors import storage_errors
     from enginesmith.pipeline.report.comparison import render
     from enginesmith.pipeline.results import comparison, run
     from enginesmith.pipeline.results import fleet as records

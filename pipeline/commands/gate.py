@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from enginesmith.pipeline.commands import context, parameters
+from enginesmith.pipeline.errors import EnginesmithError
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.recipe import Recipe
@@ -63,7 +64,6 @@ def gate(
 
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
     """
-    from enginesmith.pipeline.errors import EnginesmithError
     from enginesmith.pipeline.report import gate as texts
     from enginesmith.pipeline.results import fleet as records
 
@@ -119,7 +119,6 @@ def _write_reports(verdict: "Gate | FleetGate | None", run: Path) -> None:
 
     None is for a gate that ended with an error: the reports do not show an earlier one any more.
     """
-    from enginesmith.pipeline.errors import EnginesmithError
     from enginesmith.pipeline.report.fleet import write_again
     from enginesmith.pipeline.results import gate_report
 

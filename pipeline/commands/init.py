@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from enginesmith.pipeline.commands import parameters
+from enginesmith.pipeline.errors import UsageError, storage_errors
 
 
 @click.command()
@@ -16,7 +17,6 @@ def init(model: str, output: Path | None) -> None:
     Example: enginesmith init net.py:build -o recipe.yaml
     """
     from enginesmith.pipeline import recipe
-    from enginesmith.pipeline.errors import UsageError, storage_errors
     from enginesmith.pipeline.frameworks.source import resolve
 
     resolve(model)

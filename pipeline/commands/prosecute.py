@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands import context, parameters
+from enginesmith.pipeline.errors import UsageError
 
 
 @click.command(cls=parameters.Command)
@@ -47,7 +48,6 @@ def prosecute(
 
     Example: enginesmith prosecute runs/net openvino-int8 --time 5m; enginesmith prosecute net.py:build net.onnx
     """
-    from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.workflows import prosecute as workflow
 
     is_run = Path(subject).is_dir() and Path(subject, "run.json").is_file()

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands import context, parameters
+from enginesmith.pipeline.errors import UsageError
 
 
 @click.command(cls=parameters.Command)
@@ -29,7 +30,6 @@ def verify(file: Path, model: str | None, trust: bool, as_json: bool, quiet: boo
 
     Example: enginesmith verify net.onnx --against net.py:build; enginesmith verify net-bundle
     """
-    from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.workflows import stages
 
     min_sqnr_db = options["min_sqnr_db"]

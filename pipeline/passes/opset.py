@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _OPSET_OF_COORDINATES = 11
 """The first opset whose Resize says how it takes coordinates; before, it was always asymmetric."""
@@ -70,8 +66,6 @@ def _keep_coordinates(model: "ir.Model") -> None:
     The library leaves that out, and the default is another one since. ONNX Runtime rounds up to the nearest pixel
     where an old Resize shrinks, and else down.
     """
-    import onnx_ir as ir
-
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type == "Resize" and node.domain == "":
             scales = edit.read(node.inputs[2])

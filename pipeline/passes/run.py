@@ -5,7 +5,9 @@ from types import MappingProxyType
 
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import InvalidGraph, ModelError, UsageError
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.sparsify import check, sparsify
 
 
 def run_pass(
@@ -35,8 +37,6 @@ def check_graph(name: str, artifact: Artifact, out: Path, effect: Effect) -> Eff
     Raises:
         ModelError: it is not sound.
     """
-    from enginesmith.pipeline.frameworks.onnx import model_file
-
     model_file.check(out / effect.file)
     after = model_file.signature(out / effect.file)
     for side in ("inputs", "outputs") if artifact.signature is not None else ():
@@ -53,9 +53,6 @@ def _check_sparsity(name: str, before: Artifact, path: Path) -> str:
     This is a promise of every pass alike: casts, scaling and symmetric quantisation keep zeros where they are, and a
     pass that moves them would cost the speed that they are for without a word.
     """
-    from enginesmith.pipeline.frameworks.onnx import model_file
-    from enginesmith.pipeline.passes.sparsify import check, sparsify
-
     if sparsify.of(model_file.skeleton(before.path)) != sparsify.TWO_OF_FOUR:
         return ""
     outcome = check.follow(before.path, path)

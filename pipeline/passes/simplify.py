@@ -9,21 +9,18 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
+from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import AddedOption
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 # What the libraries raise on graphs they were not made for.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
@@ -55,9 +52,6 @@ class Simplify(Pass):
 
 def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Progress) -> Effect:
     """Write a simplified ``model.onnx``, or the same graph with a note that says why."""
-    from enginesmith.pipeline.frameworks.onnx import model_file
-    from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
-
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         try:
             progress("rewriting the graph")
@@ -100,8 +94,6 @@ _FOLLOWED = frozenset(("Shape", "Slice", "Gather", "Concat", "Squeeze", "Unsquee
 
 def simplify_shapes(model: "ir.Model") -> None:
     """Replace computed shapes by constants, in place; what is unused afterwards is left to the next pass."""
-    import onnx_ir as ir
-
     known: dict[ir.Value, list[Dim]] = {}
     for node in model.graph:
         if node.domain not in ("", "ai.onnx"):
@@ -165,8 +157,6 @@ def _name_dimension(dim: object) -> Dim:
 
 def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None:
     """Write the target as a constant: 0 copies the input's dimension, -1 stands for one that follows from the rest."""
-    import onnx_ir as ir
-
     data, target = node.inputs[:2]
     if data is None or target is None or target.const_value is not None or target not in known:
         return
@@ -207,8 +197,6 @@ def pool_means(model: "ir.Model") -> int:
     squeeze-and-excitation leaves int8 at each block, and is 1.10 (batch 8) to 1.30 times as fast in int8 with pooling
     (1.31, AVX2). Means that are part of a normalization stay, since engines look for these.
     """
-    import onnx_ir as ir
-
     means = [node for node in model.graph if _is_pooling(node)]
     for node in means:
         if node.attributes.get_int("keepdims", 1):
@@ -230,8 +218,6 @@ def pool_means(model: "ir.Model") -> int:
 
 def _is_pooling(node: "ir.Node") -> bool:
     """Tell whether a node is a mean over all axes behind the channels, and not of a normalization."""
-    import onnx_ir as ir
-
     value = node.inputs[0] if node.op_type == "ReduceMean" and node.domain in ("", "ai.onnx") else None
     if value is None or value.dtype != ir.DataType.FLOAT or value.shape is None:
         return False
@@ -261,7 +247,6 @@ _NEVER = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear
 
 def rewrite(model: "ir.Model") -> int:
     """Simplify a graph in place; return how many nodes were rewritten into as many or one more."""
-    import onnx_ir as ir
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
 

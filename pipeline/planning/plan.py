@@ -1,7 +1,7 @@
 """Describe plans: steps, references to steps, the variants that they lead to, and both together."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -206,18 +206,21 @@ class Plan:
 
     def leading_to(self, ends: Iterable[str]) -> list[StepRef]:
         """List steps and all that they cannot do without, the first ones first."""
-        reached: set[str] = set()
-        waiting = list(ends)
-        while waiting:
-            name = waiting.pop()
-            if name not in reached:
-                reached.add(name)
-                waiting += self._by_id[name].inputs.values()
+        reached = leading_to(self.steps, ends)
         return [step.id for step in self.steps if step.id in reached]
 
     def input_of(self, step: StepRef, role: str) -> StepRef | None:
         """Find the step whose artifact has a role in a step of the plan; None where there is none."""
         return self._by_id[step].inputs.get(role) if step in self._by_id else None
+
+
+def leading_to(steps: Sequence[Step], ends: Iterable[str]) -> set[str]:
+    """List the ends and all that they cannot do without; each of the steps comes after what it needs."""
+    reached = set(ends)
+    for step in reversed(steps):
+        if step.id in reached:
+            reached.update(step.inputs.values())
+    return reached
 
 
 def is_optional(step: Step) -> bool:

@@ -7,11 +7,11 @@ What takes long to make waits for a first race of all others: race-first ── 
 So does a pruned model. Nothing is made of it if it loses too much: prune-P ── recover-P ── choice-P ── stay-V-P-first
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from enginesmith.pipeline.measure.rows import RaceRow
-from enginesmith.pipeline.planning.plan import REFERENCE, Plan, Step, StepRef, Variant, tune_step
+from enginesmith.pipeline.planning.plan import REFERENCE, Plan, Step, StepRef, Variant, leading_to, tune_step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
@@ -41,7 +41,7 @@ def mark_search(steps: Sequence[Step], variants: Sequence[Variant], first: Colle
     """
     lossless = next((each for each in variants[1:] if each.engine.consumes == "onnx" and _is_lossless(each)), None)
     ends = (lossless.artifact, *lossless.verified) if lossless else ()
-    needed = {*first, *_leading_to(steps, ends)}
+    needed = {*first, *leading_to(steps, ends)}
     return [replace(step, search=step.id not in needed) for step in steps]
 
 
@@ -175,9 +175,9 @@ def _defer(
 
     The ``gate`` finds what the pruned module loses: what is made of that waits for the gate, too.
     """
-    needed = _leading_to(steps, [ref for variant in quick for ref in (variant.artifact, *variant.verified)])
-    leading = {variant.id: _leading_to(steps, (variant.artifact, *variant.verified)) for variant in slow}
-    before = _leading_to(steps, [gate.inputs["model"]]) if gate else set[StepRef]()
+    needed = leading_to(steps, [ref for variant in quick for ref in (variant.artifact, *variant.verified)])
+    leading = {variant.id: leading_to(steps, (variant.artifact, *variant.verified)) for variant in slow}
+    before = leading_to(steps, [gate.inputs["model"]]) if gate else set[str]()
     made, late, stays = list[Step](), list[Step](), dict[tuple[bool, tuple[str, ...]], StepRef]()
     for step in steps:
         owners = tuple(variant for variant in slow if step.id in leading[variant.id]) if step.id not in needed else ()
@@ -205,15 +205,6 @@ def _extend_last_search(steps: Sequence[Step]) -> list[Step]:
     last = {trial for trial in trials if trial.subject[:-1] == trials[-1].subject[:-1]}  # without their numbers
     more = {"time_share": _LAST_SEARCH}
     return [replace(step, task=step.task.model_copy(update=more)) if step.id in last else step for step in steps]
-
-
-def _leading_to(steps: Sequence[Step], ends: Iterable[StepRef]) -> set[StepRef]:
-    """List the ends and all that they cannot do without."""
-    reached = set(ends)
-    for step in reversed(steps):
-        if step.id in reached:
-            reached |= set(step.inputs.values())
-    return reached
 
 
 def _is_lossless(variant: Variant) -> bool:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -18,7 +18,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, ir, model_file
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
@@ -30,9 +30,6 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, 
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Array, Feeds
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 MODEL, REFERENCE, RANGES, SENSITIVITY = "model", "reference", "ranges", "sensitivity"
 RESCALED: Form = "rescaled"
@@ -217,8 +214,6 @@ def measure_impacts(
 
 def _has_fixed_order(output: "ir.Value", model: Artifact) -> bool:
     """Tell whether an output is a float whose rows are not chosen by their values."""
-    import onnx_ir as ir
-
     signature = model.signature or model_file.signature(model.path)
     floats = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
     return output.dtype in floats and output.name not in signature.unordered

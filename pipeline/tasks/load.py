@@ -11,6 +11,8 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import SignatureError, UsageError
 from enginesmith.pipeline.frameworks import processing, samples
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
@@ -101,7 +103,6 @@ class LoadOnnx(_FromSource):
     produces: ClassVar[Kind] = "onnx"
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline.frameworks.onnx import model_file
 
         path = Path(self.source.target)
         progress(f"checking {path.name}")
@@ -133,8 +134,6 @@ class LoadOnnx(_FromSource):
             UsageError: the computation does not fit the graph.
             ModelError: the answers differ.
         """
-        from enginesmith.pipeline.frameworks.onnx import edit, model_file
-        from enginesmith.pipeline.frameworks.onnx.processing import extend
         from enginesmith.pipeline.frameworks.torch.processing import check_graph
 
         fitted = processing.fit(self.processing, core, self.inputs)

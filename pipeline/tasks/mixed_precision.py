@@ -309,50 +309,47 @@ class Assign(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms, trials = read_forms(inputs, self.step), _read_trials(inputs)
         if self.to_train:
-            return self._assign_to_train(forms, trials, out)
-        winner = best(trials, forms["given"])
-        chosen = winner or min(trials, key=lambda trial: trial.error)
+            chosen, rejected = self._choose_to_train(forms, trials)
+        else:
+            winner = best(trials, forms["given"])
+            chosen = winner or min(trials, key=lambda trial: trial.error)
+            rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         groups = forms[chosen.form]
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        impacts = next((trial.impacts for trial in trials if trial.impacts), {})
         rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
-        for row in rows:
-            row[DROP_HIGH] = chosen.drop_high
-            if row["group"] in impacts:
-                row["answer_change"] = math.sqrt(impacts[row["group"]])
-        write_records(out, rows)
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
-        rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
-        summary = f"{len(groups) - left} of {len(groups)} groups quantized{rescaled}, ranges by {chosen.method}"
-        rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
-        if left == len(groups):
-            rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
+        summary = f"{len(groups) - left} of {len(groups)} groups quantized"
+        if self.to_train:
+            summary += f", to be trained; as tried: {chosen.why}"
+        else:
+            impacts = next((trial.impacts for trial in trials if trial.impacts), {})
+            for row in rows:
+                row[DROP_HIGH] = chosen.drop_high
+                if row["group"] in impacts:
+                    row["answer_change"] = math.sqrt(impacts[row["group"]])
+            rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
+            summary += f"{rescaled}, ranges by {chosen.method}"
+            if left == len(groups):
+                nothing = f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
+                rejected = rejected or nothing
+        write_records(out, rows)
         return Effect(file=RECORDS, summary=summary, rejected=rejected)
 
-    def _assign_to_train(self, forms: Groups, trials: Sequence[Trial], out: Path) -> Effect:
+    def _choose_to_train(self, forms: Groups, trials: Sequence[Trial]) -> tuple[Trial, str]:
+        """Choose the trial that came nearest to the goal with next to all quantised; say why none is needed, if so."""
         everything = [trial for trial in trials if trial.phase == "everything"]
         if not everything:
             raise ModelError("no trial had everything quantized", "allow more time with --time")
         chosen = min(everything, key=lambda trial: (not trial.passed, trial.error))
-        rejected = ""
         if self.to_train == "needed" and chosen.passed:
-            rejected = f"not needed: {chosen.why} reaches the goal"
-        elif self.to_train == "needed":
+            return chosen, f"not needed: {chosen.why} reaches the goal"
+        if self.to_train == "needed":
             enough = min((self._float_share(trial, forms) for trial in trials if trial.passed), default=1.0)
             little = [trial for trial in trials if self._float_share(trial, forms) <= min(_LITTLE, enough)]
             nearer = [trial for trial in little if not trial.passed and trial.error < _NEARER * chosen.error]
             chosen = min(nearer, key=lambda trial: trial.error, default=chosen)
-        groups = forms[chosen.form]
-        reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
-        reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        write_records(out, _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"]))
-        left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
-        return Effect(
-            file=RECORDS,
-            summary=f"{len(groups) - left} of {len(groups)} groups quantized, to be trained; as tried: {chosen.why}",
-            rejected=rejected,
-        )
+        return chosen, ""
 
     def _float_share(self, trial: Trial, forms: Groups) -> float:
         """Compute the share of the work that a trial left in floating point, of what may be quantised.

@@ -16,7 +16,7 @@ from enginesmith.calibration.ranges import FILE
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
 from enginesmith.pipeline.frameworks.onnx.coverage import find_dequantized
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.passes.quantize import layers
@@ -68,8 +68,6 @@ class QuantizeWithNncf(Task):
             ModelError: NNCF does not take it.
             UsageError: ``keep`` names no group.
         """
-        import onnx_ir as ir
-
         require_nncf()
         artifact = inputs["model"]
         feeding, reads = self.feeder.open(artifact, inputs["reference"])

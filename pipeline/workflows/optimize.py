@@ -18,7 +18,6 @@ from enginesmith.pipeline.errors import (
     EnginesmithError,
     MissingCapability,
     ModelError,
-    SourceError,
     StoreError,
     UsageError,
     storage_errors,
@@ -29,7 +28,7 @@ from enginesmith.pipeline.execution.merge import DeduplicatedSteps, assign_machi
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.quality import explain_few_samples
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
@@ -57,6 +56,7 @@ from enginesmith.pipeline.workflows.run_directory import (
     load_handoff,
     move_earlier_run,
     save_handoff,
+    work_where_begun,
 )
 
 
@@ -535,13 +535,7 @@ def resume(
             raise error
         return before
     require_device_of(before, begun)
-    folder = Path(before.environment.get("folder") or "/nowhere")
-    try:  # where the run was begun, if the model is there
-        with contextlib.chdir(folder):
-            resolve(before.recipe.model)
-    except (OSError, SourceError):
-        folder = Path.cwd()
-    with contextlib.chdir(folder):
+    with work_where_begun(before):
         return optimize(before.recipe, begun, settings)
 
 

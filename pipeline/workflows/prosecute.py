@@ -1,6 +1,5 @@
 """Prosecute an engine: a file against its model, or a variant of a run."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,9 @@ from types import MappingProxyType
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import replace_folder
-from enginesmith.pipeline.errors import NO_TIME, ModelError, SourceError, UsageError, storage_errors
+from enginesmith.pipeline.errors import NO_TIME, ModelError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.prosecution.evidence import FINDING
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.planning.plan import Step, StepRef
@@ -25,6 +23,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prosecute import EVIDENCE
+from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import try_steps
 
 
@@ -59,14 +58,8 @@ def prosecute_variant(
     """
     found = runs.read(run)
     chosen = variant or found.winner
-    folder = Path(found.environment.get("folder") or "/nowhere")
-    try:
-        with contextlib.chdir(folder):
-            resolve(found.recipe.model)
-    except (OSError, SourceError):
-        folder = Path.cwd()
     named, out = out, out.absolute()
-    with contextlib.chdir(folder):
+    with work_where_begun(found):
         resolved = resolve_recipe(found.recipe)
         planned = plan(resolved, kept=[each.id for each in found.variants])
         able = {each.id: each for each in planned.variants}

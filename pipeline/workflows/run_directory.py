@@ -16,9 +16,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, file_digest, files_below, has_files, write_whole
-from enginesmith.pipeline.errors import UsageError, storage_errors
+from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
@@ -235,6 +236,19 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
 
 def _differ_in_time(one: Recipe, other: Recipe) -> bool:
     return one.model_copy(update={"time_seconds": other.time_seconds}) == other
+
+
+@contextlib.contextmanager
+def work_where_begun(run: Run) -> Iterator[None]:
+    """Work in the folder where a run was begun, if its model is there; else in the current one."""
+    folder = Path(run.environment.get("folder") or "/nowhere")
+    try:
+        with contextlib.chdir(folder):
+            resolve(run.recipe.model)
+    except (OSError, SourceError):
+        folder = Path.cwd()
+    with contextlib.chdir(folder):
+        yield
 
 
 def move_earlier_run(out: Path, recipe: Recipe) -> Path | None:

@@ -18,6 +18,7 @@ from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
@@ -275,8 +276,6 @@ def _check_output(source: Source, output: Path) -> None:
     if given == output.resolve():
         raise UsageError(f"{output} is the model itself, and would be overwritten", other)
     if source.form == "onnx":
-        from enginesmith.pipeline.frameworks.onnx import model_file
-
         data = output.resolve().with_name(f"{output.name}.data")
         if data in [(given.parent / name).resolve() for name in model_file.external_files(given)]:
             raise UsageError(f"{data.name} has the weights of {source.text}, and would be overwritten", other)
@@ -284,10 +283,6 @@ def _check_output(source: Source, output: Path) -> None:
 
 def _save_as(made: Artifact, output: Path) -> list[str]:
     """Write an ONNX artifact under a name of the user's, external data as ``<name>.data`` beside it; all or nothing."""
-    import onnx_ir as ir
-
-    from enginesmith.pipeline.frameworks.onnx import edit, model_file
-
     data = f"{output.name}.data" if model_file.external_files(made.path) else None
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:

@@ -47,8 +47,11 @@ from enginesmith.pipeline.engines.onnxruntime.session import (
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
+from enginesmith.pipeline.passes.float16.emulation import emulate
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
+from enginesmith.pipeline.passes.sparsify import sparsify
+from enginesmith.pipeline.passes.sparsify.check import follow
 from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
@@ -323,9 +326,6 @@ class OnnxRuntime(Engine):
 
     def build(self, request: BuildRequest) -> Effect:
         """Write ``model.onnx``, its weights beside it, and the record of what it was made for."""
-        from enginesmith.pipeline.passes.sparsify import sparsify
-        from enginesmith.pipeline.passes.sparsify.check import follow
-
         artifact, out, device = request.artifact, request.out, request.device
         self.require(device)
         if not self._saves(device):
@@ -476,11 +476,6 @@ class OnnxRuntime(Engine):
 
 def _emulated(path: Path) -> bytes | None:
     """Rewrite the graph, its weights still where they were; None if there is nothing to emulate in it."""
-    import onnx_ir as ir
-
-    from enginesmith.pipeline.frameworks.onnx import edit
-    from enginesmith.pipeline.passes.float16.emulation import emulate
-
     model = edit.load(path)
     if not emulate(model):
         return None

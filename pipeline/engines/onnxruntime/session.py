@@ -37,6 +37,7 @@ from enginesmith.pipeline.errors import (
     UsageError,
     install_command,
 )
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -207,8 +208,6 @@ def disabled_optimizers(path: Path, device: Device) -> list[str]:
 
 def _has_half_scales(path: Path) -> bool:
     """Tell whether values are quantised with scales of float16 or bfloat16; other graphs are not parsed."""
-    from enginesmith.pipeline.frameworks.onnx import model_file
-
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(b"QuantizeLinear") < 0:
@@ -270,7 +269,6 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
 
 
 def _has_bfloat16(path: Path) -> bool:
-    from enginesmith.pipeline.frameworks.onnx import model_file
 
     return "bfloat16" in model_file.summary(path).weight_dtypes
 

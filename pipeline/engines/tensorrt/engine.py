@@ -26,11 +26,11 @@ from enginesmith.pipeline.engines.tensorrt import builder, layers, loader, manif
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Profile, build, compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, SessionOptions, validate_options
-from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession, profile
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.passes.sparsify import check, sparsify
 from enginesmith.pipeline.store.address import default_address
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
@@ -404,11 +405,15 @@ class TensorRT(WorkspaceEngine):
         return EngineFacts(workspace_limit_bytes=limit, layers=counts, **record.figures.model_dump())
 
     def profile(self, request: ProfileRequest) -> Profiled:
+        from enginesmith.pipeline.engines.tensorrt.session import profile
+
         notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
         with self.without_graphs().load(request.artifact, request.device) as session:
             return profile(versions.module(self.flavour), session, request, notes)
 
-    def load(self, artifact: Artifact, device: Device) -> TensorRTSession:
+    def load(self, artifact: Artifact, device: Device) -> "TensorRTSession":
+        from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
+
         record = manifest.read(artifact.path)
         self.require(device)
         manifest.validate_machine(record, device.index)
@@ -447,8 +452,6 @@ def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> t
 
     The builder decides for each layer whether a sparse kernel is faster, and says which it took in its log.
     """
-    from enginesmith.pipeline.passes.sparsify import check, sparsify
-
     if sparsify.of(model) != sparsify.TWO_OF_FOUR:
         return options, ()
     weights = check.sparse_weights(path)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import Session
@@ -85,8 +86,6 @@ class TensorRTSession(Session):
     """Run an open engine. A :meth:`sibling` shares its weights and runs beside it on a stream of its own."""
 
     def __init__(self, trt: Any, opened: Opened, signature: Signature, device: Device, options: SessionOptions) -> None:
-        import torch
-
         self.signature = signature
         self._trt, self._options, self._where, self._device = trt, options, device, str(device)
         self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
@@ -134,8 +133,6 @@ class TensorRTSession(Session):
             ModelError: TensorRT does not, or outputs of unknown shape were to be part of a CUDA graph.
             StepOutOfMemory: there is not enough memory on the device.
         """
-        import torch
-
         self._opened  # noqa: B018 - raises on a closed session
         with torch.cuda.stream(self._stream), _out_of_memory():
             inputs = {spec.name: to_torch(feeds[spec.name]).to(self._device) for spec in self.signature.inputs}
@@ -147,8 +144,6 @@ class TensorRTSession(Session):
         return Bound(context, inputs, outputs)
 
     def _room(self, name: str, shape: tuple[int, ...]) -> Any:
-        import torch
-
         if -1 in shape:
             return Room()
         engine = self._opened.engine
@@ -256,8 +251,6 @@ class TensorRTSession(Session):
 
     def _capture(self, bound: Bound) -> None:
         """Capture one call as a graph, and run that; a capture that fails leaves the stream as it was."""
-        import torch
-
         graph, taken, log = torch.cuda.CUDAGraph(), False, self._opened.log
         before = log.seen
         try:
@@ -277,14 +270,10 @@ class TensorRTSession(Session):
         self._stream.synchronize()
 
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
-        import torch
-
         with torch.cuda.stream(self._stream):  # which puts the thread's own back
             return super().answer(values)
 
     def fetch(self) -> dict[str, Array]:
-        import torch
-
         engine = self._opened.engine
         if self._last is None:
             raise UsageError("nothing was run yet")
@@ -301,8 +290,6 @@ class TensorRTSession(Session):
 
     def close(self) -> None:
         """Free contexts, buffers and, unless a sibling still has it, the engine; keep the compiled kernels."""
-        import torch
-
         if self._open is None:
             return
         opened, self._open = self._open, None
@@ -320,8 +307,6 @@ class TensorRTSession(Session):
 
 @contextlib.contextmanager
 def _out_of_memory() -> Iterator[None]:
-    import torch
-
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -334,8 +319,6 @@ def torch_dtype(name: str) -> Any:
     Raises:
         ModelError: one that no host array can have.
     """
-    import torch
-
     if name not in DTYPES:
         raise ModelError(f"an output is {name}, which no array can hold", "cast it inside the graph, to float32")
     return getattr(torch, DTYPES[name])
@@ -343,8 +326,6 @@ def torch_dtype(name: str) -> Any:
 
 def to_torch(array: Array) -> Any:
     """Make a host tensor of an array; bfloat16, which numpy has by ml_dtypes only, by its bits."""
-    import torch
-
     array = np.require(array, requirements=("C", "W"))
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
@@ -353,8 +334,6 @@ def to_torch(array: Array) -> Any:
 
 def to_numpy(tensor: Any) -> Array:
     """Copy a tensor to a host array."""
-    import torch
-
     host = tensor.cpu() if tensor.is_cuda else tensor.clone()
     if host.dtype == torch.bfloat16:
         import ml_dtypes

@@ -25,7 +25,6 @@ from pydantic import BaseModel, ValidationError
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, EngineFacts, PackageFacts
 from enginesmith.pipeline.engines.torch.eager import DTYPES, DType, Eager, allow_tf32, check_inductor, start_threads
-from enginesmith.pipeline.engines.torch.session import EagerSession
 from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, ModelError
 from enginesmith.pipeline.system import nvidia, software
 from enginesmith.pipeline.system.cpu import vector_units
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.torch.session import EagerSession
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 
 _PACKAGE, _RECORD = "model.pt2", "engine.json"
@@ -266,11 +266,13 @@ class AOTInductor(Engine):
         audit = read_record(artifact.folder).audit
         return EngineFacts(layers=audit.layers, weights_bytes=audit.weights_bytes)
 
-    def load(self, artifact: Artifact, device: Device) -> EagerSession:
+    def load(self, artifact: Artifact, device: Device) -> "EagerSession":
         """Open the package, if its record says that it is the one, and runs here."""
         self.require(device)
         read_record(artifact.folder).check(artifact.path, device)
         from torch._inductor.package.package import load_package
+
+        from enginesmith.pipeline.engines.torch.session import EagerSession
 
         Eager().enter_thread(device)
         allow_tf32(device, matmul=False, cudnn=False)

@@ -25,7 +25,6 @@ from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines.base import Configuration, Engine
 from enginesmith.pipeline.engines.compatibility import NO_GPU, Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
-from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession, profile
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.cpu import vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from enginesmith.pipeline.engines.options import EngineOptions
-    from enginesmith.pipeline.engines.torch.session import Forward
+    from enginesmith.pipeline.engines.torch.session import EagerSession, Forward
 
 
 _PRIMING_SIDE = 1024
@@ -160,9 +159,10 @@ class Eager(Engine):
     def rounds_to_tf32(self) -> str:
         return "convolutions" if self.tf32 == "convolutions" else super().rounds_to_tf32
 
-    def load(self, artifact: Artifact, device: Device) -> EagerSession:
+    def load(self, artifact: Artifact, device: Device) -> "EagerSession":
         import torch
 
+        from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
 
         self.require_runnable(device)
@@ -182,6 +182,8 @@ class Eager(Engine):
         return kind(self.forward(module), loaded.signature, device, dtype, enter)
 
     def profile(self, request: ProfileRequest) -> Profiled:
+        from enginesmith.pipeline.engines.torch.session import profile
+
         notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
         with self.model_copy(update={"cuda_graphs": False}).load(request.artifact, request.device) as session:
             return profile(session, request, modules=True, notes=notes)
@@ -302,6 +304,8 @@ class Compiled(Eager):
     def profile(self, request: ProfileRequest) -> Profiled:
         """Time each kernel; compiled code does not say which module it came from."""
         from torch._inductor import config
+
+        from enginesmith.pipeline.engines.torch.session import profile
 
         plain = self.model_copy(update={"cuda_graphs": False})
         notes = ("kernels of compiled code do not say which modules they came from",)

@@ -12,9 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import torch
+from torch import profiler
 
 from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.engines.cuda_allocator import release_workspaces
@@ -33,13 +35,8 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
-if TYPE_CHECKING:
-    import torch
-
-    Tensors = tuple[torch.Tensor, ...]
-    Forward = Callable[..., Tensors]
-
-
+Tensors = tuple[torch.Tensor, ...]
+Forward = Callable[..., Tensors]
 _RAISED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 """Exceptions that modules raise, besides others that are errors of ours."""
 _WARM_CALLS = 2
@@ -61,15 +58,13 @@ class EagerSession(Session):
 
     def __init__(
         self,
-        forward: "Forward",
+        forward: Forward,
         signature: Signature,
         device: Device,
-        dtype: "torch.dtype | None",
+        dtype: torch.dtype | None,
         enter_thread: Callable[[], None],
     ) -> None:
         """``dtype`` is what float inputs are cast to; ``enter_thread`` makes settings of the thread that calls it."""
-        import torch
-
         self.signature, self._where, self._device = signature, device, str(device)
         self._inference_mode, self._set_stream = torch.inference_mode, torch.cuda.set_stream
         self.forward: Forward = forward
@@ -92,14 +87,10 @@ class EagerSession(Session):
         return type(self)(self.forward, self.signature, self._where, self._dtype, self._enter_thread)
 
     def _use_stream(self) -> contextlib.AbstractContextManager[Any]:
-        import torch
-
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
     def bind(self, feeds: Feeds) -> Any:
         """Copy feeds to tensors on the device, cast where the module is, in the order of the inputs."""
-        import torch
-
         tensors = []
         with self._use_stream():
             for spec in self.signature.inputs:
@@ -127,7 +118,7 @@ class EagerSession(Session):
             said = f": integers may be beyond what it takes ({spans})" if spans else " to see where"
             raise _translate_error(error, remedy=f"run it alone with these inputs{said}") from error
 
-    def _describe_indices(self, bound: "Tensors") -> str:
+    def _describe_indices(self, bound: Tensors) -> str:
         """Describe the integer inputs by their least and greatest values: ``tokens from 0 to 30522``.
 
         Not on CUDA, where nothing can be computed after an error.
@@ -142,8 +133,6 @@ class EagerSession(Session):
         return ", ".join(whole)
 
     def differentiate(self, feeds: Feeds, weights: Feeds) -> dict[str, Array]:
-        import torch
-
         inputs = [tensor.clone() for tensor in self.bind(feeds)]
         floats = {
             spec.name: tensor.requires_grad_()
@@ -178,8 +167,6 @@ class EagerSession(Session):
             self._stream.synchronize()
 
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
-        import torch
-
         before = torch.get_num_threads()  # of this thread; compiled code is compiled again where it differs
         if not hasattr(self._entered, "here"):
             self._enter_thread()
@@ -192,8 +179,6 @@ class EagerSession(Session):
             torch.set_num_threads(before)
 
     def fetch(self) -> dict[str, Array]:
-        import torch
-
         outputs = {}
         with self._use_stream():
             for spec, tensor in zip(self.signature.outputs, self._outputs, strict=True):
@@ -207,8 +192,6 @@ class EagerSession(Session):
 
     def release_idle_memory(self) -> None:
         """Give back cuBLAS's workspaces, unless a CUDA graph uses one: torch keeps one for each session's stream."""
-        import torch
-
         if self._stream and not any(session.has_graphs for session in _open):
             release_workspaces(self._where.index)
             torch.cuda.empty_cache()
@@ -227,10 +210,10 @@ class EagerSession(Session):
 class Captured:
     """Keep inputs on the device, and the graph that reads them."""
 
-    inputs: "Tensors"
+    inputs: Tensors
     calls: int = 0
     graph: Any = None
-    outputs: "Tensors" = ()
+    outputs: Tensors = ()
     """Tensors that the graph writes: in memory of its own, which stays as long as it does."""
 
 
@@ -264,8 +247,6 @@ class GraphedSession(EagerSession):
         self._outputs = bound.outputs
 
     def _capture(self, bound: Captured) -> None:
-        import torch
-
         self._outputs = ()
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -296,7 +277,7 @@ class GraphedSession(EagerSession):
         super().close()
 
 
-def _refuse_closed(*bound: Any) -> "Tensors":
+def _refuse_closed(*bound: Any) -> Tensors:
     raise UsageError("the session is closed")
 
 
@@ -312,8 +293,6 @@ def _translate_error(
 
 def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, notes: tuple[str, ...] = ()) -> Profiled:
     """Profile an open session; without ``modules`` nothing is said of where operators belong."""
-    from torch import profiler
-
     on_cuda = request.device.kind == "cuda"
     activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     with named_ranges(session.forward) if modules else contextlib.nullcontext():
@@ -329,7 +308,6 @@ def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, no
 @contextlib.contextmanager
 def named_ranges(root: Any) -> Iterator[None]:
     """Have each module below ``root`` say when it runs; what TorchScript compiled stays as it is."""
-    import torch
 
     def in_range(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
         def within(*args: Any, **kwargs: Any) -> Any:

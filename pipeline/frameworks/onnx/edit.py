@@ -3,18 +3,13 @@
 import ast
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from enginesmith.pipeline.artifact import Effect
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import ir, model_file
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 FILE = "model.onnx"
 EXTERNAL_DATA_BYTES = 128 << 20
@@ -31,8 +26,6 @@ def load(path: Path) -> "ir.Model":
     Raises:
         InvalidGraph: the file does not hold what its header says.
     """
-    import onnx_ir as ir
-
     try:
         model = ir.from_proto(model_file.read(path))
     except (ValueError, TypeError, KeyError) as error:
@@ -43,8 +36,6 @@ def load(path: Path) -> "ir.Model":
 
 def save(model: "ir.Model", out: Path, external_data_bytes: int = EXTERNAL_DATA_BYTES) -> None:
     """Write ``model.onnx`` into a folder; weights of more bytes than that together go beside it."""
-    import onnx_ir as ir
-
     data_file = _DATA_FILE if weight_bytes(model) > external_data_bytes else None
     if data_file is None:
         ir.external_data.load_to_model(model)  # what lay beside the file that was read has no file here
@@ -74,8 +65,6 @@ def weight_bytes(model: "ir.Model") -> int:
 
 def node_count(model: "ir.Model") -> int:
     """Count the nodes of the graph, its subgraphs and its functions."""
-    import onnx_ir as ir
-
     return sum(1 for body in _bodies(model) for _ in ir.traversal.RecursiveGraphIterator(body))
 
 
@@ -85,7 +74,6 @@ def _bodies(model: "ir.Model") -> list["ir.Graph | ir.Function"]:
 
 def flatten(model: "ir.Model") -> None:
     """Inline functions, and make weights constants that cannot be fed."""
-    import onnx_ir as ir
     from onnx_ir.passes import common
 
     model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
@@ -94,7 +82,6 @@ def flatten(model: "ir.Model") -> None:
 
 def lift_constants(model: "ir.Model") -> None:
     """Make initialisers of what Constant nodes give."""
-    import onnx_ir as ir
     from onnx_ir.passes import common
 
     ir.passes.Sequential(common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0))(model)
@@ -111,8 +98,6 @@ def tidy(model: "ir.Model", wrapper: str = "") -> None:
 
     ``wrapper`` is the attribute by which a wrapper around the user's module holds it; paths start below it.
     """
-    import onnx_ir as ir
-
     holders: list[ir.Node | ir.Value | ir.Graph] = []
     for body in _bodies(model):
         nodes = list(ir.traversal.RecursiveGraphIterator(body))
@@ -151,8 +136,6 @@ def _module_path(node: "ir.Node", wrapper: str) -> str:
 
 def read_constant(value: "ir.Value | None") -> "ir.TensorProtocol | None":
     """Return the content of a constant; None for what is computed or could be fed."""
-    import onnx_ir as ir
-
     return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
 
 
@@ -174,8 +157,6 @@ def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
 
 def is_weight(value: "ir.Value | None") -> bool:
     """Tell whether it is an initialiser of float32 that nothing can be fed in the place of."""
-    import onnx_ir as ir
-
     return (
         value is not None
         and value.is_initializer()
@@ -196,8 +177,6 @@ def rescale(weight: "ir.Value", factors: Sequence[Array]) -> None:
 
     So a graph whose every weight is rescaled is written with one of them in memory at a time.
     """
-    import onnx_ir as ir
-
     given = weight.const_value
     assert given is not None
     name = weight.name
@@ -220,8 +199,6 @@ def multiply(node: "ir.Node", index: int, factors: Array) -> None:
 
 def write(node: "ir.Node", index: int, numbers: Array) -> None:
     """Let a node read these numbers: under the same name where nothing else reads it, else under one of their own."""
-    import onnx_ir as ir
-
     old = node.inputs[index] if index < len(node.inputs) else None
     if old is not None and is_weight(old) and len(old.uses()) == 1:
         old.const_value = ir.tensor(numbers, name=old.name)
@@ -242,8 +219,6 @@ def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
 
 def add_constant(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
     """Add an initialiser of this name, which nothing in the graph has."""
-    import onnx_ir as ir
-
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

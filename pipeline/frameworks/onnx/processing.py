@@ -1,17 +1,14 @@
 """Add to a graph what ``--prepend`` and ``--append`` ask for."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.processing import Appended, Processing, replace_outputs
 from enginesmith.pipeline.tensors import Array, TensorSpec
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 OLDEST_OPSET = 13
 """Opset since which the operators take sizes and axes as they are given here."""
@@ -55,8 +52,6 @@ class _Builder:
         self, operator: str, *inputs: "ir.Value | None", outputs: int, **attributes: Any
     ) -> "Sequence[ir.Value]":
         """Add a node, and return its outputs."""
-        import onnx_ir as ir
-
         name = self.names.new(f"{self._stage}/{operator}")
         values = [ir.Value(name=self.names.new(f"{name}_{index}")) for index in range(outputs)]
         self.graph.append(ir.node(operator, inputs, attributes or None, outputs=values, name=name))
@@ -73,21 +68,15 @@ class _Builder:
 
 
 def _type_of(dtype: str) -> "ir.DataType":
-    import onnx_ir as ir
-
     return ir.DataType.from_numpy(np.dtype(dtype))
 
 
 def _describe(value: "ir.Value", spec: TensorSpec) -> None:
     """Give a value the name, type and shape of a specification."""
-    import onnx_ir as ir
-
     value.name, value.type, value.shape = spec.name, ir.TensorType(_type_of(spec.dtype)), ir.Shape(spec.shape)
 
 
 def _prepend(builder: _Builder, processing: Processing) -> None:
-    import onnx_ir as ir
-
     prepared = processing.prepared
     if prepared is None:
         return

@@ -11,7 +11,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import MissingCapability, SourceError, install_command
@@ -19,10 +24,6 @@ from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import file_tracking
 from enginesmith.pipeline.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 _LONGEST_MESSAGE = 400
 _LIBRARIES = ("numpy", "onnx", evaluator.LIBRARY, "onnxscript", "safetensors", "timm", "torch", "transformers")
@@ -34,7 +35,7 @@ _REMEDY = "it has to work in plain Python first; the whole trace is in the step'
 class Built:
     """Result of a factory: the module, example inputs in any of the accepted forms, and names where they are known."""
 
-    module: "nn.Module"
+    module: nn.Module
     example: Any = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -56,7 +57,7 @@ def build(source: Source) -> Built:
     return dataclasses.replace(built, frozen=frozen)
 
 
-def _list_frozen(module: "nn.Module") -> tuple[str, ...]:
+def _list_frozen(module: nn.Module) -> tuple[str, ...]:
     """List the parameters that the user's code froze: tables of positions, say, or filters.
 
     None where they are more than half of all: then it froze what an earlier training was not to change.
@@ -113,10 +114,6 @@ def _module(source: Source) -> Built:
 
 
 def _pt2(source: Source) -> Built:
-    import torch
-    from torch.export.graph_signature import InputKind
-    from torch.utils import _pytree
-
     try:
         program = torch.export.load(source.target)
     except (RuntimeError, ValueError, LookupError, OSError, AttributeError, zipfile.BadZipFile) as error:
@@ -140,13 +137,11 @@ def _pt2(source: Source) -> Built:
     return Built(_in_order(program, leaves), example if program.example_inputs else None, tuple(specs))
 
 
-def _in_order(program: Any, leaves: list[Any]) -> "nn.Module":
+def _in_order(program: Any, leaves: list[Any]) -> nn.Module:
     """Return the exported program as a function of its tensors in order, whichever of them were keywords or in lists.
 
     Of ``leaves``, all that it was exported with, those that are no tensors are given again.
     """
-    from torch import Tensor, nn
-    from torch.utils import _pytree
 
     class InOrder(nn.Module):
         def __init__(self) -> None:
@@ -166,8 +161,6 @@ def _in_order(program: Any, leaves: list[Any]) -> "nn.Module":
 
 
 def _timm(source: Source) -> Built:
-    import torch
-
     timm = _library("timm", "timm")
     with user_errors(f"building {source.text}", None, "timm.create_model has to work with it; see timm.list_models()"):
         module = timm.create_model(source.target, **{"pretrained": True, **source.keywords})
@@ -218,9 +211,6 @@ def _attribute(source: Source, module: Any, place: str) -> Callable[..., Any]:
 
 
 def _call(source: Source, factory: Any) -> Built:
-    import torch
-    from torch import nn
-
     result = factory
     if not isinstance(factory, nn.Module):
         if not callable(factory):
@@ -319,7 +309,7 @@ def _first_words(error: BaseException) -> str:
 _SEQUENCE = 32
 
 
-def _load_transformer(transformers: Any, target: str) -> "nn.Module":
+def _load_transformer(transformers: Any, target: str) -> nn.Module:
     """Load the model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
 
     Weights are read from safetensors, or from what ``torch.load(weights_only=True)`` accepts; code that comes with
@@ -335,14 +325,12 @@ def _load_transformer(transformers: Any, target: str) -> "nn.Module":
     return model
 
 
-def _transformer_example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
+def _transformer_example(module: nn.Module) -> tuple[dict[str, Tensor], tuple[TensorSpec, ...]]:
     """Make example inputs of a Hugging Face model, and their specifications.
 
     Raises:
         SourceError: its main input is neither text nor an image.
     """
-    import torch
-
     config: Any = module.config
     accepted = inspect.signature(module.forward).parameters
     main = getattr(module, "main_input_name", "input_ids")

@@ -12,21 +12,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.frameworks.torch import operators
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _WEIGHTS = {
@@ -271,8 +266,6 @@ class GraphModule(nn.Module):
     @torch.no_grad()
     def write_trained(self, model: "ir.Model") -> None:
         """Put weights and scales into the graph that they were taken from."""
-        import onnx_ir as ir
-
         grids = self._grids | self._write_scales(model)
         for name, key in self._constants.items():
             if key not in self._parameters:

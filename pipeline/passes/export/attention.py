@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     from onnx_ir.tape import Tape
 
 
@@ -52,8 +51,6 @@ class DecomposeAttention(Pass):
 
 
 def _list_attention_nodes(model: "ir.Model") -> "Iterator[ir.Node]":
-    import onnx_ir as ir
-
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
             yield node
@@ -83,7 +80,6 @@ def decompose_attention(model: "ir.Model") -> int:
 def _inline_bodies(model: "ir.Model") -> None:
     """Replace what is left by the function body of the specification; weights stay where they are."""
     import onnx.inliner
-    import onnx_ir as ir
 
     weights = dict(model.graph.initializers)
     own_inputs = {value.name for value in model.graph.inputs}
@@ -120,7 +116,6 @@ class _TextbookWriter:
 
     def write_out(self, node: "ir.Node") -> bool:
         """Put the textbook form in a node's place; false, and nothing done, if the node asks for more than that."""
-        import onnx_ir as ir
         from onnx_ir.tape import Tape
 
         sizes = _find_sizes(node)
@@ -170,7 +165,6 @@ class _TextbookWriter:
         That is 0 where attention is allowed; elsewhere half of the lowest number, so that no sum of it becomes NaN.
         """
         import ml_dtypes
-        import onnx_ir as ir
 
         allowed = node.inputs[_MASK] if len(node.inputs) > _MASK else None
         if allowed is not None and allowed.dtype != ir.DataType.BOOL:
@@ -197,8 +191,6 @@ class _TextbookWriter:
         return tape.op("LessOrEqual", [columns, tape.op("Unsqueeze", [rows, axis])])
 
     def _share_constant(self, node: "ir.Node", name: str, content: Array) -> "ir.Value":
-        import onnx_ir as ir
-
         assert isinstance(node.graph, ir.Graph)
         place = (id(node.graph), name, content.tobytes(), content.dtype)
         if place not in self._shared:
@@ -265,8 +257,6 @@ class _Split(NamedTuple):
 
 def absorb_heads(model: "ir.Model") -> None:
     """Give every ``Attention`` node whose surroundings allow it the three-dimensional form, in place."""
-    import onnx_ir as ir
-
     for node in _list_attention_nodes(model):
         query, key, value = (_find_split(value) for value in node.inputs[:3])
         merge = _find_merge(node)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
+from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     from torch import Tensor
     from torch.export import ExportedProgram
 
@@ -75,10 +76,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     Raises:
         ExportError: neither exporter can do it, or a dynamic dimension would come out fixed.
     """
-    from enginesmith.pipeline.frameworks.onnx import model_file
-    from enginesmith.pipeline.frameworks.onnx.processing import extend
     from enginesmith.pipeline.frameworks.torch.module import by_operators
-    from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 
     with warnings.catch_warnings(), by_operators():
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
@@ -132,7 +130,6 @@ def _name_values(model: "ir.Model", signature: "Signature") -> None:
     Inputs that nothing reads, which the TorchScript exporter drops, are restored: callers feed them all the same.
     """
     import numpy as np
-    import onnx_ir as ir
     from onnx_ir.passes import common
 
     common.OutputFixPass()(model)
@@ -232,7 +229,6 @@ def _list_translations() -> dict[Any, Any]:
     down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9. Numbers written in the
     module reach the graph as float32, so that float64 divided by 0.1 is not exact.
     """
-    import onnx_ir as ir
     import torch
     from onnxscript import opset18
     from onnxscript.function_libs.torch_lib.ops import core
@@ -263,8 +259,6 @@ def _list_translations() -> dict[Any, Any]:
 
 def _round_folded_weights(model: "ir.Model") -> None:
     """Round weights to their node's type where a normalization was folded into them in float32, as it is into bf16."""
-    import onnx_ir as ir
-
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         kind = node.outputs[0].dtype if node.op_type in _FOLDED_INTO else None
         for weight in node.inputs[1:]:
@@ -278,8 +272,6 @@ def _widen_indices(model: "ir.Model") -> bool:
 
     Types have to be known.
     """
-    import onnx_ir as ir
-
     nodes = [
         node
         for node in ir.traversal.RecursiveGraphIterator(model.graph)
@@ -369,7 +361,6 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         ExportError: it cannot be traced, or its operators have no translation, or the trace holds at the example's
             sizes only.
     """
-    import onnx_ir as ir
     import torch
 
     inputs, outputs = loaded.signature.inputs, loaded.signature.outputs

@@ -8,14 +8,10 @@ by zero that is itself zero in float16, and a variance computed as a difference 
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import edit
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 
 WIDER = 4.0
 """Inputs may be this many times as large as the samples'."""
@@ -71,8 +67,6 @@ def _compute_bounds(graph: "ir.Graph", largest: Mapping[str, float]) -> "dict[ir
 
 
 def _note(bounds: "dict[ir.Value, float]", value: "ir.Value", bound: float) -> None:
-    import onnx_ir as ir
-
     if bound > LARGEST and value.dtype == ir.DataType.FLOAT:
         bounds[value] = bound
 

@@ -9,12 +9,12 @@ fused kernels add up in float32 anyway, as those of ONNX Runtime do.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
 from enginesmith.pipeline.passes.float16.bounds import MASKS
 from enginesmith.pipeline.passes.float16.rules import (
@@ -28,10 +28,6 @@ from enginesmith.pipeline.passes.float16.rules import (
     judge,
 )
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 Half = Literal["fp16", "bf16"]
 _NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -72,8 +68,6 @@ def lower(
         UsageError: ``keep`` names a node that is not there.
         InvalidGraph: the graph is in a low type already.
     """
-    import onnx_ir as ir
-
     target = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
     _prepare(model, keep)
     judged = judge(model.graph, model.opset_imports.get("", 1), target.name.lower(), keep, largest)
@@ -90,7 +84,6 @@ def lower(
 
 def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
     """Inline functions, make constants initialisers, name every node, type every value; refuse what makes no sense."""
-    import onnx_ir as ir
     from onnx_ir.passes import common
 
     edit.flatten(model)
@@ -119,7 +112,6 @@ def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
 
 def _convert(source: "ir.TensorProtocol", dtype: "ir.DataType", name: str, *, mask: bool = False) -> "ir.LazyTensor":
     """Return a constant of float32 in another float type, see :func:`_narrow`."""
-    import onnx_ir as ir
 
     def make() -> "ir.TensorProtocol":
         return ir.tensor(_narrow(source.numpy(), dtype, mask=mask), name=name)
@@ -177,8 +169,6 @@ class _Retyper:
 
     def _change_constant(self, value: "ir.Value") -> None:
         """Convert a constant; one that float32 nodes read too is kept beside."""
-        import onnx_ir as ir
-
         uses = value.uses()
         low = [(node, index) for node, index in uses if self._low.takes_low(node, index)]
         if not low:
@@ -198,8 +188,6 @@ class _Retyper:
 
     def _change_value(self, value: "ir.Value", *, low: bool, outside_low: bool) -> None:
         """Set a value's type, and cast it once for all that want the other."""
-        import onnx_ir as ir
-
         others = [(node, index) for node, index in value.uses() if self._low.takes_low(node, index) != low]
         leaves = value.is_graph_output() and not value.is_graph_input() and outside_low != low
         if low:
@@ -228,8 +216,6 @@ class _Retyper:
 
     def _clip(self, value: "ir.Value", name: str) -> "ir.Node":
         """Clip a mask to the range of the type that it is cast to."""
-        import onnx_ir as ir
-
         limit = _find_largest(self._dtype) / 2
         bounds = []
         for word, number in (("low", -limit), ("high", limit)):
@@ -241,8 +227,6 @@ class _Retyper:
 
     def _change_attributes(self, node: "ir.Node") -> None:
         """Change the types that attributes name, of what the node makes."""
-        import onnx_ir as ir
-
         for name in _TYPE_ATTRIBUTES:
             if name in node.attributes and node.attributes[name].value == ir.DataType.FLOAT:
                 node.attributes[name] = ir.AttrInt64(name, self._dtype)
@@ -281,8 +265,6 @@ def new_node(
     like: "ir.Value",
 ) -> "ir.Node":
     """Return a node with one output of its name, of the shape and the module of another value."""
-    import onnx_ir as ir
-
     node = ir.node(operator, inputs, attributes, name=name)
     output = node.outputs[0]
     output.name, output.shape, output.type = name, like.shape, ir.TensorType(dtype)
@@ -324,8 +306,6 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
 
 def _requantise(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
     """Multiply integers that lie in the file by these factors, which their scale was divided by."""
-    import onnx_ir as ir
-
     for node, index in scale.uses():
         levels = _get_constant(node, 0)
         if node.op_type != DEQUANTISE or index != _SCALE or levels is None:
@@ -362,6 +342,4 @@ def _get_constant(node: "ir.Node", index: int) -> "ir.Value | None":
 
 
 def _set_content(value: "ir.Value", array: Array) -> None:
-    import onnx_ir as ir
-
     value.const_value = ir.tensor(np.asarray(array), dtype=value.dtype, name=value.name)

@@ -9,17 +9,13 @@ Weights stay as they are on disk, each behind a Cast; inputs and outputs keep th
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names
 from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
 from enginesmith.pipeline.passes.float16.rules import has_body, is_standard
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _EXACT = frozenset(
     {
@@ -36,7 +32,6 @@ _TYPE_ATTRIBUTES = ("dtype", "output_dtype", "softmax_precision")
 
 def emulate(model: "ir.Model") -> bool:
     """Rewrite a graph in place; false, and nothing done, if none of its values is float16 or bfloat16."""
-    import onnx_ir as ir
     from onnx_ir.passes import common
 
     if model.functions:
@@ -57,8 +52,6 @@ def emulate(model: "ir.Model") -> bool:
 
 def _is_wide(node: "ir.Node") -> bool:
     """Tell whether a node with half-precision values is to compute in float32; bodies and foreign operators are not."""
-    import onnx_ir as ir
-
     tensors = all(value is None or isinstance(value.type, ir.TensorType) for value in (*node.inputs, *node.outputs))
     return is_standard(node) and node.op_type not in _AS_THEY_ARE and not has_body(node) and tensors
 
@@ -73,8 +66,6 @@ class _Rewriter:
 
     def visit(self, body: "ir.Graph", value: "ir.Value", maker: "ir.Node | None") -> None:
         """Rewrite what reads a value, and round what its maker makes if that computes in float32 now."""
-        import onnx_ir as ir
-
         kind = value.dtype
         if kind not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) or not isinstance(value.type, ir.TensorType):
             return
@@ -115,8 +106,6 @@ class _Rewriter:
 
 def _compute_wide(node: "ir.Node", kind: "ir.DataType") -> None:
     """Rename the narrow type to float32 in attributes."""
-    import onnx_ir as ir
-
     for name in _TYPE_ATTRIBUTES:
         if name in node.attributes and node.attributes[name].value == kind:
             node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.passes.float16.bounds import LARGEST, LIMITS, SPARED, find_islands
 
 if TYPE_CHECKING:
     import onnx
-    import onnx_ir as ir
 
 
 QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
@@ -39,8 +39,6 @@ class Slots:
 
 def is_float(value: "ir.Value | None") -> bool:
     """Tell whether it is a tensor of float32."""
-    import onnx_ir as ir
-
     return value is not None and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
 
 
@@ -164,8 +162,6 @@ def _explain_too_large(name: str | None, reach: float) -> str:
 
 def _list_constants(node: "ir.Node", slots: Slots) -> "Iterator[tuple[int, str, ir.TensorProtocol]]":
     """List constants that would change their type: position, name, content."""
-    import onnx_ir as ir
-
     for index in sorted(slots.inputs):
         value = node.inputs[index]
         if value is not None and value.const_value is not None:
@@ -239,8 +235,6 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
 
 def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> str:
     """Explain why the operator stays in float32; empty if that is no reason."""
-    import onnx_ir as ir
-
     if has_body(node):
         return "has a body of its own"
     if not is_standard(node):
@@ -259,8 +253,6 @@ def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> 
 
 def has_body(node: "ir.Node") -> bool:
     """Tell whether it is a branch or a loop."""
-    import onnx_ir as ir
-
     return any(entry.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for entry in node.attributes.values())
 
 

@@ -5,15 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import sched_getaffinity
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import evaluator, ir, model_file
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS, STANDARD
 from enginesmith.pipeline.tensors import Array, Feeds
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 class ActivationCapture:
@@ -163,8 +160,6 @@ def _is_constant(value: "ir.Value") -> bool:
 
 def _may_be_float(value: "ir.Value") -> bool:
     """Tell whether it is a float as numpy knows them, as far as the graph says."""
-    import onnx_ir as ir
-
     if _is_constant(value) or (value.type is not None and not isinstance(value.type, ir.TensorType)):
         return False
     return value.dtype in (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import name_some
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 
 
@@ -91,8 +89,6 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
     Nodes without a name, or with another's, get one of their own first, the same each time for the same graph:
     ``Conv_7`` for the seventh node, a number behind a name that is there twice.
     """
-    import onnx_ir as ir
-
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     taken = {node.name for node in nodes if node.name}
     seen: set[str] = set()
@@ -177,8 +173,6 @@ def _find_bias(node: "ir.Node") -> "ir.Value | None":
 
 
 def _explain_group(node: "ir.Node") -> str:
-    import onnx_ir as ir
-
     if node.op_type in _WHOLE:
         return _WHOLE[node.op_type]
     data, weight = (edit.read_constant(value) for value in node.inputs[:2])
@@ -201,8 +195,6 @@ def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tu
         InvalidGraph: it is quantised already, or not in float32.
         UsageError: ``keep`` names groups that there are none of.
     """
-    import onnx_ir as ir
-
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if any(mark in node.op_type for mark in _MARKS):
             raise InvalidGraph(

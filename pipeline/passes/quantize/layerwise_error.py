@@ -6,20 +6,16 @@ each group brings in, and none that it passes on. For the answers, a graph has a
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Cause
 from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
 SWITCHES = "enginesmith/switches"
@@ -44,8 +40,6 @@ def add_layerwise_error(
     ``quantised`` is the same graph with each group quantised at its inputs alone, so that its values of the same name
     are the same values. It is taken apart.
     """
-    import onnx_ir as ir
-
     ours = {value.name: value for node in floating.graph for value in node.outputs}
     ours |= {value.name: value for value in floating.graph.inputs}
     theirs = {value.name: value for node in quantised.graph for value in node.outputs if value.name}
@@ -84,8 +78,6 @@ def add_layerwise_error(
 
 def _sum_by_channel(graph: "ir.Graph", group: QuantizableOp, error: "ir.Value", rank: int) -> "ir.Node":
     """Make the node that adds up an error over all axes but that of a product's channels."""
-    import onnx_ir as ir
-
     channel = 1 if group.operator in CONVOLUTIONS else rank - 1
     others = [axis for axis in range(rank) if axis != channel]
     if graph.opset_imports[""] < _OPSET_OF_AXES_INPUT:
@@ -109,8 +101,6 @@ def add_switches(floating: "ir.Model", quantised: "ir.Model") -> tuple[str, ...]
     The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with each group quantised at
     its inputs alone, and perhaps with biases that make up for the rounded weights.
     """
-    import onnx_ir as ir
-
     graph, done = quantised.graph, list[str]()
     switches = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL))
     products = {str(node.name): node for node in floating.graph if node.op_type in PRODUCTS}
@@ -137,8 +127,6 @@ def add_switches(floating: "ir.Model", quantised: "ir.Model") -> tuple[str, ...]
 
 def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[tuple[ir.Node, int, ir.Value]]":
     """List the inputs that quantisation has changed, each with the value that the float graph has there."""
-    import onnx_ir as ir
-
     changed = list[tuple[ir.Node, int, ir.Value]]()
     turned = node.attributes.get_int("transB", 0) != twin.attributes.get_int("transB", 0)
     for index, value in enumerate(node.inputs):
@@ -199,8 +187,6 @@ class _Copy:
         return made if self._quantised else None
 
     def _copy_value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
-        import onnx_ir as ir
-
         if value.name in self._made:
             return self._made[value.name]
         if value.name in self._known and not outermost:

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from enginesmith.calibration.ranges import METHODS, Method, Ranges, load
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
 from enginesmith.pipeline.passes.quantize import layers, qdq, weights
@@ -27,10 +27,6 @@ from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from enginesmith.pipeline.passes.quantize.writer import Writer
 from enginesmith.pipeline.passes.rescale.channels import inputs_first
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 FILE = "assignment.json"
 """Beside the graph: what each group is computed in, and why."""
@@ -160,8 +156,6 @@ class Precision(PrecisionPass):
             UsageError: the records are of another graph, or there are no ranges.
             ModelError: nothing could be quantised or lowered.
         """
-        import onnx_ir as ir
-
         ranges = self._load_ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
         model = edit.load(artifact.path)

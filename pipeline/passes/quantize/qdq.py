@@ -31,23 +31,19 @@ Of a number that is only simulated (E4M3 on a CPU), ONNX Runtime gets inputs of 
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from enginesmith.calibration.ranges import Method, Ranges
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers, quantizers
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Layout, Narrow, Number, Rest, Scales
 from enginesmith.pipeline.passes.quantize.writer import Stored, Writer
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _SAME_SCALE = frozenset(
     ("MaxPool", "Resize", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather")
@@ -363,8 +359,6 @@ def _list_operands(node: "ir.Node") -> "list[ir.Value]":
 
 def _has_kernel(node: "ir.Node", carrying: Collection[str]) -> bool:
     """Tell whether the engine has an integer kernel for it, and for how it is used here."""
-    import onnx_ir as ir
-
     if node.op_type not in carrying or not all(node.inputs[: 1 + (node.op_type in _MANY_INPUTS)]):
         return False
     if any(value.dtype not in (None, ir.DataType.FLOAT) or not _is_computed(value) for value in _list_operands(node)):

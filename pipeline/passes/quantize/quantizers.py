@@ -3,19 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from enginesmith.calibration.ranges import Method, Ranges, TensorRange
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 Number = Literal["int8", "fp8"]
 Rest = Literal["fp32", "fp16"]

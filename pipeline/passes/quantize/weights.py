@@ -9,21 +9,15 @@ and Gemm as inputs × outputs with a blocked DequantizeLinear along the inputs: 
 TensorRT a product that reads int4. Tables that are gathered from are left alone.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers, quantizers
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.writer import NO_ATTRIBUTES, Attributes, Stored, Writer
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _DYNAMIC, _INT4 = "int8-dynamic", "int4-weights"
 _RECURRENCE = 2
@@ -55,8 +49,6 @@ def quantise_dynamically(model: "ir.Model", settings: Settings, correct: Correct
 
 def _explain_no_dynamic_form(group: QuantizableOp, node: "ir.Node") -> str:
     """Explain why a group has no dynamic form; empty if it has one."""
-    import onnx_ir as ir
-
     if group.operator == "LSTM":
         weights = [edit.read_constant(value) for value in node.inputs[WEIGHT : _RECURRENCE + 1]]
         if len(weights) != 2 or any(weight is None or weight.dtype != ir.DataType.FLOAT for weight in weights):
@@ -179,8 +171,6 @@ def quantise_to_int4(
         InvalidGraph: it is quantised already, or has no matrix product with a constant weight.
         UsageError: ``keep`` names groups that there are none of.
     """
-    import onnx_ir as ir
-
     groups = layers.prepare(model, _INT4, settings.keep)
     nodes = {str(node.name): node for node in model.graph}
     usable = [group for group in groups if not group.reason and group.operator in layers.MATRIX_PRODUCTS]

@@ -3,17 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 Attributes = Mapping[str, int | float | str | Sequence[int]]
 NO_ATTRIBUTES: Attributes = MappingProxyType({})
@@ -69,8 +65,6 @@ class Writer:
 
         Without a ``name`` it is called after its first output and its operator.
         """
-        import onnx_ir as ir
-
         node = ir.node(operator, inputs, dict(attributes), domain=domain, num_outputs=len(outputs))
         if domain:
             self.graph.opset_imports.setdefault(domain, 1)
@@ -88,8 +82,6 @@ class Writer:
 
     def insert_dequantise(self, stored: Stored, before: "ir.Node") -> "ir.Value":
         """Return a constant in few bits, as floats for one node."""
-        import onnx_ir as ir
-
         inputs = [stored.levels, stored.scale]
         if stored.levels.dtype == ir.DataType.INT8 and (numbers := stored.scale.const_value) is not None:
             shape = tuple(numbers.shape.numpy())
@@ -134,8 +126,6 @@ class Writer:
 
     def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
         """Put other values in the place of what a node writes, under its names, and take it out of the graph."""
-        import onnx_ir as ir
-
         names = [value.name for value in node.outputs]
         for old, new in zip(node.outputs, outputs, strict=True):
             _describe(new, old, old)
@@ -154,8 +144,6 @@ class Writer:
 
 def _describe(value: "ir.Value", dtype_of: "ir.Value", shape_of: "ir.Value") -> None:
     """Give a value the element type of one and the shape of another; descriptions are changed in place by others."""
-    import onnx_ir as ir
-
     if dtype_of.dtype is not None:
         value.type = ir.TensorType(dtype_of.dtype)
     value.shape = None if shape_of.shape is None else shape_of.shape.copy()

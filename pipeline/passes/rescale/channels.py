@@ -6,11 +6,10 @@ about, and only where nothing but the way itself reads the values that lie on it
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.rescale.places import (
     Place,
     follow_mean,
@@ -25,9 +24,6 @@ from enginesmith.pipeline.passes.rescale.places import (
     sizes,
 )
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _BIAS = 2
 _MATRIX_PRODUCTS = ("MatMul", "Gemm")

@@ -15,22 +15,19 @@ bound, on those data and by some margin after they were scaled.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.channels import Product, Tie
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _ROUNDS = 100
 _CONVERGED = 1e-3  # of a factor, relative
@@ -242,8 +239,6 @@ class CrossLayerEqualization(Pass):
         Raises:
             DataError: the ranges are of another graph.
         """
-        from enginesmith.calibration import ranges
-
         given = records.get("ranges")
         known = ranges.load(given.path, model_sha256=artifact.sha256) if given is not None else None
         model = edit.load(artifact.path)

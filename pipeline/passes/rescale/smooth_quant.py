@@ -16,14 +16,15 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field
 
+from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
@@ -31,10 +32,6 @@ from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.channels import Product
 from enginesmith.pipeline.passes.rescale.places import Place, locate, sizes
 from enginesmith.pipeline.tensors import Array
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 AWQ_EXPONENTS = (0.2, 0.4, 0.6, 0.8)
 _LARGEST = 2.0**10
@@ -305,8 +302,6 @@ class _Smoother:
         after: bool = False,
     ) -> None:
         """Add a multiplication before or after a node, for these uses of a value."""
-        import onnx_ir as ir
-
         value, graph = place.value, beside.graph
         assert isinstance(graph, ir.Graph)
         name = edit.Names(graph).new(f"{value.name}_smooth")
@@ -375,8 +370,6 @@ class Smooth(Pass):
         Raises:
             DataError: the ranges are of another graph.
         """
-        from enginesmith.calibration import ranges
-
         known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")

@@ -13,18 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.sparsify import sparsify
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import name_some
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _BLOCKS = (16, 8)
 _TRANSPARENT = ("Cast", "Identity")
@@ -69,8 +64,6 @@ class StoredWeight:
 
 def find(model: "ir.Model") -> Iterator[StoredWeight]:
     """Find the constant weights of all products of a graph and its subgraphs; a shared one once for each product."""
-    import onnx_ir as ir
-
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         weight = _nibbles(node) if node.op_type == "MatMulNBits" else _weight(node)
         if weight is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage, by_reason
 from enginesmith.pipeline.passes.quantize import layers
@@ -29,7 +29,6 @@ from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx
-    import onnx_ir as ir
 
 
 class Sparsify(Sparsity, Pass):
@@ -198,8 +197,6 @@ class Candidate:
 
 def find(model: "ir.Model") -> tuple[Candidate, ...]:
     """Find the weights of all products of a graph and its subgraphs, in the order in which they are first read."""
-    import onnx_ir as ir
-
     candidates: dict[ir.Value, Candidate] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.domain not in _STANDARD or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
@@ -392,8 +389,6 @@ def _refusal(weights: Sequence[Candidate], asked: Sparsity, left: dict[str, str]
 
 def _apply(value: "ir.Value", kept: Array) -> None:
     """Zero an initialiser where it is not kept; until then one bit an element is remembered."""
-    import onnx_ir as ir
-
     given, name, bits = value.const_value, value.name, np.packbits(kept)
     assert given is not None
     shape, count = kept.shape, kept.size

@@ -1,14 +1,16 @@
 """Compute ONNX operators with torch, so that gradients go through a graph.
 
-Each row of the tables is a function of a node's inputs, or makes one from the node and the graph's opset. Semantics:
-https://onnx.ai/onnx/operators/.
+The rows of ``PLAIN`` are functions of a node's inputs in their order; keyword-only parameters are its attributes, with
+ONNX's names and defaults, and ``opset`` is the graph's. The rows of ``MADE`` make such a function from the node and the
+opset, and may refuse the node. Semantics: https://onnx.ai/onnx/operators/.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators import (
     attention,
     elementwise,
@@ -20,11 +22,14 @@ from enginesmith.pipeline.frameworks.torch.operators import (
 )
 from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, refuse
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-
-_PLAIN: Mapping[str, Compute] = {**elementwise.PLAIN, **shapes.PLAIN, **products.PLAIN}
+_PLAIN: Mapping[str, Compute] = {
+    **elementwise.PLAIN,
+    **shapes.PLAIN,
+    **reductions.PLAIN,
+    **products.PLAIN,
+    **pixels.PLAIN,
+    **attention.PLAIN,
+}
 _MADE: Mapping[str, Make] = {
     **elementwise.MADE,
     **shapes.MADE,
@@ -48,7 +53,7 @@ def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tup
     compute: Compute | None = None
     if node.domain in _DOMAINS or (node.domain == "com.microsoft" and node.op_type in _MICROSOFT):
         if node.op_type in _PLAIN:
-            compute = _PLAIN[node.op_type]
+            compute = _bind_attributes(_PLAIN[node.op_type], node, opset)
         elif node.op_type in _MADE:
             compute = _MADE[node.op_type](node, opset)
     if compute is None:
@@ -60,3 +65,9 @@ def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tup
         return found if isinstance(found, tuple) else (found,)
 
     return run
+
+
+def _bind_attributes(function: Compute, node: "ir.Node", opset: int) -> Compute:
+    names = getattr(function, "__kwdefaults__", None) or {}  # torch's own functions in C have none
+    given = {name: node.attributes[name].value for name in names if name in node.attributes}
+    return functools.partial(function, **given, **({"opset": opset} if "opset" in names else {}))

@@ -1,16 +1,13 @@
 """Compute attention and rotary embeddings."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, read_float, read_int, refuse
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _attention(node: "ir.Node", opset: int) -> Compute:
@@ -66,25 +63,28 @@ def _attend_capped(
     return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ value
 
 
-def _rotary_embedding(node: "ir.Node", opset: int) -> Compute:
-    heads, width = read_int(node, "num_heads", 0), read_int(node, "rotary_embedding_dim", 0)
-    interleaved = bool(read_int(node, "interleaved", 0))
+def _rotary_embedding(
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor | None = None,
+    *,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    interleaved: int = 0,
+) -> Tensor:
+    merged, width = x.ndim == 3, rotary_embedding_dim
+    x = _split_heads(x, num_heads) if merged else x
+    turned, rest = x[..., : width or x.shape[-1]], x[..., width or x.shape[-1] :]
+    if positions is not None:
+        cosines, sines = cosines[positions], sines[positions]
+    cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    parts = cosines * first - sines * second, sines * first + cosines * second
+    made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    made = torch.cat((made, rest), -1)
+    return made.transpose(1, 2).flatten(2) if merged else made
 
-    def compute(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor | None = None) -> Tensor:
-        merged = x.ndim == 3
-        x = _split_heads(x, heads) if merged else x
-        turned, rest = x[..., : width or x.shape[-1]], x[..., width or x.shape[-1] :]
-        if positions is not None:
-            cosines, sines = cosines[positions], sines[positions]
-        cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
-        first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-        parts = cosines * first - sines * second, sines * first + cosines * second
-        made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-        made = torch.cat((made, rest), -1)
-        return made.transpose(1, 2).flatten(2) if merged else made
 
-    return compute
-
-
-MADE: dict[str, Make] = {"Attention": _attention, "RotaryEmbedding": _rotary_embedding}
-"""Operators whose function is made from their attributes."""
+PLAIN: dict[str, Compute] = {"RotaryEmbedding": _rotary_embedding}
+MADE: dict[str, Make] = {"Attention": _attention}

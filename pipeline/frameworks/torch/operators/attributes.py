@@ -1,15 +1,11 @@
 """Read attributes of nodes and shapes from inputs, and refuse what has no form in torch."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from enginesmith.pipeline.errors import ModelError
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
+from enginesmith.pipeline.frameworks.onnx import ir
 
 Compute = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes a node's inputs in their order, None for one that is left out."""

@@ -3,23 +3,18 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
     read_float,
-    read_int,
-    read_text,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _divide(first: Tensor, second: Tensor) -> Tensor:
@@ -53,8 +48,8 @@ def _clip(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _gelu(node: "ir.Node", opset: int) -> Compute:
-    return functools.partial(F.gelu, approximate=read_text(node, "approximate", "none"))
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return F.gelu(x, approximate=approximate)
 
 
 def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -69,43 +64,32 @@ def _swish(x: Tensor, alpha: float) -> Tensor:
     return x * torch.sigmoid(alpha * x)
 
 
-def _hard_sigmoid(node: "ir.Node", opset: int) -> Compute:
-    alpha, beta = read_float(node, "alpha", 0.2), read_float(node, "beta", 0.5)
-    return lambda x: torch.clamp(alpha * x + beta, 0.0, 1.0)
+def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
+    return torch.clamp(alpha * x + beta, 0.0, 1.0)
 
 
-def _selu(node: "ir.Node", opset: int) -> Compute:
-    alpha, gamma = (
-        read_float(node, "alpha", 1.67326319217681884765625),
-        read_float(node, "gamma", 1.05070102214813232421875),
-    )
-    return lambda x: gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.clamp(x, max=0.0)))
+def _selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
+    return gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.clamp(x, max=0.0)))
 
 
-def _threshold(node: "ir.Node", opset: int) -> Compute:
-    alpha = read_float(node, "alpha", 1.0)
-    return lambda x: torch.where(x > alpha, x, torch.zeros_like(x))
+def _threshold(x: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > alpha, x, torch.zeros_like(x))
 
 
-def _with_alpha(function: Callable[[Tensor, float], Tensor], default: float) -> Make:
-    def make(node: "ir.Node", opset: int) -> Compute:
-        alpha = read_float(node, "alpha", default)
-        return lambda x: function(x, alpha)
-
-    return make
+def _with_alpha(function: Callable[[Tensor, float], Tensor], default: float) -> Compute:
+    return lambda x, *, alpha=default: function(x, alpha)
 
 
 def _prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x >= 0, x, x * slope)
 
 
-def _mod(node: "ir.Node", opset: int) -> Compute:
-    return torch.fmod if read_int(node, "fmod", 0) else torch.remainder
+def _mod(first: Tensor, second: Tensor, *, fmod: int = 0) -> Tensor:
+    return torch.fmod(first, second) if fmod else torch.remainder(first, second)
 
 
-def _is_infinite(node: "ir.Node", opset: int) -> Compute:
-    positive, negative = bool(read_int(node, "detect_positive", 1)), bool(read_int(node, "detect_negative", 1))
-    return lambda x: (torch.isposinf(x) & positive) | (torch.isneginf(x) & negative)
+def _is_infinite(x: Tensor, *, detect_positive: int = 1, detect_negative: int = 1) -> Tensor:
+    return (torch.isposinf(x) & bool(detect_positive)) | (torch.isneginf(x) & bool(detect_negative))
 
 
 def _dropout(node: "ir.Node", opset: int) -> Compute:
@@ -155,11 +139,6 @@ PLAIN: dict[str, Compute] = {
     "LessOrEqual": torch.le,
     "Where": _where,
     "IsNaN": torch.isnan,
-}
-"""Operators without attributes that matter."""
-
-MADE: dict[str, Make] = {
-    "Clip": _clip,
     "Gelu": _gelu,
     "QuickGelu": _with_alpha(_swish, 1.702),
     "Swish": _with_alpha(_swish, 1.0),
@@ -171,6 +150,5 @@ MADE: dict[str, Make] = {
     "ThresholdedRelu": _threshold,
     "Mod": _mod,
     "IsInf": _is_infinite,
-    "Dropout": _dropout,
 }
-"""Operators whose function is made from their attributes."""
+MADE: dict[str, Make] = {"Clip": _clip, "Dropout": _dropout}

@@ -1,12 +1,11 @@
 """Compute operators that change the size of pictures."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -17,38 +16,24 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     refuse,
 )
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-
 _OPSET_OF_COORDINATES = 11
 """The first opset whose Resize says how it takes coordinates; before, it was asymmetric, as Upsample was."""
 
 
-def _depth_to_space(node: "ir.Node", opset: int) -> Compute:
-    block, columns_first = read_int(node, "blocksize", 1), read_text(node, "mode", "DCR") == "CRD"
-
-    def compute(x: Tensor) -> Tensor:
-        if columns_first:
-            return F.pixel_shuffle(x, block)
-        batch, channels, height, width = x.shape
-        parts = x.reshape(batch, block, block, channels // block**2, height, width)
-        made = parts.permute(0, 3, 4, 1, 5, 2)
-        return made.reshape(batch, channels // block**2, height * block, width * block)
-
-    return compute
+def _depth_to_space(x: Tensor, *, blocksize: int = 1, mode: str = "DCR") -> Tensor:
+    if mode == "CRD":
+        return F.pixel_shuffle(x, blocksize)
+    batch, channels, height, width = x.shape
+    parts = x.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width)
+    made = parts.permute(0, 3, 4, 1, 5, 2)
+    return made.reshape(batch, channels // blocksize**2, height * blocksize, width * blocksize)
 
 
-def _space_to_depth(node: "ir.Node", opset: int) -> Compute:
-    block = read_int(node, "blocksize", 1)
-
-    def compute(x: Tensor) -> Tensor:
-        batch, channels, height, width = x.shape
-        parts = x.reshape(batch, channels, height // block, block, width // block, block)
-        made = parts.permute(0, 3, 5, 1, 2, 4)
-        return made.reshape(batch, channels * block**2, height // block, width // block)
-
-    return compute
+def _space_to_depth(x: Tensor, *, blocksize: int = 1) -> Tensor:
+    batch, channels, height, width = x.shape
+    parts = x.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize)
+    made = parts.permute(0, 3, 5, 1, 2, 4)
+    return made.reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
 
 
 def _resize(node: "ir.Node", opset: int) -> Compute:
@@ -111,19 +96,16 @@ def _resize_axis(x: Tensor, axis: int, size: int, factor: float, mode: str, plac
     return first + (second - first) * share
 
 
-def _grid_sample(node: "ir.Node", opset: int) -> Compute:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
-        read_text(node, "mode", "linear"), read_text(node, "mode", "bilinear")
-    )
-    padding, align = read_text(node, "padding_mode", "zeros"), bool(read_int(node, "align_corners", 0))
-    return lambda x, grid: F.grid_sample(x, grid, mode, padding, align)
+def _grid_sample(
+    x: Tensor, grid: Tensor, *, mode: str = "linear", padding_mode: str = "zeros", align_corners: int = 0
+) -> Tensor:
+    way = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    return F.grid_sample(x, grid, way, padding_mode, bool(align_corners))
 
 
-MADE: dict[str, Make] = {
+PLAIN: dict[str, Compute] = {
     "DepthToSpace": _depth_to_space,
     "SpaceToDepth": _space_to_depth,
-    "Resize": _resize,
-    "Upsample": _resize,
     "GridSample": _grid_sample,
 }
-"""Operators whose function is made from their attributes."""
+MADE: dict[str, Make] = {"Resize": _resize, "Upsample": _resize}

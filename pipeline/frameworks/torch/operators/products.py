@@ -3,12 +3,13 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -18,9 +19,6 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     read_text,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _gemm(node: "ir.Node", opset: int) -> Compute:
@@ -35,9 +33,8 @@ def _gemm(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _einsum(node: "ir.Node", opset: int) -> Compute:
-    equation = read_text(node, "equation", "")
-    return lambda *values: torch.einsum(equation, *values)
+def _einsum(*values: Tensor, equation: str = "") -> Tensor:
+    return torch.einsum(equation, *values)
 
 
 @functools.cache
@@ -148,15 +145,12 @@ PLAIN: dict[str, Compute] = {
     "MatMul": torch.matmul,
     "GlobalAveragePool": _global_pool(torch.mean),
     "GlobalMaxPool": _global_pool(torch.amax),
+    "Einsum": _einsum,
 }
-"""Operators without attributes that matter."""
-
 MADE: dict[str, Make] = {
     "Gemm": _gemm,
-    "Einsum": _einsum,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "MaxPool": _pool,
     "AveragePool": _pool,
 }
-"""Operators whose function is made from their attributes."""

@@ -1,11 +1,11 @@
 """Compute recurrent layers by torch's own, with gates in its order; a GRU that resets first step by step."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
@@ -13,10 +13,6 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     read_text,
     refuse,
 )
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 _USUAL = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 
@@ -105,4 +101,3 @@ MADE: dict[str, Make] = {
     "GRU": _recurrent,
     "RNN": _recurrent,
 }
-"""Operators whose function is made from their attributes."""

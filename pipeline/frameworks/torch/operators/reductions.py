@@ -2,40 +2,37 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
     list_sizes,
     read_float,
     read_int,
-    read_ints,
     refuse,
 )
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
+def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Compute:
+    def compute(
+        x: Tensor,
+        given: Tensor | None = None,
+        *,
+        axes: tuple[int, ...] = (),
+        keepdims: int = 1,
+        noop_with_empty_axes: int = 0,
+    ) -> Tensor:
+        chosen = list(axes) if given is None else list_sizes(given)
+        if not chosen and noop_with_empty_axes:  # each number alone: ONNX Runtime squares it, or takes its logarithm
+            return function(x[..., None], [-1], False).to(x.dtype)
+        return function(x, chosen or list(range(x.ndim)), bool(keepdims)).to(x.dtype)
 
-def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Make:
-    def make(node: "ir.Node", opset: int) -> Compute:
-        fixed, keep = read_ints(node, "axes", ()), bool(read_int(node, "keepdims", 1))
-        nothing = bool(read_int(node, "noop_with_empty_axes", 0))
-
-        def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
-            chosen = fixed if axes is None else list_sizes(axes)
-            if not chosen and nothing:  # each number alone: ONNX Runtime squares it, or takes its logarithm
-                return function(x[..., None], [-1], False).to(x.dtype)
-            return function(x, chosen or list(range(x.ndim)), keep).to(x.dtype)
-
-        return compute
-
-    return make
+    return compute
 
 
 def _average(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -56,19 +53,14 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return x
 
 
-def _softmax(function: Callable[[Tensor, int], Tensor]) -> Make:
-    def make(node: "ir.Node", opset: int) -> Compute:
-        axis = read_int(node, "axis", -1 if opset >= 13 else 1)
+def _softmax(function: Callable[[Tensor, int], Tensor]) -> Compute:
+    def compute(x: Tensor, *, axis: int | None = None, opset: int = 13) -> Tensor:
         if opset >= 13:
-            return lambda x: function(x, axis)
+            return function(x, -1 if axis is None else axis)
+        rows = math.prod(x.shape[: (1 if axis is None else axis) % x.ndim])
+        return function(x.reshape(rows, -1), 1).reshape(x.shape)
 
-        def compute(x: Tensor) -> Tensor:
-            rows = math.prod(x.shape[: axis % x.ndim])
-            return function(x.reshape(rows, -1), 1).reshape(x.shape)
-
-        return compute
-
-    return make
+    return compute
 
 
 def _hardmax(x: Tensor, axis: int) -> Tensor:
@@ -90,9 +82,8 @@ def _batch_norm(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _instance_norm(node: "ir.Node", opset: int) -> Compute:
-    epsilon = read_float(node, "epsilon", 1e-5)
-    return lambda x, scale, bias: torch.instance_norm(x, scale, bias, None, None, True, 0.0, epsilon, False)
+def _instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return torch.instance_norm(x, scale, bias, None, None, True, 0.0, epsilon, False)
 
 
 def _layer_norm(node: "ir.Node", opset: int) -> Compute:
@@ -108,59 +99,33 @@ def _layer_norm(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _group_norm(node: "ir.Node", opset: int) -> Compute:
-    groups, epsilon = read_int(node, "num_groups", 1), read_float(node, "epsilon", 1e-5)
-
-    def compute(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        made = F.group_norm(x, groups, eps=epsilon)
-        if scale.numel() != x.shape[1]:  # opset 18 has one for each group
-            scale, bias = (each.repeat_interleave(x.shape[1] // groups) for each in (scale, bias))
-        return made * _by_channel(scale, x.ndim) + _by_channel(bias, x.ndim)
-
-    return compute
+def _group_norm(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int = 1, epsilon: float = 1e-5) -> Tensor:
+    made = F.group_norm(x, num_groups, eps=epsilon)
+    if scale.numel() != x.shape[1]:  # opset 18 has one for each group
+        scale, bias = (each.repeat_interleave(x.shape[1] // num_groups) for each in (scale, bias))
+    return made * _by_channel(scale, x.ndim) + _by_channel(bias, x.ndim)
 
 
-def _rms_norm(node: "ir.Node", opset: int) -> Compute:
-    axis, epsilon = read_int(node, "axis", -1), read_float(node, "epsilon", 1e-5)
-
-    def compute(x: Tensor, scale: Tensor) -> Tensor:
-        axes = tuple(range(axis % x.ndim, x.ndim))
-        return x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon) * scale
-
-    return compute
+def _rms_norm(x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5) -> Tensor:
+    axes = tuple(range(axis % x.ndim, x.ndim))
+    return x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon) * scale
 
 
-def _lp_norm(node: "ir.Node", opset: int) -> Compute:
-    axis, power = read_int(node, "axis", -1), read_int(node, "p", 2)
-
-    def compute(x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, power, axis, keepdim=True)
-        return x / torch.where(norm == 0, 1.0, norm)
-
-    return compute
+def _lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return x / torch.where(norm == 0, 1.0, norm)
 
 
-def _mean_variance(node: "ir.Node", opset: int) -> Compute:
-    axes = tuple(read_ints(node, "axes", (0, 2, 3)))
-
-    def compute(x: Tensor) -> Tensor:
-        centred = x - x.mean(axes, keepdim=True)
-        return centred / centred.square().mean(axes, keepdim=True).clamp(1e-18).sqrt()
-
-    return compute
+def _mean_variance(x: Tensor, *, axes: tuple[int, ...] = (0, 2, 3)) -> Tensor:
+    centred = x - x.mean(axes, keepdim=True)
+    return centred / centred.square().mean(axes, keepdim=True).clamp(1e-18).sqrt()
 
 
-def _local_response(node: "ir.Node", opset: int) -> Compute:
-    size, alpha, beta, bias = (
-        read_int(node, "size", 1),
-        read_float(node, "alpha", 1e-4),
-        read_float(node, "beta", 0.75),
-        read_float(node, "bias", 1.0),
-    )
-    return lambda x: F.local_response_norm(x, size, alpha, beta, bias)
+def _local_response(x: Tensor, *, size: int = 1, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
+    return F.local_response_norm(x, size, alpha, beta, bias)
 
 
-MADE: dict[str, Make] = {
+PLAIN: dict[str, Compute] = {
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
     "ReduceMean": _reduce(_average),
     "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
@@ -174,13 +139,11 @@ MADE: dict[str, Make] = {
     "Softmax": _softmax(torch.softmax),
     "LogSoftmax": _softmax(torch.log_softmax),
     "Hardmax": _softmax(_hardmax),
-    "BatchNormalization": _batch_norm,
     "InstanceNormalization": _instance_norm,
-    "LayerNormalization": _layer_norm,
     "GroupNormalization": _group_norm,
     "RMSNormalization": _rms_norm,
     "LpNormalization": _lp_norm,
     "MeanVarianceNormalization": _mean_variance,
     "LRN": _local_response,
 }
-"""Operators whose function is made from their attributes."""
+MADE: dict[str, Make] = {"BatchNormalization": _batch_norm, "LayerNormalization": _layer_norm}

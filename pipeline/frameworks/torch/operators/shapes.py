@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,24 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import (
     Compute,
     Make,
     list_sizes,
-    read_float,
     read_int,
     read_ints,
-    read_text,
     refuse,
 )
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 
 def _torch_type(number: int) -> torch.dtype:
-    import onnx_ir as ir
-
     kind = str(ir.DataType(number).name).lower()
     names = {"float": "float32", "double": "float64"}
     found = getattr(torch, names.get(kind, kind), None)
@@ -63,62 +56,39 @@ def _constant_of_shape(node: "ir.Node", opset: int) -> Compute:
     return lambda shape: filler.expand(list_sizes(shape)).clone()
 
 
-def _shape(node: "ir.Node", opset: int) -> Compute:
-    start, end = read_int(node, "start", 0), node.attributes.get_int("end") if "end" in node.attributes else None
-    return lambda x: torch.tensor(x.shape[start:end], dtype=torch.int64)
+def _shape(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
+    return torch.tensor(x.shape[start:end], dtype=torch.int64)
 
 
-def _reshape(node: "ir.Node", opset: int) -> Compute:
-    keep = not read_int(node, "allowzero", 0)
-
-    def compute(x: Tensor, shape: Tensor) -> Tensor:
-        sizes = list_sizes(shape)
-        return x.reshape([x.shape[axis] if size == 0 and keep else size for axis, size in enumerate(sizes)])
-
-    return compute
+def _reshape(x: Tensor, shape: Tensor, *, allowzero: int = 0) -> Tensor:
+    sizes = enumerate(list_sizes(shape))
+    return x.reshape([x.shape[axis] if size == 0 and not allowzero else size for axis, size in sizes])
 
 
-def _flatten(node: "ir.Node", opset: int) -> Compute:
-    axis = read_int(node, "axis", 1)
-
-    def compute(x: Tensor) -> Tensor:
-        place = axis + x.ndim if axis < 0 else axis
-        return x.reshape(math.prod(x.shape[:place]), math.prod(x.shape[place:]))
-
-    return compute
+def _flatten(x: Tensor, *, axis: int = 1) -> Tensor:
+    place = axis + x.ndim if axis < 0 else axis
+    return x.reshape(math.prod(x.shape[:place]), math.prod(x.shape[place:]))
 
 
-def _transpose(node: "ir.Node", opset: int) -> Compute:
-    order = read_ints(node, "perm", ())
-    return lambda x: x.permute(order or list(range(x.ndim))[::-1])
+def _transpose(x: Tensor, *, perm: tuple[int, ...] = ()) -> Tensor:
+    return x.permute(perm or tuple(range(x.ndim))[::-1])
 
 
-def _squeeze(node: "ir.Node", opset: int) -> Compute:
-    fixed = read_ints(node, "axes", ()) if "axes" in node.attributes else None
-
-    def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
-        chosen = fixed if axes is None else list_sizes(axes)
-        return x.squeeze() if chosen is None else x.squeeze(tuple(chosen)) if chosen else x
-
-    return compute
+def _squeeze(x: Tensor, given: Tensor | None = None, *, axes: tuple[int, ...] | None = None) -> Tensor:
+    chosen = axes if given is None else list_sizes(given)
+    return x.squeeze() if chosen is None else x.squeeze(tuple(chosen)) if chosen else x
 
 
-def _unsqueeze(node: "ir.Node", opset: int) -> Compute:
-    fixed = read_ints(node, "axes", ())
-
-    def compute(x: Tensor, axes: Tensor | None = None) -> Tensor:
-        chosen = fixed if axes is None else list_sizes(axes)
-        rank = x.ndim + len(chosen)
-        for axis in sorted(axis % rank for axis in chosen):
-            x = x.unsqueeze(axis)
-        return x
-
-    return compute
+def _unsqueeze(x: Tensor, given: Tensor | None = None, *, axes: tuple[int, ...] = ()) -> Tensor:
+    chosen = axes if given is None else list_sizes(given)
+    rank = x.ndim + len(chosen)
+    for axis in sorted(axis % rank for axis in chosen):
+        x = x.unsqueeze(axis)
+    return x
 
 
-def _concat(node: "ir.Node", opset: int) -> Compute:
-    axis = read_int(node, "axis", 0)
-    return lambda *values: torch.cat(values, axis)
+def _concat(*values: Tensor, axis: int = 0) -> Tensor:
+    return torch.cat(values, axis)
 
 
 def _split(node: "ir.Node", opset: int) -> Compute:
@@ -133,42 +103,33 @@ def _split(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _slice(node: "ir.Node", opset: int) -> Compute:
-    fixed = tuple(read_ints(node, name, ()) for name in ("starts", "ends", "axes"))
-
-    def compute(
-        x: Tensor,
-        starts: Tensor | None = None,
-        ends: Tensor | None = None,
-        axes: Tensor | None = None,
-        steps: Tensor | None = None,
-    ) -> Tensor:
-        first, last = (
-            given if value is None else list_sizes(value) for given, value in zip(fixed, (starts, ends), strict=False)
-        )
-        chosen = (fixed[2] if axes is None else list_sizes(axes)) or list(range(len(first)))
-        for start, end, axis, step in zip(first, last, chosen, list_sizes(steps) or [1] * len(first), strict=True):
-            rows = range(x.shape[axis])[start:end:step]
-            if step == 1:
-                x = x.narrow(axis, rows.start if len(rows) else 0, len(rows))
-            else:
-                x = x.index_select(axis, torch.tensor(list(rows), dtype=torch.int64, device=x.device))
-        return x
-
-    return compute
+def _slice(
+    x: Tensor,
+    *given: Tensor | None,
+    starts: tuple[int, ...] = (),
+    ends: tuple[int, ...] = (),
+    axes: tuple[int, ...] = (),
+) -> Tensor:
+    *inputs, steps = (*given, *[None] * 4)[:4]
+    first, last, chosen = (
+        fixed if value is None else list_sizes(value) for fixed, value in zip((starts, ends, axes), inputs, strict=True)
+    )
+    places = chosen or range(len(first))
+    for start, end, axis, step in zip(first, last, places, list_sizes(steps) or [1] * len(first), strict=True):
+        rows = range(x.shape[axis])[start:end:step]
+        if step == 1:
+            x = x.narrow(axis, rows.start if len(rows) else 0, len(rows))
+        else:
+            x = x.index_select(axis, torch.tensor(list(rows), dtype=torch.int64, device=x.device))
+    return x
 
 
-def _gather(node: "ir.Node", opset: int) -> Compute:
-    axis = read_int(node, "axis", 0)
-
-    def compute(x: Tensor, indices: Tensor) -> Tensor:
-        size, place = x.shape[axis], axis % x.ndim
-        chosen = indices.to(x.device, torch.int64)
-        chosen = torch.where(chosen < 0, chosen + size, chosen)
-        taken = x.index_select(place, chosen.reshape(-1))
-        return taken.reshape((*x.shape[:place], *chosen.shape, *x.shape[place + 1 :]))
-
-    return compute
+def _gather(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
+    size, place = x.shape[axis], axis % x.ndim
+    chosen = indices.to(x.device, torch.int64)
+    chosen = torch.where(chosen < 0, chosen + size, chosen)
+    taken = x.index_select(place, chosen.reshape(-1))
+    return taken.reshape((*x.shape[:place], *chosen.shape, *x.shape[place + 1 :]))
 
 
 def _positive(indices: Tensor, size: int) -> Tensor:
@@ -176,54 +137,38 @@ def _positive(indices: Tensor, size: int) -> Tensor:
     return torch.where(indices < 0, indices + size, indices)
 
 
-def _gather_elements(node: "ir.Node", opset: int) -> Compute:
-    axis = read_int(node, "axis", 0)
-    return lambda x, indices: x.gather(axis, _positive(indices, x.shape[axis]))
+def _gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
+    return x.gather(axis, _positive(indices, x.shape[axis]))
 
 
-def _gather_nd(node: "ir.Node", opset: int) -> Compute:
-    batch = read_int(node, "batch_dims", 0)
-
-    def compute(x: Tensor, indices: Tensor) -> Tensor:
-        rank = indices.ndim - 1
-        entries = [torch.arange(x.shape[axis], device=indices.device) for axis in range(batch)]
-        rows = [each.reshape([-1, *[1] * (rank - axis - 1)]) for axis, each in enumerate(entries)]
-        depth = range(indices.shape[-1])
-        return x[(*rows, *(_positive(indices[..., place], x.shape[batch + place]) for place in depth))]
-
-    return compute
+def _gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
+    rank = indices.ndim - 1
+    entries = [torch.arange(x.shape[axis], device=indices.device) for axis in range(batch_dims)]
+    rows = [each.reshape([-1, *[1] * (rank - axis - 1)]) for axis, each in enumerate(entries)]
+    depth = range(indices.shape[-1])
+    return x[(*rows, *(_positive(indices[..., place], x.shape[batch_dims + place]) for place in depth))]
 
 
 _REDUCED = {"none": "", "add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-def _scatter_elements(node: "ir.Node", opset: int) -> Compute:
-    axis, reduce = read_int(node, "axis", 0), _REDUCED[read_text(node, "reduction", "none")]
-
-    def compute(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-        places = _positive(indices, x.shape[axis])
-        if not reduce:
-            return x.scatter(axis, places, updates)
-        return x.scatter_reduce(axis, places, updates, reduce)
-
-    return compute
+def _scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
+    places, reduce = _positive(indices, x.shape[axis]), _REDUCED[reduction]
+    if not reduce:
+        return x.scatter(axis, places, updates)
+    return x.scatter_reduce(axis, places, updates, reduce)
 
 
-def _scatter_nd(node: "ir.Node", opset: int) -> Compute:
-    reduce = _REDUCED[read_text(node, "reduction", "none")]
-
-    def compute(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-        depth = indices.shape[-1]
-        parts = tuple(_positive(indices[..., place], x.shape[place]) for place in range(depth))
-        if reduce in ("", "sum"):
-            return x.index_put(parts, updates, accumulate=bool(reduce))
-        width, row = math.prod(x.shape[depth:]), torch.zeros((), dtype=torch.int64, device=x.device)
-        for place, part in enumerate(parts):
-            row = row * x.shape[place] + part.to(x.device)
-        rows = row.reshape(-1, 1).expand(-1, width)
-        return x.reshape(-1, width).scatter_reduce(0, rows, updates.reshape(-1, width), reduce).reshape(x.shape)
-
-    return compute
+def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
+    depth, reduce = indices.shape[-1], _REDUCED[reduction]
+    parts = tuple(_positive(indices[..., place], x.shape[place]) for place in range(depth))
+    if reduce in ("", "sum"):
+        return x.index_put(parts, updates, accumulate=bool(reduce))
+    width, row = math.prod(x.shape[depth:]), torch.zeros((), dtype=torch.int64, device=x.device)
+    for place, part in enumerate(parts):
+        row = row * x.shape[place] + part.to(x.device)
+    rows = row.reshape(-1, 1).expand(-1, width)
+    return x.reshape(-1, width).scatter_reduce(0, rows, updates.reshape(-1, width), reduce).reshape(x.shape)
 
 
 def _expand(x: Tensor, shape: Tensor) -> Tensor:
@@ -236,37 +181,34 @@ def _tile(x: Tensor, repeats: Tensor) -> Tensor:
     return x.repeat(list_sizes(repeats))
 
 
-def _pad(node: "ir.Node", opset: int) -> Compute:
-    mode, fixed, filler = (
-        read_text(node, "mode", "constant"),
-        read_ints(node, "pads", ()),
-        read_float(node, "value", 0.0),
-    )
-    mode = {"edge": "replicate", "wrap": "circular"}.get(mode, mode)
-
-    def compute(
-        x: Tensor, pads: Tensor | None = None, value: Tensor | None = None, axes: Tensor | None = None
-    ) -> Tensor:
-        sizes = fixed if pads is None else list_sizes(pads)
-        chosen = [axis % x.ndim for axis in list_sizes(axes)] or list(range(x.ndim))
-        before, after = dict(zip(chosen, sizes, strict=False)), dict(zip(chosen, sizes[len(chosen) :], strict=True))
-        if mode == "constant":
-            number = filler if value is None else value.item()
-            flat = [size for axis in range(x.ndim)[::-1] for size in (before.get(axis, 0), after.get(axis, 0))]
-            return F.pad(x, flat, value=number)
-        for axis in chosen:
-            x = _pad_axis(x, axis, before[axis], after[axis], mode)
-        return x
-
-    return compute
+def _pad(
+    x: Tensor,
+    given: Tensor | None = None,
+    filler: Tensor | None = None,
+    axes: Tensor | None = None,
+    *,
+    mode: str = "constant",
+    pads: tuple[int, ...] = (),
+    value: float = 0.0,
+) -> Tensor:
+    sizes = pads if given is None else list_sizes(given)
+    chosen = [axis % x.ndim for axis in list_sizes(axes)] or list(range(x.ndim))
+    before, after = dict(zip(chosen, sizes, strict=False)), dict(zip(chosen, sizes[len(chosen) :], strict=True))
+    if mode == "constant":
+        number = value if filler is None else filler.item()
+        flat = [size for axis in range(x.ndim)[::-1] for size in (before.get(axis, 0), after.get(axis, 0))]
+        return F.pad(x, flat, value=number)
+    for axis in chosen:
+        x = _pad_axis(x, axis, before[axis], after[axis], mode)
+    return x
 
 
 def _pad_axis(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
     size = x.shape[axis]
     places = torch.arange(-before, size + after, device=x.device)
-    if mode == "replicate":
+    if mode == "edge":
         places = places.clamp(0, size - 1)
-    elif mode == "circular":
+    elif mode == "wrap":
         first = max(-before, 0)  # what is cut off is not repeated
         places = first + (places - first) % (size - first - max(-after, 0))
     else:
@@ -278,29 +220,22 @@ def _range(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
 
 
-def _one_hot(node: "ir.Node", opset: int) -> Compute:
-    axis = read_int(node, "axis", -1)
-
-    def compute(indices: Tensor, depth: Tensor, values: Tensor) -> Tensor:
-        count = int(depth.reshape(()).item())
-        hot = (_positive(indices, count).unsqueeze(-1) == torch.arange(count, device=indices.device)).movedim(-1, axis)
-        return torch.where(hot, values[1], values[0])
-
-    return compute
+def _one_hot(indices: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
+    count = int(depth.reshape(()).item())
+    hot = (_positive(indices, count).unsqueeze(-1) == torch.arange(count, device=indices.device)).movedim(-1, axis)
+    return torch.where(hot, values[1], values[0])
 
 
-def _top_k(node: "ir.Node", opset: int) -> Compute:
-    axis, largest, ordered = (
-        read_int(node, "axis", -1),
-        bool(read_int(node, "largest", 1)),
-        bool(read_int(node, "sorted", 1)),
-    )
-
-    def compute(x: Tensor, count: Tensor) -> tuple[Tensor, ...]:
-        found = x.topk(int(count.reshape(()).item()), axis, largest, ordered)
-        return found.values, found.indices
-
-    return compute
+def _top_k(
+    x: Tensor,
+    count: Tensor,
+    *,
+    axis: int = -1,
+    largest: int = 1,
+    sorted: int = 1,  # noqa: A002 - ONNX's name
+) -> tuple[Tensor, ...]:
+    found = x.topk(int(count.reshape(()).item()), axis, bool(largest), bool(sorted))
+    return found.values, found.indices
 
 
 def _arg(function: Callable[..., Tensor]) -> Make:
@@ -313,22 +248,17 @@ def _arg(function: Callable[..., Tensor]) -> Make:
     return make
 
 
-def _cumulate(node: "ir.Node", opset: int) -> Compute:
-    exclusive, reverse = bool(read_int(node, "exclusive", 0)), bool(read_int(node, "reverse", 0))
-
-    def compute(x: Tensor, axis: Tensor) -> Tensor:
-        place = int(axis.reshape(()).item())
-        given = x.flip(place) if reverse else x
-        total = given.cumsum(place, dtype=x.dtype)
-        total = total - given if exclusive else total
-        return total.flip(place) if reverse else total
-
-    return compute
+def _cumulate(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    place = int(axis.reshape(()).item())
+    given = x.flip(place) if reverse else x
+    total = given.cumsum(place, dtype=x.dtype)
+    total = total - given if exclusive else total
+    return total.flip(place) if reverse else total
 
 
-def _triangle(node: "ir.Node", opset: int) -> Compute:
-    function = torch.triu if read_int(node, "upper", 1) else torch.tril
-    return lambda x, k=None: function(x, 0 if k is None else int(k.item()))
+def _triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
+    function = torch.triu if upper else torch.tril
+    return function(x, 0 if k is None else int(k.item()))
 
 
 def _eye_like(node: "ir.Node", opset: int) -> Compute:
@@ -350,13 +280,6 @@ PLAIN: dict[str, Compute] = {
     "Tile": _tile,
     "Range": _range,
     "NonZero": lambda x: torch.nonzero(x).t(),
-}
-"""Operators without attributes that matter."""
-
-MADE: dict[str, Make] = {
-    "Cast": _cast,
-    "Constant": _constant,
-    "ConstantOfShape": _constant_of_shape,
     "Shape": _shape,
     "Reshape": _reshape,
     "Flatten": _flatten,
@@ -364,7 +287,6 @@ MADE: dict[str, Make] = {
     "Squeeze": _squeeze,
     "Unsqueeze": _unsqueeze,
     "Concat": _concat,
-    "Split": _split,
     "Slice": _slice,
     "Gather": _gather,
     "GatherElements": _gather_elements,
@@ -375,10 +297,15 @@ MADE: dict[str, Make] = {
     "Pad": _pad,
     "OneHot": _one_hot,
     "TopK": _top_k,
-    "ArgMax": _arg(torch.argmax),
-    "ArgMin": _arg(torch.argmin),
     "CumSum": _cumulate,
     "Trilu": _triangle,
+}
+MADE: dict[str, Make] = {
+    "Cast": _cast,
+    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Split": _split,
+    "ArgMax": _arg(torch.argmax),
+    "ArgMin": _arg(torch.argmin),
     "EyeLike": _eye_like,
 }
-"""Operators whose function is made from their attributes."""
