@@ -97,6 +97,19 @@ def check_feeds(signature: Signature, feeds: Feeds) -> None:
         ) from error
 
 
+def read_sizes(specs: Iterable[TensorSpec], feeds: Feeds) -> dict[str, int]:
+    """Read the size that feeds have along each dynamic dimension."""
+    pairs = (pair for spec in specs for pair in zip(spec.shape, feeds[spec.name].shape, strict=True))
+    return {dim: size for dim, size in pairs if isinstance(dim, str)}
+
+
+def read_row_ranges(signature: Signature, data: Dataset) -> dict[str, ShapeRange]:
+    """Read the size that rows of data have along each dynamic dimension but the batch, as the only one of its range."""
+    sizes = read_sizes(signature.inputs, data.batch(0, 1))
+    batch = batch_symbol(signature)
+    return {name: ShapeRange(min=size, opt=size, max=size) for name, size in sizes.items() if name != batch}
+
+
 def plan_ranges(
     signature: Signature, given: Mapping[str, ShapeRange], batches: tuple[int, ...], example: Mapping[str, int]
 ) -> dict[str, ShapeRange]:

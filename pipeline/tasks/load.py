@@ -184,13 +184,7 @@ def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
         from enginesmith.pipeline.frameworks.torch.saved import read_example
 
         feeds = read_example(model)
-        sizes = {
-            dim: size
-            for spec in specs
-            for dim, size in zip(spec.shape, feeds[spec.name].shape, strict=True)
-            if isinstance(dim, str)
-        }
-        return feeds, sizes
+        return feeds, samples.read_sizes(specs, feeds)
     sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
     return _draw_feeds(model.signature, _EXAMPLE_SIZE), sizes
 

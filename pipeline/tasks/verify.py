@@ -12,7 +12,7 @@ from pydantic import SerializeAsAny
 from enginesmith.calibration.dataset import Dataset, check_parts, count_parts
 from enginesmith.calibration.options import DataOptions, PartOptions
 from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.artifact import Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.profiling import warm_up
 from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
@@ -69,8 +69,12 @@ class Sample(Task):
                     f"{spec.name!r} is {spec.dtype}, which no feeds can be made of", "cast inside the graph, to float32"
                 )
         given, sizes = make_example(model)
-        ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         data, read = self._open(signature)
+        known = self.ranges
+        if data and model.kind == "onnx":  # which brings no example
+            known = {**samples.read_row_ranges(signature, data), **known}
+        ranges = samples.plan_ranges(signature, known, self.batches, sizes)
+        advice = _advise(model, known, made_up=data is None)
         planned = samples.plan_cases(signature, ranges, self.batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         tried: list[str] = []
@@ -79,7 +83,7 @@ class Sample(Task):
                 progress(f"trying {self.metric} on a few samples")
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
-            odd, lost, spans = self._answer(session, cases, given, data, out, progress)
+            odd, lost, spans = self._answer(session, cases, given, data, advice, out, progress)
             interacting = _describe_interaction(session, cases, out)
         name = data.name if data else "synthetic"
         parts, notes = dict[str, int](), data.notes if data else ()
@@ -129,6 +133,7 @@ class Sample(Task):
         cases: Sequence[samples.Case],
         given: Feeds,
         data: Dataset | None,
+        advice: str,
         out: Path,
         progress: Progress,
     ) -> tuple[dict[str, float], list[str], dict[str, float]]:
@@ -148,7 +153,7 @@ class Sample(Task):
                 if call:
                     feeds = samples.feeds_for(case, session.signature, given, data, self.seed, call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
-                outputs = _run_case(session, case, feeds, made_up=data is None)
+                outputs = _run_case(session, case, feeds, advice)
                 sizes.update({key: value.size for key, value in outputs.items()})
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
@@ -158,19 +163,32 @@ class Sample(Task):
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
 
 
-def _run_case(session: Session, case: samples.Case, feeds: Feeds, *, made_up: bool = False) -> dict[str, Array]:
-    """Run the baseline; ModelError says at which sizes it fails, and what helps for single or ``made_up`` samples."""
+def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -> dict[str, Array]:
+    """Run the baseline; ModelError says at which sizes it fails, and what helps for single samples, with ``advice``."""
     try:
         return session.run(feeds)
     except ModelError as error:
-        single = "; if the model takes no single sample, measure other batches: --batch 2,8" if case.batch == 1 else ""
-        symbol = samples.batch_symbol(session.signature)
-        drawn = (
-            "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
-            f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
-        )
-        remedy = f"{error.remedy}{single}{drawn if made_up and symbol else ''}"
-        raise ModelError(f"{error.message}, at {_format_sizes(case.sizes)}", remedy) from error
+        single = "; if the model takes no single sample, measure other batches: --batch 2,8"
+        single = single if case.batch == 1 and samples.batch_symbol(session.signature) else ""
+        message = f"{error.message}, at {_format_sizes(case.sizes)}"
+        raise ModelError(message, f"{error.remedy}{advice}{single}") from error
+
+
+def _advise(model: Artifact, known: Mapping[str, ShapeRange], *, made_up: bool) -> str:
+    """Say what helps a model that refuses samples that are ``made_up``, or sizes that are not ``known`` and assumed."""
+    assert model.signature is not None
+    symbol = samples.batch_symbol(model.signature)
+    if model.kind == "onnx":
+        assumed = [name for name in model.signature.symbols if name not in known and name != symbol]
+        shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
+        advice = f"; sizes that nothing tells are assumed: give those that it takes with {shapes}" if assumed else ""
+        return f"{advice}; samples are drawn at random: give some with --eval DATA" if made_up else advice
+    if not made_up or symbol is None:
+        return ""
+    return (
+        "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
+        f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
+    )
 
 
 def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:

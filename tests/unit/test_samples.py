@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -268,11 +269,18 @@ def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_oth
 
 
 @pytest.mark.parametrize(
-    ("inputs", "made_up", "advice"),
-    [(("x:int64:batch",), True, True), (("x:int64:batch",), False, False), (("x:int64:n", "y:int64:m"), True, False)],
+    ("kind", "inputs", "made_up", "advice"),
+    [
+        ("torch", ["x:int64:batch"], True, ["drawn at random", "otherwise than 'batch'"]),
+        ("torch", ["x:int64:batch,length"], False, []),
+        ("torch", ["x:int64:n", "y:int64:m"], True, []),
+        ("onnx", ["x:int64:batch"], True, ["drawn at random"]),
+        ("onnx", ["x:int64:n,height,width"], True, ["drawn at random", "--shape height=MIN:OPT:MAX --shape width="]),
+        ("onnx", ["x:int64:n,known,width"], False, ["takes with --shape width=MIN:OPT:MAX"]),
+    ],
 )
-def test_random_samples_that_a_model_refuses_are_said_to_be_random(
-    inputs: tuple[str, ...], made_up: bool, advice: bool
+def test_a_model_that_refuses_made_up_samples_or_assumed_sizes_is_told_what_to_give(
+    kind: Any, inputs: list[str], made_up: bool, advice: list[str]
 ) -> None:
     class Refusing:
         signature = signature(*inputs)
@@ -280,10 +288,13 @@ def test_random_samples_that_a_model_refuses_are_said_to_be_random(
         def run(self, feeds: Feeds) -> None:
             raise ModelError("offsets[0] has to be 0", "run it alone")
 
-    case = Case(sizes={"batch": 8}, batch=8)
+    model = Artifact(kind=kind, path=Path(), sha256="", bytes=0, signature=Refusing.signature)
+    told = verify._advise(model, {"known": ShapeRange.parse("9")}, made_up=made_up)
     with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
-        verify._run_case(Refusing(), case, {}, made_up=made_up)  # type: ignore[arg-type]
-    assert ("drawn at random" in error.value.remedy) == advice
+        verify._run_case(Refusing(), Case(sizes={"batch": 8}, batch=8), {}, told)  # type: ignore[arg-type]
+    words = ["drawn at random", "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
+    assert [word for word in words if word in error.value.remedy] == advice
+    assert ("--shape" in error.value.remedy) == ("--shape" in "".join(advice))
 
 
 @pytest.mark.parametrize("data", [None, "data.npz"])
@@ -298,6 +309,33 @@ def test_samples_from_data_are_not_said_to_be_random(
     with pytest.raises(ModelError, match="at batch 8") as error:
         sample.run({"model": model}, reference, lambda _: None)
     assert ("drawn at random" in error.value.remedy) == (data is None)
+
+
+def test_an_onnx_file_is_tried_at_the_sizes_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where --shape gives no other ones; without data, 8 is assumed."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.ones((8, 40, 50), np.float32))
+    ends = [helper.make_tensor_value_info(name, 1, ["batch", "height", "width"]) for name in "xy"]
+    made = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    for data, height, width in (("data.npz", "40:40:40", "8:9:10"), (None, "4:8:8", "8:9:10")):
+        sample = Sample(
+            engine=OnnxRuntime(),
+            ranges={"width": ShapeRange.parse("8:9:10")},
+            batches=(1, 8),
+            data=data,
+            data_options=DataOptions(),
+            seed=0,
+        )
+        sample.run({"model": model}, tmp_path, lambda _: None)
+        ranges = samples.read(tmp_path).ranges
+        assert {name: str(range_) for name, range_ in ranges.items()} == {
+            "batch": "1:1:8",
+            "height": height,
+            "width": width,
+        }
 
 
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
