@@ -91,6 +91,22 @@ def test_nan_is_refused_and_infinity_is_not(tmp_path: Path, dtype: Any, external
         model_file.check(saved(tmp_path, model, external))
 
 
+def test_one_nan_is_a_fill_and_no_weight(tmp_path: Path) -> None:
+    """As for Where to choose from; a node's constant of more numbers is a weight, named by the node's output."""
+    model, shape = linear(), numpy_helper.from_array(np.array([4, 2]), "n")
+    one, many = (numpy_helper.from_array(np.full(size, np.nan, np.float32)) for size in (1, (4, 2)))
+    model.graph.initializer[0].CopyFrom(shape)
+    model.graph.node.insert(0, helper.make_node("ConstantOfShape", ["n"], ["w"], value=one))
+    model_file.check(saved(tmp_path, model))
+    model.graph.node[0].CopyFrom(helper.make_node("Constant", [], ["w"], value=many))
+    with pytest.raises(InvalidGraph, match=r"weight 'w' .* NaN"):
+        model_file.check(saved(tmp_path, model))
+    model.graph.node[0].CopyFrom(helper.make_node("Expand", ["fill", "n"], ["w"]))
+    model.graph.initializer.append(one)
+    model.graph.initializer[-1].name = "fill"
+    model_file.check(saved(tmp_path, model))
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [

@@ -97,7 +97,7 @@ def skeleton(path: Path) -> "onnx.ModelProto":
 
 
 def check(path: Path) -> None:
-    """Check that a file meets the specification, and that its weights hold no NaN.
+    """Check that a file meets the specification, and that its weights hold no NaN; a single number is a fill.
 
     Raises:
         InvalidGraph: says what is wrong with it.
@@ -125,8 +125,10 @@ def check(path: Path) -> None:
         message = f"types or shapes in {path} contradict each other: {_brief(error)}"
         raise InvalidGraph(message, "export it again") from error
     for tensor in tensors(model):
-        if _has_nan(path, tensor):
-            raise InvalidGraph(f"the weight {tensor.name!r} of {path} holds NaN", "train or convert the model again")
+        if _count(tensor) > 1 and _has_nan(path, tensor):
+            made = (node.output[0] for node in nodes(model) if any(tensor == entry.t for entry in node.attribute))
+            name = next(made, tensor.name)
+            raise InvalidGraph(f"the weight {name!r} of {path} holds NaN", "train or convert the model again")
 
 
 def _check_external(path: Path, tensor: "onnx.TensorProto") -> None:
