@@ -176,16 +176,32 @@ def test_dimensions_of_one_text_are_one(tmp_path: Path, text: str) -> None:
     assert signature.inputs[0].shape[0] == signature.outputs[0].shape[0] == "input_0_dim_0"
 
 
-@pytest.mark.parametrize(("text", "batch"), [("?", "_"), ("None", "None"), ("-1", "input_0_dim_0"), ("unk", "unk")])
-def test_dimensions_without_a_name_are_one_only_as_the_batch(tmp_path: Path, text: str, batch: str) -> None:
+@pytest.mark.parametrize("text", ["", "?", "None", "-1", "unk", "unk__12"])
+def test_first_dimensions_without_a_name_are_the_batch(tmp_path: Path, text: str) -> None:
     model = linear()
+    second = model.graph.input.add()
+    second.CopyFrom(helper.make_tensor_value_info("b", TensorProto.FLOAT, ["unk__7", "n", text]))
+    model.graph.input.append(helper.make_tensor_value_info("scalar", TensorProto.FLOAT, []))
     for dim in (*model.graph.input[0].type.tensor_type.shape.dim, model.graph.output[0].type.tensor_type.shape.dim[0]):
-        dim.dim_param = text
+        dim.dim_param = "unk" if text == "unk__12" else text
     path = saved(tmp_path, model)
     signature = model_file.signature(path)
-    assert (signature.inputs[0].shape, signature.outputs[0].shape) == ((batch, "input_0_dim_1"), (batch, 2))
-    values = shapes.view(path, {batch: 3, "input_0_dim_1": 4}).values
+    last = "unk__12" if text == "unk__12" else "input_1_dim_2"
+    assert [spec.shape for spec in signature.inputs] == [("batch", "input_0_dim_1"), ("batch", "n", last), ()]
+    assert signature.outputs[0].shape == ("batch", 2)
+    values = shapes.view(path, {"batch": 3, "input_0_dim_1": 4}).values
     assert (values["x"].shape, values["y"].shape) == ((3, 4), (3, 2))
+
+
+@pytest.mark.parametrize("other", [["n", 3], [5, 3], [5, "batch"], ["", "batch"]])
+def test_a_first_dimension_without_a_name_may_differ_from_one_with_a_name(tmp_path: Path, other: list[Any]) -> None:
+    model = linear()
+    model.graph.input.append(helper.make_tensor_value_info("b", TensorProto.FLOAT, other))
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].Clear()
+    signature = model_file.signature(saved(tmp_path, model))
+    given = [spec.shape[0] for spec in (*signature.inputs, *signature.outputs)]
+    assert given == ["input_0_dim_0", other[0] or "input_1_dim_0", "output_0_dim_0"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.tensors import DESCRIBED, Signature, TensorSpec
+from enginesmith.pipeline.tensors import BATCH, DESCRIBED, Signature, TensorSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -38,6 +38,8 @@ _NAN_ABOVE = {"float16": 0x7C00, "bfloat16": 0x7F80}  # greatest bit pattern, si
 _EXPRESSION = set("+-*/%()<>, ")
 UNNAMED = ("", "?", "None", "-1", "unk")
 """Texts that exporters write at dimensions that have no name."""
+_NUMBERED = re.compile(r"unk__\d+")
+"""What tf2onnx calls each of them."""
 
 
 class Summary(BaseModel, frozen=True):
@@ -180,15 +182,20 @@ def _blocks(path: Path, tensor: "onnx.TensorProto") -> Iterator[bytes | memoryvi
 def signature(path: Path) -> Signature:
     """Read names, dtypes and shapes of inputs and outputs; unnamed dimensions get names like ``output_0_dim_1``.
 
+    Where no input's first dimension has a name or a fixed size, they are the batch, and so are outputs' without a name.
+
     Raises:
         InvalidGraph: the file cannot be read.
         SignatureError: an input or output is no tensor of a supported dtype and known rank.
     """
     graph = read(path).graph
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    inputs, words = enumerate(value for value in graph.input if value.name not in weights), dict[str, str]()
+    inputs = [value for value in graph.input if value.name not in weights]
+    shapes = [dims for value in inputs if (dims := value.type.tensor_type.shape.dim)]
+    named = any(dim.dim_param == BATCH for dims in shapes for dim in dims)
+    words = {} if named or any(not _is_unnamed(dims[0]) for dims in shapes) else {"": BATCH}
     return Signature(
-        inputs=tuple(_spec("input", position, value, words) for position, value in inputs),
+        inputs=tuple(_spec("input", position, value, words) for position, value in enumerate(inputs)),
         outputs=tuple(_spec("output", position, value, words) for position, value in enumerate(graph.output)),
         unordered=find_unordered(graph),
     )
@@ -220,15 +227,21 @@ def _spec(side: str, position: int, value: "onnx.ValueInfoProto", words: dict[st
 def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words: dict[str, str]) -> int | str:
     """Return a dimension's size or word; ``words`` has those of earlier texts, as dimensions of one text are equal.
 
-    Of those without a name the first ones are: the batch.
+    Its word of no text, if there is one, is that of first dimensions without a name.
     """
     if dim.HasField("dim_value") and dim.dim_value > 0:
         return int(dim.dim_value)
     text = dim.dim_param
-    if not text or (axis and text in UNNAMED):
+    if not axis and "" in words and _is_unnamed(dim):
+        return words.setdefault(text, words[""])
+    if text in UNNAMED:
         return fallback
     word = fallback if set(text) & _EXPRESSION else "".join(c if c.isalnum() or c == "_" else "_" for c in text)
     return words.setdefault(text, f"_{word}" if word[0].isdigit() else word)
+
+
+def _is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
+    return dim.dim_value <= 0 and (dim.dim_param in UNNAMED or _NUMBERED.fullmatch(dim.dim_param) is not None)
 
 
 def dtype_name(elem_type: int) -> str:
