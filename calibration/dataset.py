@@ -346,11 +346,14 @@ def find_axes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
 def _draw_like(
     spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, rng: np.random.Generator
 ) -> Array:
-    if not spec.shape or not example.size:
+    empty = 0 in spec.shape
+    if not spec.shape or not (empty or example.size):
         raise DataError(
             f"no random rows can be made for the input {spec}: it has no batch axis or an empty example", _OWN
         )
     shape = (count, *spec.model_copy(update={"shape": spec.shape[1:]}).resolve(sizes))
+    if empty:
+        return np.zeros(shape, example.dtype)
     if spec.dtype == "bool" or "int" in spec.dtype:
         return rng.choice(example.ravel(), shape)
     values = example.astype(np.float64)

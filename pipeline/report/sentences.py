@@ -319,7 +319,7 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
         at = ", ".join(map(str, sorted(measured)))
         asked = ", ".join(map(str, run.recipe.batch))
         name = mark_name(run.baseline)
-        yield f"{name} was measured at batch {at}, and --batch {asked} was asked for: none of its dimensions is a dynamic batch"
+        yield f"{name} was measured at batch {at}, and --batch {asked} was asked for: it has no dynamic batch"
 
 
 def _describe_float64(run: Run) -> Iterator[str]:

@@ -161,6 +161,12 @@ def test_initialisers_are_no_inputs_and_open_dimensions_get_names(tmp_path: Path
     assert (signature.inputs[0].shape, signature.outputs[0].shape) == (("my_batch", 4), ("output_0_dim_0", 2))
 
 
+def test_a_size_of_0_is_a_fixed_size(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.input.append(helper.make_tensor_value_info("past", TensorProto.FLOAT, ["batch", 0, -1]))
+    assert model_file.signature(saved(tmp_path, model)).inputs[1].shape == ("batch", 0, "input_1_dim_2")
+
+
 def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
     model = linear()
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "2*batch"

@@ -1,5 +1,6 @@
 """Feeds that a model is run on, their sizes, and how many of them are judged."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, S
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
+from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
@@ -116,6 +118,18 @@ def test_without_data_feeds_look_like_the_example() -> None:
         Case(sizes={"batch": 6}, batch=6), IMAGE, {"x": np.ones((2, 3), np.float32) * [1, 2, 3]}, None, 1
     )
     assert other["x"].std() > 0
+
+
+def test_inputs_of_size_0_are_fed_empty() -> None:
+    """Such as an empty past; inputs beside the samples keep it as it is."""
+    past = TensorSpec(name="past", dtype="float32", shape=("batch", 0, 4))
+    given = Signature(inputs=(TensorSpec.parse("x:float32:batch,3"), past), outputs=())
+    example = {"x": np.eye(8, 3, dtype=np.float32), "past": np.ones((8, 0, 4), np.float32)}
+    feeds = samples.feeds_for(Case(sizes={"batch": 2}, batch=2), given, example, None, 0)
+    check_feeds(given, feeds)
+    space = InputSpace(given, {"batch": ShapeRange.parse("1:2:3")}, [feeds])
+    assert (space.masks, space.kept) == ((), ("past",))
+    assert {attempt.feeds["past"].size for attempt in itertools.islice(generate(space, 0), 200)} == {0}
 
 
 def test_inputs_without_a_batch_are_fed_whole() -> None:

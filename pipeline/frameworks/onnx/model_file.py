@@ -229,7 +229,7 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words
 
     Its word of no text, if there is one, is that of first dimensions without a name.
     """
-    if dim.HasField("dim_value") and dim.dim_value > 0:
+    if _is_fixed(dim):
         return int(dim.dim_value)
     text = dim.dim_param
     if not axis and "" in words and _is_unnamed(dim):
@@ -241,7 +241,11 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words
 
 
 def _is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
-    return dim.dim_value <= 0 and (dim.dim_param in UNNAMED or _NUMBERED.fullmatch(dim.dim_param) is not None)
+    return not _is_fixed(dim) and (dim.dim_param in UNNAMED or _NUMBERED.fullmatch(dim.dim_param) is not None)
+
+
+def _is_fixed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
+    return dim.HasField("dim_value") and dim.dim_value >= 0  # some exporters write -1 for any size
 
 
 def dtype_name(elem_type: int) -> str:

@@ -64,19 +64,22 @@ class InputSpace:
         return tuple(
             spec.name
             for spec in self.signature.inputs
-            if len(spec.shape) > 1 and all(np.isin(feeds[spec.name], (0, 1)).all() for feeds in self.samples)
+            if len(spec.shape) > 1
+            and 0 not in spec.shape
+            and all(np.isin(feeds[spec.name], (0, 1)).all() for feeds in self.samples)
         )
 
     @functools.cached_property
     def kept(self) -> tuple[str, ...]:
-        """Inputs that keep the values of the samples: masks, and offsets, which rise from 0 in all samples."""
+        """Inputs that keep the values of the samples: masks, empty ones, and offsets, which rise from 0 everywhere."""
+        empty = (spec.name for spec in self.signature.inputs if 0 in spec.shape)
         offsets = (
             spec.name
             for spec in self.signature.inputs
             if len(spec.shape) == 1 and self.batch not in spec.shape and spec.dtype in ("int32", "int64")
             if all(feeds[spec.name][:1] == 0 and (np.diff(feeds[spec.name]) >= 0).all() for feeds in self.samples)
         )
-        return (*self.masks, *offsets)
+        return (*self.masks, *empty, *offsets)
 
     @functools.cached_property
     def bounds(self) -> dict[str, tuple[float, float]]:
