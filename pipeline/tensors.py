@@ -172,6 +172,8 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
             wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
             if size != wanted:
                 same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
+                if isinstance(dim, str) and spec.shape.count(dim) > 1:
+                    remedy += f"; {dim} stands twice in {spec.name!r}: if its sizes may differ, rename one in the model"
                 raise ShapeError(message + same, remedy)
 
 

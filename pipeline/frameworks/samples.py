@@ -190,9 +190,9 @@ def feeds_for(
 
 
 def take_last(arrays: Feeds, specs: Sequence[TensorSpec], symbol: str) -> dict[str, Array]:
-    """Take the last sample of each array that has the batch, ``symbol``; the others stay whole."""
-    axes = {spec.name: spec.shape.index(symbol) for spec in specs if symbol in spec.shape}
-    return {name: value.take([-1], axis=axes[name]) if name in axes else value for name, value in arrays.items()}
+    """Take the last sample of each array along all dimensions that are the batch, ``symbol``; the others stay whole."""
+    last = {spec.name: tuple(slice(-1 if dim == symbol else None, None) for dim in spec.shape) for spec in specs}
+    return {name: np.require(value[last[name]], requirements="C") for name, value in arrays.items()}
 
 
 def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:

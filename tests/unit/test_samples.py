@@ -352,6 +352,23 @@ def test_an_onnx_file_is_tried_at_the_sizes_of_the_data(tmp_path: Path, monkeypa
         }
 
 
+def test_a_dimension_that_stands_twice_has_one_size(tmp_path: Path) -> None:
+    """Also where one sample is run alone, to see whether it depends on its batch."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["n", "n", 3]), ("y", 1, ["n", 3]))]
+    made = helper.make_graph(
+        [helper.make_node("ReduceMean", ["x"], ["y"], axes=[1], keepdims=0)], "g", *([end] for end in ends)
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    sample.run({"model": model}, tmp_path, lambda _: None)
+    assert samples.read(tmp_path).interacting
+    with pytest.raises(SignatureError, match="with n = 1") as error:
+        check_feeds(model_file.signature(path), {"x": np.ones((1, 8, 3), np.float32)})
+    assert "n stands twice in 'x'" in error.value.remedy
+
+
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
     ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 3]), ("y", 1, ["batch", "batch"]))]
     nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
