@@ -92,6 +92,12 @@ def _dim(text: str, dim: str) -> int | str:
     raise UsageError(f"cannot read the dimension {dim!r} in {text!r}", "a dimension is a positive number or a word")
 
 
+def to_word(text: str) -> str:
+    """Make a word of the name that a dimension has in a file: ``DynamicDimension_1`` of ``DynamicDimension.1``."""
+    word = "".join(c if c.isalnum() or c == "_" else "_" for c in text)
+    return f"_{word}" if word[:1].isdigit() else word
+
+
 class ShapeRange(BaseModel, frozen=True):
     """The sizes a dynamic dimension may take: smallest, the one to be fastest at, largest."""
 

@@ -111,9 +111,16 @@ def read_row_ranges(signature: Signature, data: Dataset) -> dict[str, ShapeRange
 
 
 def plan_ranges(
-    signature: Signature, given: Mapping[str, ShapeRange], batches: tuple[int, ...], example: Mapping[str, int]
+    signature: Signature,
+    given: Mapping[str, ShapeRange],
+    batches: tuple[int, ...],
+    example: Mapping[str, int],
+    *,
+    named_by_file: bool = False,
 ) -> dict[str, ShapeRange]:
     """Choose the range of every dynamic dimension: as given, else from the batches and the example's sizes.
+
+    ``named_by_file``: the dimensions are those of a file, and no option makes others.
 
     Raises:
         UsageError: a range for a dimension that is not dynamic, or one that leaves out a measured batch.
@@ -123,7 +130,9 @@ def plan_ranges(
         raise UsageError(
             f"--shape gives a range for {unknown[0]!r}, and the dynamic dimensions are "
             f"{', '.join(signature.symbols) or 'none'}",
-            "name a dynamic dimension, or make one with --input name:dtype:batch,…",
+            "name one of them; sizes that the file fixes cannot be changed"
+            if named_by_file
+            else "name a dynamic dimension, or make one with --input name:dtype:batch,…",
         )
     ranges = {}
     for symbol in signature.symbols:

@@ -24,7 +24,7 @@ from enginesmith.pipeline.recipe.options import (
     Part,
     QuantisationOptions,
 )
-from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
+from enginesmith.pipeline.tensors import ShapeRange, TensorSpec, to_word
 from enginesmith.pipeline.units import AddedOption, Heading, Option, Seconds, SecondsOrNone
 
 _INPUTS: Heading = "Model and inputs"
@@ -311,5 +311,5 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def ranges(self) -> dict[str, ShapeRange]:
-        """The shape ranges, read."""
-        return {name: ShapeRange.parse(text) for name, text in self.shapes.items()}
+        """The shape ranges, read, by the dimensions' words."""
+        return {to_word(name): ShapeRange.parse(text) for name, text in self.shapes.items()}

@@ -112,7 +112,7 @@ class LoadOnnx(_FromSource):
             raise SignatureError(
                 f"--input says {', '.join(map(str, self.inputs))}, and the file has "
                 f"{', '.join(map(str, signature.inputs))}",
-                "omit --input: an ONNX file names its own inputs",
+                "omit --input: an ONNX file names its inputs; --shape NAME=MIN:OPT:MAX gives sizes of dynamic dimensions",
             )
         if self.processing:
             progress("adding what is computed before and after the model")
@@ -164,7 +164,9 @@ class Shapes(Task):
                 f"the dynamic dimension {missing[0]!r} has no range, and an ONNX file brings no example of its size",
                 f"give one: --shape {missing[0]}=MIN:OPT:MAX",
             )
-        ranges = samples.plan_ranges(model.signature, given, self.batches, make_example(model)[1])
+        ranges = samples.plan_ranges(
+            model.signature, given, self.batches, make_example(model)[1], named_by_file=model.kind == "onnx"
+        )
         (out / _FILE).write_text(json.dumps({name: str(range_) for name, range_ in ranges.items()}, indent=1) + "\n")
         summary = ", ".join(f"{name} {range_}" for name, range_ in ranges.items()) or "every dimension is fixed"
         return Effect(file=_FILE, summary=summary)

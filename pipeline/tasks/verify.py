@@ -70,10 +70,10 @@ class Sample(Task):
                 )
         given, sizes = make_example(model)
         data, read = self._open(signature)
-        known = self.ranges
-        if data and model.kind == "onnx":  # which brings no example
+        known, is_file = self.ranges, model.kind == "onnx"
+        if data and is_file:  # which brings no example
             known = {**samples.read_row_ranges(signature, data), **known}
-        ranges = samples.plan_ranges(signature, known, self.batches, sizes)
+        ranges = samples.plan_ranges(signature, known, self.batches, sizes, named_by_file=is_file)
         advice = _advise(model, known, made_up=data is None)
         planned = samples.plan_cases(signature, ranges, self.batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)

@@ -245,6 +245,11 @@ def test_what_goes_into_run_json_comes_back() -> None:
     assert Recipe.model_validate(yaml.safe_load(recipe.model_dump_json())) == recipe
 
 
+def test_dimensions_have_the_names_of_the_file_or_their_words() -> None:
+    for name, word in (("p2o.Dim.1", "p2o_Dim_1"), ("p2o_Dim_1", "p2o_Dim_1"), ("2d", "_2d"), ("日本", "日本")):
+        assert list(make({"model": "net.onnx", "shapes": {name: "1:2:3"}}).ranges) == [word]
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"), [("1:8:64", (1, 8)), ("1:2:4", (1,)), ("16:32:64", (32,)), ("4:8:8", (8,))]
 )

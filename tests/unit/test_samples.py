@@ -69,8 +69,10 @@ def test_a_given_range_stands() -> None:
 def test_ranges_that_do_not_go_with_the_model() -> None:
     with pytest.raises(UsageError, match=r"'width'.*are batch\n"):
         plan_ranges(IMAGE, {"width": ShapeRange(min=1, opt=1, max=1)}, (1,), {})
-    with pytest.raises(UsageError, match=r"'batch'.*are none\n"):
-        plan_ranges(FIXED, {"batch": ShapeRange(min=1, opt=1, max=1)}, (1,), {})
+    for of_file in (False, True):  # which --input does not change
+        with pytest.raises(UsageError, match=r"'batch'.*are none\n") as error:
+            plan_ranges(FIXED, {"batch": ShapeRange(min=1, opt=1, max=1)}, (1,), {}, named_by_file=of_file)
+        assert ("--input" in error.value.remedy) != of_file
     with pytest.raises(UsageError, match="--batch 8 is outside of --shape batch=1:2:4"):
         plan_ranges(IMAGE, {"batch": ShapeRange(min=1, opt=2, max=4)}, (1, 8), {})
 

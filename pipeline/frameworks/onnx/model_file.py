@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.tensors import BATCH, DESCRIBED, Signature, TensorSpec
+from enginesmith.pipeline.tensors import BATCH, DESCRIBED, Signature, TensorSpec, to_word
 
 if TYPE_CHECKING:
     import onnx
@@ -236,8 +236,7 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words
         return words.setdefault(text, words[""])
     if text in UNNAMED:
         return fallback
-    word = fallback if set(text) & _EXPRESSION else "".join(c if c.isalnum() or c == "_" else "_" for c in text)
-    return words.setdefault(text, f"_{word}" if word[0].isdigit() else word)
+    return words.setdefault(text, fallback if set(text) & _EXPRESSION else to_word(text))
 
 
 def _is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
