@@ -112,7 +112,7 @@ class LoadOnnx(_FromSource):
             raise SignatureError(
                 f"--input says {', '.join(map(str, self.inputs))}, and the file has "
                 f"{', '.join(map(str, signature.inputs))}",
-                "omit --input: an ONNX file names its inputs; --shape NAME=MIN:OPT:MAX gives sizes of dynamic dimensions",
+                "omit --input: an ONNX file names its inputs; --shape NAME=MIN:OPT:MAX gives dynamic dimensions sizes",
             )
         if self.processing:
             progress("adding what is computed before and after the model")

@@ -63,10 +63,12 @@ class Sample(Task):
         model = inputs["model"]
         assert model.signature is not None
         signature = model.signature
-        for spec in (*signature.inputs, *signature.outputs):  # numpy has no bfloat16 to feed or compare
+        for spec in (*signature.inputs, *signature.outputs):
             if spec.dtype not in DTYPES:
+                side = "input" if spec in signature.inputs else "output"
                 raise SignatureError(
-                    f"{spec.name!r} is {spec.dtype}, which no feeds can be made of", "cast inside the graph, to float32"
+                    f"the {side} {spec.name!r} is {spec.dtype}: numpy has no such numbers to feed or compare",
+                    f"give the model this {side} in float32, with a Cast inside the graph",
                 )
         given, sizes = make_example(model)
         data, read = self._open(signature)

@@ -371,6 +371,19 @@ def test_a_dimension_that_stands_twice_has_one_size(tmp_path: Path) -> None:
     assert "n stands twice in 'x'" in error.value.remedy
 
 
+@pytest.mark.parametrize(("dtypes", "side"), [((16, 1), "input 'x'"), ((1, 16), "output 'y'")])
+def test_bfloat16_at_the_ends_of_a_graph_is_refused_by_name(tmp_path: Path, dtypes: tuple[int, int], side: str) -> None:
+    ends = [helper.make_tensor_value_info(name, dtype, ["n", 3]) for name, dtype in zip("xy", dtypes, strict=True)]
+    made = helper.make_graph([helper.make_node("Cast", ["x"], ["y"], to=dtypes[1])], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), data=None, data_options=DataOptions(), seed=0)
+    with pytest.raises(SignatureError, match=f"the {side} is bfloat16") as error:
+        sample.run({"model": model}, tmp_path, lambda _: None)
+    assert "in float32, with a Cast" in error.value.remedy
+
+
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
     ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 3]), ("y", 1, ["batch", "batch"]))]
     nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]

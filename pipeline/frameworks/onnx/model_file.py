@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.tensors import BATCH, DESCRIBED, Signature, TensorSpec, to_word
+from enginesmith.pipeline.tensors import BATCH, DESCRIBED, DTYPES, Signature, TensorSpec, to_word
 
 if TYPE_CHECKING:
     import onnx
@@ -214,7 +214,7 @@ def _spec(side: str, position: int, value: "onnx.ValueInfoProto", words: dict[st
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)
     if dtype not in DESCRIBED:
-        remedy = f"supported are {', '.join(DESCRIBED)}: cast inside the graph"
+        remedy = f"supported are {', '.join(DTYPES)}: cast inside the graph"
         if dtype == "string" and side == "output":
             remedy = f"texts cannot be compared: {_CONVERT}"
         raise SignatureError(f"{what} has the dtype {dtype}", remedy)
