@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.units import AddedOption
 
 
+UNKNOWN_OPERATOR = (
+    "take another engine, update {}, or leave that operator out; a PyTorch model may also be exported with another "
+    "opset (--opset)"
+)
+"""Remedy where an engine's package does not know an operator, or not in this form."""
 TUNING = "tuning.json"
 """File beside an engine that says with which options it was measured to be the fastest."""
 

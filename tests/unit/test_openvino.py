@@ -319,8 +319,9 @@ def test_what_branches_hold_may_need_another_way_of_compiling(tmp_path: Path, fi
 
 def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
-    with pytest.raises(UnsupportedGraph, match="Unknown"):
+    with pytest.raises(UnsupportedGraph, match="Unknown") as error:
         build(model, tmp_path)
+    assert error.value.remedy.startswith("take another engine, update openvino, ")  # --opset is not for ONNX files
     (tmp_path / "model.onnx").write_bytes(b"nothing")
     with pytest.raises(InvalidGraph, match=r"cannot load model\.onnx"):
         sessions.read_graph(tmp_path / "model.onnx")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from enginesmith.pipeline.engines.base import Session
+from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session
 from enginesmith.pipeline.engines.cuda_allocator import (
     CudaAllocationTracker,
     TorchMemory,
@@ -264,7 +264,7 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         remedy = "take another precision or engine; or update onnxruntime"
     elif type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
         verdict = f"does not support what is in {file}"
-        remedy = "leave that operator out, update onnxruntime, or export a PyTorch model with another opset (--opset)"
+        remedy = UNKNOWN_OPERATOR.format("onnxruntime")
     return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
 
 

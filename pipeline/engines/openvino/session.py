@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from enginesmith.pipeline.engines.base import Session
+from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph, UsageError
 from enginesmith.pipeline.system.device import Device
@@ -124,7 +124,7 @@ def _load_error(error: Exception, file: str) -> EnginesmithError:
     if isinstance(error, MemoryError) or says_out_of_memory(str(error)):
         return out_of_memory(text, f"memory ran out while OpenVINO loaded {file}: {text}", "use a larger machine")
     if any(words in str(error) for words in _UNSUPPORTED):
-        remedy = "leave that operator out, update openvino, or export a PyTorch model with another opset (--opset)"
+        remedy = UNKNOWN_OPERATOR.format("openvino")
         return UnsupportedGraph(f"OpenVINO does not support what is in {file}: {text}", remedy)
     return InvalidGraph(f"OpenVINO cannot load {file}: {text}", "export the model again")
 
