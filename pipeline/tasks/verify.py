@@ -63,13 +63,7 @@ class Sample(Task):
         model = inputs["model"]
         assert model.signature is not None
         signature = model.signature
-        for spec in (*signature.inputs, *signature.outputs):
-            if spec.dtype not in DTYPES:
-                side = "input" if spec in signature.inputs else "output"
-                raise SignatureError(
-                    f"the {side} {spec.name!r} is {spec.dtype}: numpy has no such numbers to feed or compare",
-                    f"give the model this {side} in float32, with a Cast inside the graph",
-                )
+        _check_ends(signature)
         given, sizes = make_example(model)
         data, read = self._open(signature)
         known, is_file = self.ranges, model.kind == "onnx"
@@ -163,6 +157,28 @@ class Sample(Task):
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
                 lost.append(_format_sizes(case.sizes))
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
+
+
+def _check_ends(signature: Signature) -> None:
+    """Check that feeds can be made, and that there are answers to compare.
+
+    Raises:
+        SignatureError: a dtype that numpy does not have, or sizes of 0 that leave nothing to compute.
+    """
+    ends = (*signature.inputs, *signature.outputs)
+    for spec in ends:
+        if spec.dtype not in DTYPES:
+            side = "input" if spec in signature.inputs else "output"
+            raise SignatureError(
+                f"the {side} {spec.name!r} is {spec.dtype}: numpy has no such numbers to feed or compare",
+                f"give the model this {side} in float32, with a Cast inside the graph",
+            )
+    if not samples.fixed_batch(signature) or all(0 in spec.shape for spec in signature.outputs):
+        empty = ", ".join(str(spec) for spec in ends if 0 in spec.shape)
+        raise SignatureError(
+            f"there is nothing to compute with the sizes of 0 in {empty}",
+            "write other sizes into the file, or names of dynamic ones",
+        )
 
 
 def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -> dict[str, Array]:

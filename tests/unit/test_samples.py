@@ -134,6 +134,22 @@ def test_inputs_of_size_0_are_fed_empty() -> None:
     assert {attempt.feeds["past"].size for attempt in itertools.islice(generate(space, 0), 200)} == {0}
 
 
+@pytest.mark.parametrize(
+    ("given", "answer", "refused"),
+    [((0, 3), ("n", 3), True), (("batch", 3), ("batch", 0), True), (("batch", 0), ("batch", 3), False)],
+)
+def test_sizes_of_0_that_leave_nothing_to_compute_are_refused(
+    given: tuple[int | str, ...], answer: tuple[int | str, ...], refused: bool
+) -> None:
+    ends = [(TensorSpec(name=name, dtype="float32", shape=shape),) for name, shape in (("x", given), ("y", answer))]
+    made = Signature(inputs=ends[0], outputs=ends[1])
+    if refused:
+        with pytest.raises(SignatureError, match="nothing to compute with the sizes of 0 in"):
+            verify._check_ends(made)
+    else:
+        verify._check_ends(made)
+
+
 def test_inputs_without_a_batch_are_fed_whole() -> None:
     given = signature("x:float32:batch,3", "rate:int64:", "table:float32:n,2")
     example = {"x": np.ones((2, 3), np.float32), "rate": np.int64(16), "table": np.ones((5, 2), np.float32)}
