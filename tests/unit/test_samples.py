@@ -19,6 +19,7 @@ from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, 
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
+from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
@@ -298,6 +299,36 @@ def test_samples_from_data_are_not_said_to_be_random(
     with pytest.raises(ModelError, match="at batch 8") as error:
         sample.run({"model": model}, reference, lambda _: None)
     assert ("drawn at random" in error.value.remedy) == (data is None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most"),
+    [
+        ([("Gather", "table ids", "y")], 7),
+        ([("Cast", "ids", "a"), ("Unsqueeze", "a axes", "b"), ("Gather", "table b", "y")], 7),
+        ([("DequantizeLinear", "small scale", "a"), ("Gather", "a ids", "y"), ("Gather", "table ids", "z")], 5),
+        ([("Add", "ids axes", "a"), ("Gather", "table a", "y")], 1),  # a place behind an offset
+        ([("Gather", "ids axes", "y")], 1),
+    ],
+)
+def test_made_up_indices_are_of_all_rows_of_their_table(
+    tmp_path: Path, nodes: list[tuple[str, str, str]], most: int
+) -> None:
+    """Else all answers of a sentence encoder would be those of two tokens."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("ids", 7, ["batch", 64]), ("y", 1, None))]
+    tables = {"table": np.zeros((8, 3), np.float32), "small": np.zeros((6, 3), np.int8), "scale": np.float32(1)}
+    stored = {**tables, "axes": np.array([1])}
+    made = [
+        helper.make_node(operator, read.split(), [output], **({"to": 6} if operator == "Cast" else {}))
+        for operator, read, output in nodes
+    ]
+    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    path = tmp_path / "model.onnx"
+    graph = helper.make_graph(made, "g", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    given = signature("ids:int64:batch,64")
+    feeds, _ = make_example(Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=given))
+    assert (feeds["ids"].min(), feeds["ids"].max()) == (0, most)
 
 
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
