@@ -43,6 +43,8 @@ class Quality(BaseModel, frozen=True):
     other_outputs: tuple[str, ...] = ()
     value: float
     baseline: float
+    guess: float | None = None
+    """What the most frequent label would reach as the answer to all samples; None for metrics but top1."""
     drop: float
     drop_low: float | None = None
     drop_high: float | None = None
@@ -139,17 +141,19 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     drops = sign_of(metric) * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
     others = () if chosen is None else tuple(name for name in outputs if name != chosen)
+    own = find_own(parse_metric(metric)[0])
+    its = None if own is None or chosen is None else _labels_for(chosen, labels)
     judged = Quality(
         metric=metric,
         output=chosen,
         other_outputs=others,
         value=value,
         baseline=reference,
+        guess=own.guess(its) if own and own.guess and its is not None else None,
         drop=drop,
         samples=rows,
         counted=bool(np.isin([ours, theirs], (0, 1)).all()),
     )
-    own = find_own(parse_metric(metric)[0])
     whole = ours.ndim == 0 or theirs.ndim == 0
     interval: tuple[float, float] | None
     if not whole:
@@ -157,7 +161,6 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     elif own is None or chosen is None:
         return explain_missing(judged, f"{metric} returns one number for all samples")
     else:
-        its = _labels_for(chosen, labels)
         interval = None if its is None else own.estimate_drop(outputs[chosen], baseline[chosen], its, seed)
     if interval is None:
         return explain_missing(judged, f"{metric} cannot be computed for most sets drawn from so few samples")
