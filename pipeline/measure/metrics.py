@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
+from enginesmith.pipeline.errors import MissingCapability, SampleError, install_command
 from enginesmith.pipeline.measure.statistics import Samples
 from enginesmith.pipeline.tensors import Array
 
@@ -313,7 +313,7 @@ def _count_errors(output: Array, labels: Array) -> Array:
     counts = []
     for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
         if not (text := _spell(wanted)):
-            raise DataError(f"the text of sample {number} is empty", "leave such samples out")
+            raise SampleError("the text of {} is empty", "leave such samples out", number)
         judged = jiwer.process_characters(text, _spell(given))
         counts.append((judged.substitutions + judged.deletions + judged.insertions, len(text)))
     return np.asarray(counts)
@@ -325,7 +325,7 @@ def _count_word_errors(output: Array, labels: Array, space: int) -> Array:
     counts = []
     for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
         if not (text := " ".join(_spell(wanted, space).split())):
-            raise DataError(f"the text of sample {number} has no word", "leave such samples out")
+            raise SampleError("the text of {} has no word", "leave such samples out", number)
         judged = jiwer.process_words(text, _spell(given, space))
         counts.append((judged.substitutions + judged.deletions + judged.insertions, text.count(" ") + 1))
     return np.asarray(counts)

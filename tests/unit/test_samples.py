@@ -8,8 +8,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from enginesmith.calibration.dataset import Dataset, open_dataset
-from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
+from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
+from enginesmith.calibration.options import PARTS, DataOptions, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError, UsageError
@@ -379,6 +379,22 @@ def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_m
     assert not isinstance(judged, str)
     assert (judged.batch or 0, sizes[0]) == (batch, batch or 10)
     assert judged.basis == "10 samples" + (f" in batches of {batch}" if batch else "")
+
+
+@pytest.mark.parametrize("part", ["choice", "judgement"])
+def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartName) -> None:
+    """Rows of a part are shuffled."""
+    rows, place = np.random.default_rng(0).random((40, 3), np.float32), tmp_path / "data.npz"
+    options = PartOptions(part=part, shared_by=("choice", "judgement"))
+    row = split_rows(Dataset("d", {"x": rows}), options.shared_by, None)[part][4]
+    np.savez(place, x=rows, labels=np.where(np.arange(40)[:, None] == row, np.inf, rows))
+    fields = {"data": str(place), "data_options": options, "samples": None, "metric": "mse"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, seed=0, **fields)
+    with quality.engine.load(graph(tmp_path / "model.onnx", "Identity"), Device()) as session:
+        data = open_dataset(str(place), session.signature.inputs, split="test", options=options)
+        for judge in (lambda: quality.judge(session, None, lambda _: None), lambda: try_metric("mse", session, data)):
+            with pytest.raises(DataError, match=f"have NaN or infinity, first for row {row} of data.npz\n"):
+                judge()
 
 
 def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:
