@@ -612,6 +612,23 @@ def test_a_file_with_other_names_is_compared_by_position(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize(
+    ("data", "error", "told"), [("synthetic", 3e-8, True), ("synthetic", 3e-6, False), ("mine.npz", 3e-8, False)]
+)
+def test_a_tiny_error_on_samples_that_are_made_up_is_told(tmp_path: Path, data: str, error: float, told: bool) -> None:
+    """Answers near 0 have an SQNR of their own, which tells little of those to real samples."""
+    for what, name in (("feeds", "x"), ("outputs", "y")):
+        samples.write_arrays(tmp_path, what, 0, {name: np.float32([[1e-5, 2e-5, 0]])})
+    samples.write(tmp_path, Samples(data=data, ranges={}, cases=(Case(points=("min",), sizes={"batch": 1}, batch=1),)))
+    given = {"model": graph(tmp_path / "add.onnx", "Add", error)}
+    given["reference"] = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    (out := tmp_path / "out").mkdir()
+    rejected = verify.run(given, out, lambda _: None).rejected
+    assert "has an SQNR of " in rejected
+    assert rejected.endswith("the samples are made up: --data or --eval judges on real ones") is told
+
+
 def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
     """Of one answer, 0.001, an engine's 0.002 is all wrong; of answers from -1 to 1, it is right in int8."""
     (reference := tmp_path / "reference").mkdir()
