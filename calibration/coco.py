@@ -25,10 +25,11 @@ _NO_BOX = -1.0
 def read_coco(reference: str, request: Request) -> RawData:
     """Read images and boxes: labels are float32[images, boxes, 5], class and corners; class −1 where there is no box.
 
-    Classes are numbered from 0 in the order of the categories' ids. Crowds are left out, and what the crop cuts off.
+    Classes are numbered from 0 in the order of the categories' ids. Crowds are left out, boxes without an area, and
+    what the crop cuts off.
 
     Raises:
-        DataError: it is no such file, or an image is missing or damaged.
+        DataError: it is no such file, or an image is missing, damaged or of another size than the file says.
         MissingCapability: Pillow is not installed.
     """
     spec, path = only_input(reference, request), Path(reference)
@@ -39,7 +40,8 @@ def read_coco(reference: str, request: Request) -> RawData:
     steps = preprocessing_for(spec, path.parent, request.options)
     numbers = {identity: number for number, identity in enumerate(_sorted_ids(path, found["categories"]))}
     boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
-    sizes = {identity: size_of(file) for identity, file in files.items()}
+    sizes = {image["id"]: _check_size(reference, image, files[image["id"]]) for image in found["images"]}
+    flat = cut = 0
     for entry in found["annotations"]:
         if entry.get("iscrowd") or not entry.get("bbox"):
             continue
@@ -47,17 +49,25 @@ def read_coco(reference: str, request: Request) -> RawData:
             raise DataError(
                 f"{reference}: annotation {entry.get('id')} names an image or category that is not there", _FORMAT
             )
-        corners = _place_box(_check_box(reference, entry), steps, sizes[entry["image_id"]])
-        if corners is not None:
+        box = _check_box(reference, entry)
+        corners = _place_box(box, steps, sizes[entry["image_id"]])
+        if min(box[2:]) <= 0:
+            flat += 1
+        elif corners is None:
+            cut += 1
+        else:
             boxes[entry["image_id"]].append(np.append(numbers[entry["category_id"]], corners))
     most = max(1, *map(len, boxes.values()))
     labels = np.full((len(files), most, 5), _NO_BOX, np.float32)
     for row, listed in enumerate(boxes.values()):
         if listed:
             labels[row, : len(listed)] = listed
+    kept = sum(map(len, boxes.values()))
+    lost = {"without an area": flat, "outside of the image or its crop": cut}
     notes = (
         f"images as {steps}",
-        f"labels: {sum(map(len, boxes.values()))} boxes of {len(numbers)} categories, numbered in order of their ids",
+        f"labels: {kept} boxes of {len(numbers)} categories, numbered in order of their ids",
+        *(f"boxes {why}: {count} of {kept + flat + cut}, left out" for why, count in lost.items() if count),
     )
     folders = tuple(dict.fromkeys(file.parent.absolute() for file in files.values()))
     return RawData(path.name, {spec.name: ImageRows(list(files.values()), steps)}, labels, notes, folders)
@@ -113,6 +123,17 @@ def _sorted_ids(path: Path, categories: list[dict[str, Any]]) -> list[Any]:
         return sorted(each["id"] for each in categories)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} has categories without an id, or with ids of several kinds", _FORMAT) from error
+
+
+def _check_size(reference: str, image: dict[str, Any], file: Path) -> Size:
+    """Read an image's height and width, and check what the file says of them, if anything."""
+    size, told = size_of(file), (image.get("height"), image.get("width"))
+    if all(told) and told != size:
+        raise DataError(
+            "{} says that {} has {}×{} pixels, and it has {}×{}".format(reference, file.name, *told, *size),
+            "give the images that the boxes were drawn in, or boxes and sizes in pixels of these",
+        )
+    return size
 
 
 def _check_box(reference: str, entry: dict[str, Any]) -> list[float]:

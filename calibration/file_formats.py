@@ -43,7 +43,7 @@ def check_arrays(
     feeds: dict[str, Rows] = {}
     sizes: dict[str, int] = {}
     for spec in inputs:
-        _check_shape(source, spec, arrays[spec.name], sizes)
+        _check_shape(source, spec, arrays, inputs, sizes)
         feeds[spec.name] = _cast_safely(source, spec, arrays[spec.name])
     _check_rows(source, feeds, inputs)
     for name, array in feeds.items():
@@ -100,8 +100,11 @@ def _likely_labels(given: Iterable[str], wanted: Sequence[str], labels: Sequence
     return f"did you mean --labels {likely[0]}? Else " if likely else ""
 
 
-def _check_shape(source: str, spec: TensorSpec, array: Rows, sizes: dict[str, int]) -> None:
+def _check_shape(
+    source: str, spec: TensorSpec, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec], sizes: dict[str, int]
+) -> None:
     """Check a shape: the first axis is the sample, and a word stands for the same size wherever it occurs."""
+    array = arrays[spec.name]
     fits = array.ndim == len(spec.shape) and array.ndim > 0
     for dim, size in zip(spec.shape[1:], array.shape[1:], strict=False):
         fits = fits and size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
@@ -109,8 +112,32 @@ def _check_shape(source: str, spec: TensorSpec, array: Rows, sizes: dict[str, in
         expected = ["samples", *(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape[1:])]
         raise DataError(
             f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
-            f"give rows that fit {spec}, one sample along the first axis",
+            f"give rows that fit {spec}, one sample along the first axis{_suggest_size(arrays, inputs)}",
         )
+
+
+def _suggest_size(arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> str:
+    """Suggest ``--input`` for rows of another size, such as a length; empty where more than one size differs."""
+    shapes = {spec.name: arrays[spec.name].shape for spec in inputs}
+    other = {
+        (dim, size)
+        for spec in inputs
+        for dim, size in zip(spec.shape[1:], shapes[spec.name][1:], strict=False)
+        if isinstance(dim, int) and dim != size
+    }
+    if len(other) != 1 or any(len(shapes[spec.name]) != len(spec.shape) for spec in inputs):
+        return ""
+    words = []
+    for new in ("length", next(iter(other))[1]):
+        for spec in inputs:
+            pairs = zip(spec.shape, shapes[spec.name], strict=True)
+            shape = tuple(new if pair in other else pair[0] for pair in pairs)
+            words.append(f"--input {spec.model_copy(update={'shape': shape})}")
+    free, exact = " ".join(words[: len(inputs)]), " ".join(words[len(inputs) :])
+    return (
+        f"; or, if the model is a PyTorch module that takes such rows: {free} for any size, or {exact} and an example "
+        "input of that size"
+    )
 
 
 def _cast_safely(source: str, spec: TensorSpec, array: Rows) -> Rows:

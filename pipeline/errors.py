@@ -1,7 +1,7 @@
 """Every error that enginesmith raises on purpose.
 
     EnginesmithError        exit code 1   a stage failed
-    ├── UsageError          exit code 2   SourceError, SignatureError (ShapeError), DataError, EmptyLayer
+    ├── UsageError          exit code 2   SourceError, SignatureError (ShapeError), DataError (SampleError), EmptyLayer
     ├── GateBreach          exit code 3
     ├── MissingCapability   exit code 4
     ├── ModelError                        InvalidGraph, ExportError, FidelityError
@@ -61,6 +61,18 @@ class ShapeError(SignatureError):
 
 class DataError(UsageError):
     """A data set that is missing, empty or of the wrong form."""
+
+
+class SampleError(DataError):
+    """A sample that cannot be judged; ``{}`` in the words stands for it."""
+
+    def __init__(self, words: str, remedy: str = "", sample: int = 0) -> None:
+        super().__init__(words.replace("{}", f"sample {sample}"), remedy)
+        self.words, self.sample = words, sample
+
+    def on_row(self, row: int, data: str) -> DataError:
+        """Name the row of the user's data instead of the place among the samples that are judged."""
+        return DataError(self.words.replace("{}", f"row {row} of {data}"), self.remedy)
 
 
 class EmptyLayer(UsageError):

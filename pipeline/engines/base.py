@@ -91,6 +91,10 @@ class Session(ABC):
         """
         return {}
 
+    def compute_in_float64(self, feeds: Feeds) -> dict[str, Array]:
+        """Answer as the model does in float64; empty if the engine cannot, or the model has no such form."""
+        return {}
+
     def release_idle_memory(self) -> None:  # noqa: B027 - most engines keep nothing
         """Give back memory that libraries keep for later calls; no session of this process may be running."""
 

@@ -65,7 +65,7 @@ class Runner:
         """Run every step that can run, and return all outcomes.
 
         ``on_new`` takes each outcome as soon as it is there, and returns the steps that are not worth doing any more,
-        with the reason: those that have not begun are skipped.
+        with the reason: those that have not begun are skipped. Where no others are left, those that run are ended.
 
         Steps that ``given`` has an outcome for are not run. On Ctrl-C what runs is ended and KeyboardInterrupt goes on
         to the caller.
@@ -84,6 +84,7 @@ class Runner:
         ended: queue.SimpleQueue[tuple[Step, Future[Outcome | None]]] = queue.SimpleQueue()
         asked: set[str] = set()
         running: dict[str, Step] = {}
+        over: Mapping[str, str] = {}
 
         def submit(pool: Pool, work: Callable[[Step, Outcomes], Outcome | None], step: Step) -> None:
             roles = (*step.inputs.items(), *step.optional_inputs.items())
@@ -114,12 +115,18 @@ class Runner:
                     else:
                         del running[step.id]
                     assert outcome is not None
+                    if step.id in over and outcome.status == "failed":
+                        outcome = Outcome(step.id, "skipped", reason=over[step.id])
                     new = [(step, outcome)]
                     while new:
                         latest = self._announce(new, waiting)
                         outcomes |= latest
-                        skipped = waiting.remove(on_new(latest))
+                        pointless = on_new(latest)
+                        skipped = waiting.remove(pointless)
                         new = [(each, Outcome(each.id, "skipped", reason=reason)) for each, reason in skipped]
+                    if running and not waiting and not over and running.keys() <= pointless.keys():
+                        over = pointless
+                        self.executor.stop()
             except BaseException:
                 self.executor.stop()
                 raise

@@ -28,6 +28,8 @@ from enginesmith.pipeline.tensors import (
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
+SYNTHETIC = "synthetic"
+"""Origin of feeds that were made up."""
 JUDGED_SAMPLES = 8
 """Samples of given data that fidelity is judged on in each case, at least; on all where there are fewer."""
 
@@ -48,7 +50,7 @@ class Samples(BaseModel, frozen=True):
     """Content of ``samples.json``."""
 
     data: str
-    """Origin of the feeds: the name of a data set, or that they are synthetic."""
+    """Origin of the feeds: the name of a data set, or ``SYNTHETIC``."""
     ranges: dict[str, ShapeRange]
     cases: tuple[Case, ...]
     parts: dict[str, int] = {}

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
-from enginesmith.pipeline.measure.row_sets import MIN_SHARE, find_tables, pair_rows
+from enginesmith.pipeline.measure.row_sets import MIN_SHARE, Table, find_tables, pair_rows
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
@@ -142,6 +142,8 @@ def compare_calls(
     tables = find_tables(signature, [reference for reference, _ in calls]) if signature and unordered else ()
     paired = {}
     for table in tables:
+        for call in calls:
+            _check_table(table, *call)
         paired.update(dict.fromkeys(table.outputs, pair_rows(table, calls, thresholds.row_tolerance)))
     described = {name for table in tables for name in table.outputs if unordered[name] == "rows"}
     outputs = []
@@ -170,16 +172,28 @@ def compare_calls(
     return Fidelity(**worst, finite=finite, passed=passed, outputs=tuple(outputs), reasons=reasons)
 
 
+def _check_table(table: Table, reference: Feeds, actual: Feeds) -> None:
+    """Check that both sides have the same samples and columns, and that outputs of a table have as many rows."""
+    axis, first = int(table.batch_axis == 0), actual[table.outputs[0]]
+    for name in table.outputs:
+        wanted = list(reference[name].shape)
+        wanted[axis] = first.shape[axis] if first.ndim > axis else -1
+        if wanted != list(actual[name].shape):
+            raise _explain_shape(name, reference[name], actual[name])
+
+
+def _explain_shape(name: str, reference: Array, actual: Array) -> FidelityError:
+    wanted, given = (f"{array.dtype}{list(array.shape)}" for array in (reference, actual))
+    dropped = reference.ndim != actual.ndim and reference.squeeze().shape == actual.squeeze().shape
+    remedy = "squeeze() in a model also drops a batch of 1: name the dimension, such as squeeze(1)"
+    return FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}", remedy if dropped else "")
+
+
 def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds, known_range: float) -> OutputFidelity:
     for pair in pairs:
         floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
         if pair[0].shape != pair[1].shape or len(floats) > 1:
-            wanted, given = (f"{array.dtype}{list(array.shape)}" for array in pair)
-            dropped = pair[0].ndim != pair[1].ndim and pair[0].squeeze().shape == pair[1].squeeze().shape
-            remedy = "squeeze() in a model also drops a batch of 1: name the dimension, such as squeeze(1)"
-            raise FidelityError(
-                f"output {name!r} is {given}, and the reference's is {wanted}", remedy if dropped else ""
-            )
+            raise _explain_shape(name, *pair)
     filled = [pair for pair in pairs if pair[0].size]
     if not filled:
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")

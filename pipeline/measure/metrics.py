@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
+from enginesmith.pipeline.errors import MissingCapability, SampleError, install_command
 from enginesmith.pipeline.measure.statistics import Samples
 from enginesmith.pipeline.tensors import Array
 
@@ -56,6 +56,8 @@ class OwnMetric(NamedTuple):
     """True where a sample is right or wrong."""
     draws: int = 200
     """Sets of samples that the interval of one number is estimated from."""
+    guess: Callable[[Array], float] | None = None
+    """Computes from labels what the best answer would reach that is the same for all samples."""
     paired: bool = False
     """True where two outputs, and two arrays of labels, may hold the two numbers of the last axis."""
 
@@ -114,6 +116,10 @@ def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
         return np.asarray(logits.reshape(-1) == labels.reshape(-1), np.float64)
     best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
     return np.asarray((best == labels.reshape(-1, 1)).any(axis=1), np.float64)
+
+
+def _share_of_commonest(labels: Array) -> float:
+    return float(np.unique(labels, return_counts=True)[1].max() / labels.size)
 
 
 def _are_classes(logits: Array, labels: Array) -> bool:
@@ -307,7 +313,7 @@ def _count_errors(output: Array, labels: Array) -> Array:
     counts = []
     for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
         if not (text := _spell(wanted)):
-            raise DataError(f"the text of sample {number} is empty", "leave such samples out")
+            raise SampleError("the text of {} is empty", "leave such samples out", number)
         judged = jiwer.process_characters(text, _spell(given))
         counts.append((judged.substitutions + judged.deletions + judged.insertions, len(text)))
     return np.asarray(counts)
@@ -319,7 +325,7 @@ def _count_word_errors(output: Array, labels: Array, space: int) -> Array:
     counts = []
     for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
         if not (text := " ".join(_spell(wanted, space).split())):
-            raise DataError(f"the text of sample {number} has no word", "leave such samples out")
+            raise SampleError("the text of {} has no word", "leave such samples out", number)
         judged = jiwer.process_words(text, _spell(given, space))
         counts.append((judged.substitutions + judged.deletions + judged.insertions, text.count(" ") + 1))
     return np.asarray(counts)
@@ -548,7 +554,9 @@ _ANSWERS = (
     "are fewer answers"
 )
 METRICS: Mapping[str, OwnMetric] = {
-    "top1": OwnMetric(partial(_find_among_greatest, count=1), _are_classes, _CLASSES, counts=True),
+    "top1": OwnMetric(
+        partial(_find_among_greatest, count=1), _are_classes, _CLASSES, counts=True, guess=_share_of_commonest
+    ),
     "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES, counts=True),
     "mse": OwnMetric(_compute_mse, _are_alike, "an output and labels of the same shape", sign=-1.0),
     "f1": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_f1),

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
-from enginesmith.pipeline.errors import DataError, EnginesmithError
+from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
 from enginesmith.pipeline.measure.metrics import METRICS, WORD_ERRORS, OwnMetric, find_own
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
@@ -43,6 +43,8 @@ class Quality(BaseModel, frozen=True):
     other_outputs: tuple[str, ...] = ()
     value: float
     baseline: float
+    guess: float | None = None
+    """What the most frequent label would reach as the answer to all samples; None for metrics but top1."""
     drop: float
     drop_low: float | None = None
     drop_high: float | None = None
@@ -117,6 +119,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     ``metric`` is a name of ``METRICS``, a plug-in's, or ``module:function``, each perhaps with ``:OUTPUT`` after it.
 
     Raises:
+        SampleError: a label, or the metric of a sample, is no finite number.
         DataError: the metric is not found, does not fit the outputs and labels, raises, or returns no finite numbers;
             or there are no labels.
     """
@@ -139,17 +142,19 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     drops = sign_of(metric) * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
     others = () if chosen is None else tuple(name for name in outputs if name != chosen)
+    own = find_own(parse_metric(metric)[0])
+    its = None if own is None or chosen is None else _labels_for(chosen, labels)
     judged = Quality(
         metric=metric,
         output=chosen,
         other_outputs=others,
         value=value,
         baseline=reference,
+        guess=own.guess(its) if own and own.guess and its is not None else None,
         drop=drop,
         samples=rows,
         counted=bool(np.isin([ours, theirs], (0, 1)).all()),
     )
-    own = find_own(parse_metric(metric)[0])
     whole = ours.ndim == 0 or theirs.ndim == 0
     interval: tuple[float, float] | None
     if not whole:
@@ -157,7 +162,6 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     elif own is None or chosen is None:
         return explain_missing(judged, f"{metric} returns one number for all samples")
     else:
-        its = _labels_for(chosen, labels)
         interval = None if its is None else own.estimate_drop(outputs[chosen], baseline[chosen], its, seed)
     if interval is None:
         return explain_missing(judged, f"{metric} cannot be computed for most sets drawn from so few samples")
@@ -208,7 +212,7 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
     fitting = [key for key, array, its in labeled if its is not None and own.accepts(array, its)]
     for array in labels.values() if isinstance(labels, Mapping) else [labels]:
         if array.dtype.kind == "f" and len(places := np.argwhere(~np.isfinite(array))):
-            raise DataError(f"the labels have NaN or infinity, first for sample {places[0][0]}", _FINITE)
+            raise SampleError("the labels have NaN or infinity, first for {}", _FINITE, int(places[0][0]))
     first = output or next(iter(outputs))
     if first in fitting or (len(fitting) == 1 and output is None):
         return first if first in fitting else fitting[0]
@@ -317,10 +321,11 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
     if values.ndim > 1 or (values.ndim == 1 and len(values) != rows):
         what = f"the shape {list(values.shape)}" if values.size else f"{type(returned).__name__} {returned!r:.40}"
         raise DataError(f"the metric {name} returned {what}; {given}", expected)
-    if not np.isfinite(values).all():
-        which = f", first for sample {int(np.argmin(np.isfinite(values)))}" if values.ndim else ""
-        kind = DataError if values.ndim else MetricError  # more samples do not change that of one
-        raise kind(f"the metric {name} returned NaN or infinity{which}; {given}", expected)
+    if not (finite := np.isfinite(values)).all():
+        told = f"the metric {name} returned NaN or infinity"
+        if values.ndim:  # more samples do not change that of one
+            raise SampleError(f"{told}, first for {{}}; {given}", expected, int(np.argmin(finite)))
+        raise MetricError(f"{told}; {given}", expected)
     return values
 
 

@@ -245,6 +245,22 @@ _ON_WEIGHTS = frozenset(
 _NEVER = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "ConstantOfShape", "Expand", "Tile"})
 
 
+def require_exact_constants() -> None:
+    """Let onnxscript drop ``+ 0`` and ``* 1`` only where the number is exactly that.
+
+    Its rules take all numbers up to 1e-8 for 0, and those within 1e-5 of 1 for 1: ``x / (total + 1e-9)`` would lose
+    what keeps it from 0 / 0 (onnxscript 0.7, ``Constant`` in ``rewriter/_pattern_ir.py``).
+    """
+    from onnxscript.rewriter import pattern
+    from onnxscript.rewriter.rules.common import _no_op
+
+    for rule in _no_op.rules:
+        for node in rule._target_pattern:
+            for value in node.inputs:
+                if isinstance(value, pattern.Constant):
+                    value._rel_tol = value._abs_tol = 0.0
+
+
 def rewrite(model: "ir.Model") -> int:
     """Simplify a graph in place; return how many nodes were rewritten into as many or one more."""
     from onnx_ir.passes import common
@@ -252,6 +268,7 @@ def rewrite(model: "ir.Model") -> int:
 
     declared = [(value.name, value.shape) for value in model.graph.outputs]
     given = [value if value.producer() is None else None for value in model.graph.outputs]
+    require_exact_constants()
     edit.flatten(model)
     common.ShapeInferencePass(strict_mode=False)(model)
     left = edit.node_count(model)

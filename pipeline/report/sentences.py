@@ -11,6 +11,7 @@ from enginesmith.pipeline.report.tables import (
     describe_data,
     describe_drop,
     format_drop,
+    format_value,
     mark,
     mark_name,
     shorten_reason,
@@ -44,6 +45,7 @@ def list_footnotes(run: Run, *, in_folder: bool = True) -> list[str]:
         *([SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []),
         *([_DISTURBED] if any(row.mostly_disturbed for record in run.records for row in record.latency) else []),
         *_explain_p99(run, in_folder),
+        *_describe_judged(run),
         *_explain_references(run),
         *_explain_tf32(run),
         *_describe_search(run),
@@ -52,6 +54,12 @@ def list_footnotes(run: Run, *, in_folder: bool = True) -> list[str]:
         *filter(None, [describe_data(run)]),
         *(["a negative drop is an improvement over the original model"] if negative else []),
     ]
+
+
+def _describe_judged(run: Run) -> Iterator[str]:
+    """Say what the baseline itself reaches in the metric."""
+    if quality := run.baseline.quality:
+        yield f"drop: from {run.baseline.id}'s {quality.title} of {format_value(quality.value)}"
 
 
 def _explain_groups(run: Run) -> Iterator[str]:
@@ -300,7 +308,7 @@ def _explain_cut(record: VariantRecord) -> Iterator[str]:
 def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     machine = map(str, run.environment.get("warnings", ()))
-    first = [*_warn_of_fixed_batch(run), *_describe_float64(run)]
+    first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
     return [*machine, *first, *_list_fallbacks(run), *_list_source_notes(run)]
 
 
@@ -310,6 +318,17 @@ def _list_fallbacks(run: Run) -> Iterator[str]:
         ran = record.engine_coverage
         if ran and (told := describe_fallback(ran.assigned, ran.copies)):
             yield f"{mark_name(record)}: {told}"
+
+
+def _warn_of_labels(run: Run) -> Iterator[str]:
+    """Say that the model is right less often than one that looks at nothing."""
+    quality = run.baseline.quality
+    if quality and quality.value < (guess := quality.guess or 0.0):
+        yield (
+            f"{run.baseline.id} has a {quality.title} of {format_value(quality.value)}, and the most frequent label as "
+            f"every answer would have {format_value(guess)}: labels may not belong to the samples (their order, or how "
+            "classes are numbered), and a budget held on them says little"
+        )
 
 
 def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
@@ -455,6 +474,6 @@ def _describe_missing_references(run: Run) -> Iterator[str]:
 
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
-    first = [*_warn_of_fixed_batch(run), *_describe_float64(run), *_list_source_notes(run)]
+    first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run), *_list_source_notes(run)]
     warnings = map(str, run.environment.get("warnings", ()))
     return [*first, *describe_noise(run), *warnings, *_describe_missing_references(run)]

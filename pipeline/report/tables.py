@@ -178,10 +178,14 @@ _LONG = 10
 """Value of a metric from which digits behind the point say little."""
 
 
+def format_value(value: float) -> str:
+    """Write a metric's value."""
+    return format_metric(value) if abs(value) < _LONG else f"{value:.5g}"
+
+
 def describe_drop(quality: Quality) -> str:
     """Describe the metric and its loss: ``top1 0.9832 (drop +0.0040 [−0.0010, +0.0090]) on 357 samples``."""
-    value = format_metric(quality.value) if abs(quality.value) < _LONG else f"{quality.value:.5g}"
-    return f"{quality.title} {value} (drop {format_drop(quality)}) on {quality.basis}"
+    return f"{quality.title} {format_value(quality.value)} (drop {format_drop(quality)}) on {quality.basis}"
 
 
 def mark_name(record: VariantRecord) -> str:

@@ -30,8 +30,6 @@ from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, rows_first, split_inputs
 
 Split = Literal["train", "calibration", "test"]
-_SYNTHETIC = "synthetic"
-"""Name in the reference of samples that were made up."""
 _MADE_UP = "the samples are random: the ranges are good for measuring speed, and not accuracy"
 _ENOUGH_HELD_OUT = 8
 """Samples that fidelity is judged on without a note."""
@@ -136,11 +134,11 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         index = max(fitting, key=lambda position: fitting[position].batch)
         stored = samples.read_arrays(reference.folder, "feeds", index)
         feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
-        if known.data == _SYNTHETIC and symbol is not None:
+        if known.data == samples.SYNTHETIC and symbol is not None:
             return lazy_synthetic(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)
-        made_up, shared = known.data == _SYNTHETIC, {spec.name for spec in split_inputs(signature.inputs)[1]}
+        made_up, shared = known.data == samples.SYNTHETIC, {spec.name for spec in split_inputs(signature.inputs)[1]}
         return Dataset(
-            _SYNTHETIC if made_up else f"{known.data}, as the reference was run on",
+            samples.SYNTHETIC if made_up else f"{known.data}, as the reference was run on",
             {name: value for name, value in feeds.items() if name not in shared},
             synthetic=made_up,
             axes=find_axes(signature.inputs),

@@ -19,7 +19,7 @@ from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import baseline, environment, simulation
 from enginesmith.pipeline.engines.base import Candidate, Engine, Session
-from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.errors import DataError, SampleError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
@@ -348,9 +348,10 @@ class Quality(EngineCheck):
                 if baseline is not None:
                     with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
                         theirs = dict(stored.items())
-                judged = quality.evaluate(
-                    self.metric or quality.DEFAULT_METRIC, outputs, theirs, data.labels, self.seed
-                )
+                with _name_rows(data):
+                    judged = quality.evaluate(
+                        self.metric or quality.DEFAULT_METRIC, outputs, theirs, data.labels, self.seed
+                    )
             except DataError as error:
                 if self.metric:
                     raise
@@ -414,6 +415,15 @@ def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
     return sorted(files) if metric and not find_own(quality.parse_metric(metric)[0]) else []
 
 
+@contextlib.contextmanager
+def _name_rows(data: Dataset) -> Iterator[None]:
+    """Name the row of the user's data in errors about one of its samples."""
+    try:
+        yield
+    except SampleError as error:
+        raise error.on_row(data.rows[error.sample], data.whole.name) from error
+
+
 def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[Path]]:
     """Try a metric on two samples, before long work; returns a sentence about it, and the files that it read.
 
@@ -425,7 +435,7 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
     size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
     rows = slice(min(_TRIED, size, len(data)))
     outputs = {name: value[rows] for name, value in _answer_rows(session, data.batch(0, size), size).items()}
-    with track_files(allow_pickle=False) as tracker:
+    with _name_rows(data), track_files(allow_pickle=False) as tracker:
         chosen = (
             None
             if data.labels is None

@@ -165,6 +165,7 @@ class Prosecute(EngineCheck):
             rows_apart=self.rows_apart,
             loss_judged=self.required,
             differentiate=model.differentiate,
+            exact=model.exact,
         )
 
 
@@ -196,7 +197,8 @@ def _open(
     others: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None,
 ) -> Iterator[Stage]:
     with engine.load(artifact, device) as session:
-        yield Stage(name, session.run, precision, graph, session.differentiate, describe_software(engine), others)
+        software, exact = describe_software(engine), session.compute_in_float64
+        yield Stage(name, session.run, precision, graph, session.differentiate, software, others, exact)
 
 
 # Other graphs of a plan, in case its own step made a wrong one.

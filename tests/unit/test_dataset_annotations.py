@@ -124,7 +124,7 @@ class TestBoxes:
             {"id": 3, "image_id": 7, "category_id": 3, "bbox": [0, 0, 4, 4], "iscrowd": 1},
         ]
         found = {
-            "images": [{"id": 7, "file_name": "one.png"}, {"id": 5, "file_name": "two.png"}],
+            "images": [{"id": 7, "file_name": "one.png", "height": 32, "width": 48}, {"id": 5, "file_name": "two.png"}],
             "categories": [{"id": 18, "name": "dog"}, {"id": 3, "name": "car"}],
             "annotations": annotations,
             **changes,
@@ -152,9 +152,17 @@ class TestBoxes:
     def test_what_the_crop_cuts_off_is_left_out(self, tmp_path: Path) -> None:
         edge = [{"id": 1, "image_id": 7, "category_id": 3, "bbox": [0, 0, 4, 4]}]
         path = self.write(tmp_path, annotations=edge)
-        labels: Any = open_dataset(path, (RAW,), options=DataOptions(resize=16)).labels
+        data = open_dataset(path, (RAW,), options=DataOptions(resize=16))
+        labels: Any = data.labels
         assert labels.shape == (2, 1, 5)
         assert (labels == -1).all()
+        assert data.notes[2:] == ("boxes outside of the image or its crop: 1 of 1, left out",)
+
+    @pytest.mark.parametrize("flat", [[8, 4, -5, 3], [8, 4, 3, 0]])
+    def test_boxes_without_an_area_are_left_out_and_noted(self, tmp_path: Path, flat: list[int]) -> None:
+        given = [{"id": each, "image_id": 7, "category_id": 3, "bbox": flat if each else BOX} for each in range(2)]
+        data = open_dataset(self.write(tmp_path, annotations=given), (RAW,))
+        assert data.notes[2:] == ("boxes without an area: 1 of 2, left out",)
 
     def test_images_may_lie_beside_the_file_or_above(self, tmp_path: Path) -> None:
         path = self.write(tmp_path)
@@ -171,6 +179,10 @@ class TestBoxes:
             ({"categories": None}, "no list 'categories'"),
             ({"images": []}, "names no images"),
             ({"images": [{"id": 1, "file_name": "gone.png"}]}, "names the image 'gone.png'"),
+            (
+                {"images": [{"id": 7, "file_name": "one.png", "height": 48, "width": 32}]},
+                "one.png has 48×32 pixels, and it has 32×48\n.*that the boxes were drawn in",
+            ),
             ({"images": [{"id": 1, "file_name": "one.png"}, {"id": 1, "file_name": "two.png"}]}, "an id to several"),
             ({"categories": [{"name": "car"}]}, "categories without an id"),
             (

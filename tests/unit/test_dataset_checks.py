@@ -41,6 +41,28 @@ class Counted(LazyRows):
         return made + np.arange(len(made), dtype=self.dtype)[:, None]
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        (["ids:int64:batch,24"], "--input ids:int64:batch,length for any size, or --input ids:int64:batch,60 and"),
+        (
+            ["ids:int64:batch,24", "mask:int64:batch,24"],
+            "--input ids:int64:batch,length --input mask:int64:batch,length for any size, "
+            "or --input ids:int64:batch,60 --input mask:int64:batch,60 and",
+        ),
+        (["ids:int64:batch,24,2"], ""),
+        (["ids:int64:batch,24", "mask:int64:batch,7"], ""),
+    ],
+)
+def test_rows_of_another_length_may_be_what_a_module_takes(inputs: list[str], said: str) -> None:
+    specs = [TensorSpec.parse(text) for text in inputs]
+    with pytest.raises(DataError) as caught:
+        check_arrays("data.npz", {spec.name: np.ones((9, 60), np.int64) for spec in specs}, specs)
+    told = "; or, if the model is a PyTorch module that takes such rows: "
+    fitting = f"give rows that fit {specs[0]}, one sample along the first axis"
+    assert caught.value.remedy == fitting + (f"{told}{said} an example input of that size" if said else "")
+
+
 class TestZeros:
     @pytest.mark.parametrize(
         "arrays",

@@ -326,6 +326,13 @@ def test_a_number_for_all_samples_has_an_interval(name: str) -> None:
     assert "is more than" in judged.explain_excess(judged.drop / 2)
 
 
+def test_top1_is_told_beside_the_most_frequent_label() -> None:
+    labels, logits = np.array([2, 2, 2, 0]), np.eye(3, dtype=np.float32)[[0, 0, 1, 0]]
+    judged = evaluate("top1", {"y": logits}, {"y": logits}, labels)
+    assert (judged.value, judged.guess) == (0.25, 0.75)
+    assert evaluate("auroc", {"y": logits[:, :1]}, {"y": logits[:, :1]}, labels > 0).guess is None
+
+
 def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
     told = Quality(metric="map", value=0.5, baseline=0.51, drop=0.01, drop_low=-0.02, drop_high=0.04, samples=100)
     assert told.explain_width(0.01) == (

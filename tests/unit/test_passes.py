@@ -114,6 +114,24 @@ def test_a_graph_that_names_the_standard_domain_in_full_is_simplified(tmp_path: 
     assert not notes
 
 
+@pytest.mark.parametrize(
+    ("operator", "number", "left"),
+    [
+        *[("Add", 1e-9, 1), ("Add", 1e-12, 1), ("Sub", 1e-8, 1), ("Mul", 1 - 2e-6, 1), ("Div", 1 + 5e-6, 1)],
+        *[("Add", 0.0, 0), ("Sub", 0.0, 0), ("Mul", 1.0, 0), ("Div", 1.0, 0)],
+    ],
+)
+def test_a_number_near_0_or_1_is_none_of_them(tmp_path: Path, operator: str, number: float, left: int) -> None:
+    """Denominators and probabilities are guarded by such numbers."""
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    nodes = [helper.make_node("Abs", ["x"], ["a"]), helper.make_node(operator, ["a", "number"], ["y"])]
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], [numpy_helper.from_array(np.float32(number), "number")])
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    model = edit.load(tmp_path / "m.onnx")
+    simplify.rewrite(model)
+    assert sum(node.op_type == operator for node in model.graph) == left
+
+
 @pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
 def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
     weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), **NUMBERS}

@@ -10,12 +10,21 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate, list_sizes
-from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
+from enginesmith.pipeline.measure.prosecution.judging import (
+    OWN_GRAPH,
+    make_judge,
+    measure_rounding,
+    measure_sensitivity,
+)
+from enginesmith.pipeline.measure.prosecution.locate import find_guilty_stage
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement, InputSearch, Subject
+from enginesmith.pipeline.measure.prosecution.stages import Stage, Stages
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
 RNG = np.random.default_rng(0)
@@ -321,6 +330,46 @@ def test_a_right_engine_is_not_accused() -> None:
         lambda feeds: {"y": np.round(feeds["x"] * 2, 1)}, "int8", graph=lambda feeds: {"y": np.round(feeds["x"] * 2, 1)}
     )
     assert coarse is None
+
+
+def test_what_rounding_within_the_model_explains_is_no_fault() -> None:
+    """The engine and the model are as far from the exact answer, on different sides."""
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] + np.float32(0.01)}
+
+    def exact(feeds: Feeds) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"].astype(np.float64) - 0.01}
+
+    assert search(engine) is not None
+    assert search(engine, exact=exact) is None
+    assert search(engine, exact=lambda feeds: {}) is not None
+    assert search(lambda feeds: {"y": 2 * feeds["x"] + 1}, exact=exact) is not None
+    filled = {"y": np.array([1.0, -3.4e38, np.nan], np.float32)}
+    right = {"y": np.array([1.5, -1.8e308, 0.0])}
+    assert measure_rounding(lambda feeds: filled, lambda feeds: right, {"x": filled["y"]}) == {"y": 0.5}
+
+
+@pytest.mark.parametrize(("factor", "guilty"), [(2.0, 2), (3.0, 1)])
+def test_a_graph_is_not_guilty_of_what_the_runtime_that_computes_it_does(
+    tmp_path: Path, factor: float, guilty: int
+) -> None:
+    """ONNX Runtime computes the graphs in between: onnx's own evaluator says whether they are right."""
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 6]) for name in "xy"]
+    stored = [numpy_helper.from_array(np.float32(factor), "factor")]
+    graph = helper.make_graph([helper.make_node("Mul", ["x", "factor"], ["y"])], "g", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, path := tmp_path / "graph.onnx")
+    stages = (
+        Stage("model", double, "fp32"),
+        Stage("export", lambda feeds: {"y": 3 * feeds["x"]}, "fp32", path),
+        Stage("engine", lambda feeds: {"y": 3 * feeds["x"]}, "fp32"),
+    )
+    feeds = SPACE.samples[0]
+    shown = Disagreement(
+        walk="values", note="", witness=MODEL, reason="", attempts=1, feeds=feeds, expected=double(feeds), found=None
+    )
+    assert find_guilty_stage(Stages(stages, engine_class("onnxruntime")(), Device(), 1), shown) == guilty
 
 
 def test_a_wrong_size_is_found() -> None:

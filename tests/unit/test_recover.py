@@ -342,7 +342,7 @@ def loss(student, teacher, batch):
 
 def test_what_memory_ran_out_in_is_done_again_in_smaller_parts(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
     found = {}
-    for name, learning, after in (("whole", True, 10**6), ("step", True, 4), ("evaluation", False, 4)):
+    for name, learning, after in (("whole", True, 10**6), ("step", True, 2), ("evaluation", False, 2)):
         code = tmp_path / f"{name}.py"  # the first evaluations are before the first step
         code.write_text(SHORT.format(learning=learning, after=after))
         found[name] = done(task(unlabelled, epochs=2, method=f"{code}:loss"), pair, tmp_path / name)

@@ -260,6 +260,16 @@ def test_what_a_float64_model_is_computed_in_is_told(kind: str, layers: dict[str
         assert [line for line in lines if "float64" in line] == said
 
 
+@pytest.mark.parametrize("guess", [0.996, 0.995, None])
+def test_a_model_that_is_right_less_often_than_one_that_looks_at_nothing_is_a_note(guess: float | None) -> None:
+    quality = Quality(metric="top1", value=0.995, baseline=0.995, guess=guess, drop=0.0, samples=200)
+    shown = small(record("eager", 2.0, 1.0).model_copy(update={"quality": quality}))
+    for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
+        told = [line for line in lines if "labels may not belong to the samples" in line]
+        assert len(told) == (guess == 0.996)
+        assert all(line.startswith("eager has a top1 of 0.9950, and ") and " 0.9960:" in line for line in told)
+
+
 def test_a_reference_that_failed_is_a_note() -> None:
     """It is no failure in the terminal, in junit.xml and at the exit code."""
     broken = record("compiled-bf16", 1.0, 2.0).model_copy(
@@ -324,12 +334,13 @@ def test_a_missing_p99_and_a_negative_drop_have_a_footnote(
     row = LatencyRow(batch=1, n=90, p50_ms=1.0, stopped_because=stopped)
     better = Quality(metric="top1", value=0.9, baseline=0.9, drop=-0.0033, drop_low=-0.01, drop_high=0.002, samples=9)
     few = record("a", 1.0, 1.0).model_copy(update={"latency": (row,), "quality": better})
-    p99, drop = sentences.list_footnotes(run(variants=(few,)))
+    p99, judged, drop = sentences.list_footnotes(run(variants=(few,)))
     assert p99.startswith(f"no p99 (–): it needs 662 calls, and there were as few as 90; {remedy}")
     for folder in (Path("run"), None):
         terminal.show_run(run(variants=(few,), winner="a"), folder, as_json=False)
         shown = p99 if folder else p99.replace(" --replace", "")
         assert shown in capsys.readouterr().out, "benchmark keeps no folder, and has no such option"
+    assert judged == "drop: from eager's top1 of 0.9900"
     assert drop == "a negative drop is an improvement over the original model"
     assert tables.describe_drop(better) == "top1 0.9000 (drop −0.0033 [−0.0100, +0.0020]) on 9 samples"
     none = better.model_copy(update={"drop": -2e-6, "drop_low": -3e-6, "drop_high": -1e-6})

@@ -154,6 +154,23 @@ def test_other_outputs_need_their_shape() -> None:
         compare(found, take(found, slice(0, 4)), thresholds_for("int8"))
 
 
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [
+        (FIXED, {"found": np.zeros((0, 20, 6), np.float32)}),
+        (FIXED, {"found": np.zeros((2, 20, 5), np.float32)}),
+        (FIXED, {"found": np.zeros(2, np.float32)}),
+        (FREE, {"score": np.zeros(4, np.float32)}),
+        (FREE, {"box": np.zeros((5, 1, 4), np.float32)}),
+        (FREE, {"box": np.float32(0)}),
+    ],
+)
+def test_tables_need_their_samples_and_columns(form: Signature, changes: dict[str, Array]) -> None:
+    found = boxes(5) if form is FREE else {"found": np.zeros((2, 20, 6), np.float32), "count": np.array([3, 4])}
+    with pytest.raises(FidelityError, match=r"^output '(found|score|box)' is .*, and the reference's is float32"):
+        judge(found, {**found, **changes}, "fp32", form)
+
+
 def chain(*nodes: onnx.NodeProto, outputs: tuple[str, ...], **weights: Any) -> onnx.GraphProto:
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
     image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4, 10])

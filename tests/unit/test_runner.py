@@ -187,6 +187,36 @@ def test_what_is_looked_up_when_it_is_not_worth_doing_any_more_is_skipped() -> N
     assert {outcome.reason for outcome in outcomes.values() if outcome.status == "skipped"} == {"it is bad"}
 
 
+class Stoppable(Slow):
+    """Ends the slow step where it is stopped in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = threading.Event()
+
+    def execute(self, request: StepRequest) -> Result:
+        if request.step.id == "bad":
+            assert self.slow_began.wait(30)
+        result = super().execute(request)
+        if request.step.id == "slow" and self.stopped.wait(0.2):
+            raise StepError("it was ended")
+        return result
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@pytest.mark.parametrize(("pointless", "after"), [("slow", ""), ("", ""), ("slow", "slow")])
+def test_what_runs_is_ended_where_nothing_else_is_worth_doing(pointless: str, after: str) -> None:
+    """Not where another step, as that of another run, waits for it."""
+    desk, steps = Stoppable(), [Step("slow", Idle()), Step("bad", Idle())]
+    steps += [Step("last", Idle(), {"x": after})] if after else []
+    outcomes = run(desk, *steps, on_new=lambda new: {pointless: "it is bad"} if "bad" in new else {})
+    ended = bool(pointless and not after)
+    assert desk.stopped.is_set() is ended
+    assert (outcomes["slow"].status, outcomes["slow"].reason) == (("skipped", "it is bad") if ended else ("done", ""))
+
+
 class Elsewhere(Desk):
     """Another one does the second step meanwhile; the first look-up has something to tell."""
 

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from enginesmith.calibration.dataset import Dataset, open_dataset
-from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
+from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
+from enginesmith.calibration.options import PARTS, DataOptions, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError, UsageError
@@ -22,6 +22,7 @@ from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
+from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
@@ -400,6 +401,36 @@ def test_bfloat16_at_the_ends_of_a_graph_is_refused_by_name(tmp_path: Path, dtyp
     assert "in float32, with a Cast" in error.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("nodes", "most"),
+    [
+        ([("Gather", "table ids", "y")], 7),
+        ([("Cast", "ids", "a"), ("Unsqueeze", "a axes", "b"), ("Gather", "table b", "y")], 7),
+        ([("DequantizeLinear", "small scale", "a"), ("Gather", "a ids", "y"), ("Gather", "table ids", "z")], 5),
+        ([("Add", "ids axes", "a"), ("Gather", "table a", "y")], 1),  # a place behind an offset
+        ([("Gather", "ids axes", "y")], 1),
+    ],
+)
+def test_made_up_indices_are_of_all_rows_of_their_table(
+    tmp_path: Path, nodes: list[tuple[str, str, str]], most: int
+) -> None:
+    """Else all answers of a sentence encoder would be those of two tokens."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("ids", 7, ["batch", 64]), ("y", 1, None))]
+    tables = {"table": np.zeros((8, 3), np.float32), "small": np.zeros((6, 3), np.int8), "scale": np.float32(1)}
+    stored = {**tables, "axes": np.array([1])}
+    made = [
+        helper.make_node(operator, read.split(), [output], **({"to": 6} if operator == "Cast" else {}))
+        for operator, read, output in nodes
+    ]
+    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    path = tmp_path / "model.onnx"
+    graph = helper.make_graph(made, "g", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    given = signature("ids:int64:batch,64")
+    feeds, _ = make_example(Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=given))
+    assert (feeds["ids"].min(), feeds["ids"].max()) == (0, most)
+
+
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
     ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 3]), ("y", 1, ["batch", "batch"]))]
     nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
@@ -448,6 +479,22 @@ def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_m
     assert not isinstance(judged, str)
     assert (judged.batch or 0, sizes[0]) == (batch, batch or 10)
     assert judged.basis == "10 samples" + (f" in batches of {batch}" if batch else "")
+
+
+@pytest.mark.parametrize("part", ["choice", "judgement"])
+def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartName) -> None:
+    """Rows of a part are shuffled."""
+    rows, place = np.random.default_rng(0).random((40, 3), np.float32), tmp_path / "data.npz"
+    options = PartOptions(part=part, shared_by=("choice", "judgement"))
+    row = split_rows(Dataset("d", {"x": rows}), options.shared_by, None)[part][4]
+    np.savez(place, x=rows, labels=np.where(np.arange(40)[:, None] == row, np.inf, rows))
+    fields = {"data": str(place), "data_options": options, "samples": None, "metric": "mse"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, seed=0, **fields)
+    with quality.engine.load(graph(tmp_path / "model.onnx", "Identity"), Device()) as session:
+        data = open_dataset(str(place), session.signature.inputs, split="test", options=options)
+        for judge in (lambda: quality.judge(session, None, lambda _: None), lambda: try_metric("mse", session, data)):
+            with pytest.raises(DataError, match=f"have NaN or infinity, first for row {row} of data.npz\n"):
+                judge()
 
 
 def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:
@@ -663,6 +710,23 @@ def test_a_file_with_other_names_is_compared_by_position(tmp_path: Path) -> None
             "'given' is compared with 'x', by position",
             "'answer' is compared with 'y', by position",
         )
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "told"), [("synthetic", 3e-8, True), ("synthetic", 3e-6, False), ("mine.npz", 3e-8, False)]
+)
+def test_a_tiny_error_on_samples_that_are_made_up_is_told(tmp_path: Path, data: str, error: float, told: bool) -> None:
+    """Answers near 0 have an SQNR of their own, which tells little of those to real samples."""
+    for what, name in (("feeds", "x"), ("outputs", "y")):
+        samples.write_arrays(tmp_path, what, 0, {name: np.float32([[1e-5, 2e-5, 0]])})
+    samples.write(tmp_path, Samples(data=data, ranges={}, cases=(Case(points=("min",), sizes={"batch": 1}, batch=1),)))
+    given = {"model": graph(tmp_path / "add.onnx", "Add", error)}
+    given["reference"] = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    (out := tmp_path / "out").mkdir()
+    rejected = verify.run(given, out, lambda _: None).rejected
+    assert "has an SQNR of " in rejected
+    assert rejected.endswith("the samples are made up: --data or --eval judges on real ones") is told
 
 
 def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, EngineFacts, PackageFacts
 from enginesmith.pipeline.engines.openvino import profiler, session
-from enginesmith.pipeline.engines.openvino.whole_numbers import find_long_products
+from enginesmith.pipeline.engines.openvino.whole_numbers import find_whole_numbers
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import install_command
@@ -156,7 +156,7 @@ class OpenVINO(Engine):
         rounded, asked = profiler.find_rounded(source)
         audit = profiler.audit(profiler.read_layers(compiled, rounded), asked)
         fixed = session.has_only_a_batch(artifact.signature or model_file.signature(artifact.path))
-        found = {"options": session.find_workarounds(graph, fixed=fixed), "long": find_long_products(source)}
+        found = {"options": session.find_workarounds(graph, fixed=fixed), "whole_numbers": find_whole_numbers(source)}
         record = audit.model_copy(update=found)
         (out / _AUDIT).write_text(record.model_dump_json(indent=1))
         summary = ", ".join(f"{count} layers in {name}" for name, count in audit.layers.items())

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.openvino.session import OpenVINOSession
+from enginesmith.pipeline.engines.openvino.whole_numbers import WholeNumbers
 from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, find_dequantized, is_product
@@ -60,17 +61,20 @@ class Audit(BaseModel, frozen=True):
     """Names of those among them that run in floating point."""
     options: dict[str, str] = {}
     """Options without which OpenVINO would compute the graph wrongly where its batch is fixed."""
-    long: tuple[str, ...] = ()
-    """Names of products of int64, which it computes in 32 bits."""
+    whole_numbers: WholeNumbers = WholeNumbers()
+    """Nodes whose whole numbers may be larger than it computes right."""
 
     @property
     def cautions(self) -> tuple[str, ...]:
         """On which numbers the answers would be wrong."""
-        shown = ", ".join(self.long[:_SHOWN])
-        words = (
-            f"OpenVINO computes whole numbers in 32 bits: products of int64 beyond ±2147483647 would be wrong ({shown})"
-        )
-        return (words,) if self.long else ()
+        limits = {
+            "computes whole numbers in 32 bits: products of int64 beyond ±2147483647": self.whole_numbers.products,
+            "divides whole numbers as float32: quotients and remainders of those beyond ±16777216": (
+                self.whole_numbers.quotients
+            ),
+        }
+        shown = {words: ", ".join(names[:_SHOWN]) for words, names in limits.items() if names}
+        return tuple(f"OpenVINO {words} would be wrong ({names})" for words, names in shown.items())
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
-"""Find where a graph may compute whole numbers that do not fit in the 32 bits in which OpenVINO computes int64.
+"""Find whole numbers that OpenVINO may get wrong: it has 32 bits for them, and divides them as float32.
 
 Inputs are checked when they are fed. In the graph it is products that make large numbers of small ones: of a hash, or
-of seconds to nanoseconds.
+of seconds to nanoseconds. Quotients and remainders are exact up to 2^24 (OpenVINO 2026.4.1).
 """
 
 import functools
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from enginesmith.pipeline.frameworks.onnx import model_file
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import onnx
 
 _GROWING = ("Mul", "Pow", "BitShift", "ReduceProd")
+_DIVIDING = ("Div", "Mod")
 _COUNTS = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
 """Their whole numbers are sizes and places, whatever they are of."""
 _INDICES = {
@@ -32,28 +33,35 @@ _CARRYING = (
 """Operators from whose result it shows that a number of theirs was wrong: others may hide it, as a remainder does."""
 
 
-def find_long_products(model: "onnx.ModelProto") -> tuple[str, ...]:
-    """List the products of int64 that depend on values of inputs, by name, unless they are indices alone.
+class WholeNumbers(NamedTuple):
+    """Names of nodes of the main graph that compute with the values of integer inputs."""
 
-    Seen is the main graph; what branches and loops compute within is not.
-    """
+    products: tuple[str, ...] = ()
+    """Of int64, and not indices alone."""
+    quotients: tuple[str, ...] = ()
+    """And remainders."""
+
+
+def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
+    """Find nodes whose whole numbers may be too large; what branches and loops compute within is not seen."""
     import onnx
 
-    typed = onnx.shape_inference.infer_shapes(model)
-    longs = (onnx.TensorProto.INT64, onnx.TensorProto.UINT64)
-    named = (*typed.graph.input, *typed.graph.value_info, *typed.graph.output)
-    long = {value.name for value in named if value.type.tensor_type.elem_type in longs}
-    constants = {tensor.name for tensor in typed.graph.initializer}
-    given = long.intersection(value.name for value in typed.graph.input) - constants
+    kinds, graph = onnx.TensorProto, onnx.shape_inference.infer_shapes(model).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    long = {name for name, kind in types.items() if kind in (kinds.INT64, kinds.UINT64)}
+    whole = long | {name for name, kind in types.items() if kind in (kinds.INT32, kinds.UINT32)}
+    given = whole.intersection(value.name for value in graph.input) - {tensor.name for tensor in graph.initializer}
     readers = defaultdict[str, list[tuple["onnx.NodeProto", int]]](list)
-    products = list["onnx.NodeProto"]()
-    for node in typed.graph.node:
+    products, quotients = list["onnx.NodeProto"](), list["onnx.NodeProto"]()
+    for node in graph.node:
         for at, name in enumerate(node.input):
             readers[name].append((node, at))
-        if node.op_type not in _COUNTS and given.intersection(model_file.list_reads(node)):
-            given.update(long.intersection(node.output))
-            products += [node] if node.op_type in _GROWING and long.intersection(node.output) else []
-    ends = {value.name for value in typed.graph.output}
+        made = whole.intersection(node.output)
+        if made and node.op_type not in _COUNTS and given.intersection(model_file.list_reads(node)):
+            given.update(made)
+            products += [node] if node.op_type in _GROWING and made & long else []
+            quotients += [node] if node.op_type in _DIVIDING else []
+    ends = {value.name for value in graph.output}
 
     @functools.cache
     def is_index(name: str) -> bool:
@@ -64,4 +72,10 @@ def find_long_products(model: "onnx.ModelProto") -> tuple[str, ...]:
     def carries(node: "onnx.NodeProto") -> bool:
         return node.op_type in _CARRYING and all(map(is_index, node.output))
 
-    return tuple(node.name or node.output[0] for node in products if not all(map(is_index, node.output)))
+    return WholeNumbers(
+        tuple(_name(node) for node in products if not all(map(is_index, node.output))), tuple(map(_name, quotients))
+    )
+
+
+def _name(node: "onnx.NodeProto") -> str:
+    return node.name or node.output[0]

@@ -6,6 +6,7 @@ wrapped in a named range while it is profiled. Hooks would do the same, but some
 """
 
 import contextlib
+import copy
 import gc
 import statistics
 import threading
@@ -157,6 +158,18 @@ class EagerSession(Session):
         return {
             name: value.float().cpu().numpy() for name, value in zip(floats, found, strict=True) if value is not None
         }
+
+    def compute_in_float64(self, feeds: Feeds) -> dict[str, Array]:
+        if not isinstance(self.forward, torch.nn.Module):
+            return {}
+        try:
+            with self._use_stream(), self._inference_mode():
+                exact = copy.deepcopy(self.forward).double()
+                inputs = (tensor.double() if tensor.is_floating_point() else tensor for tensor in self.bind(feeds))
+                outputs = zip(self.signature.outputs, exact(*inputs), strict=True)
+                return {spec.name: value.cpu().numpy() for spec, value in outputs}
+        except _RAISED:
+            return {}  # it makes float32 inside, or cannot be copied
 
     def _enter_stream(self) -> None:
         if self._stream:

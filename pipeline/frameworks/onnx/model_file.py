@@ -409,6 +409,30 @@ def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
     return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor))
 
 
+_SAME_NUMBERS = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Transpose", "Expand")
+
+
+def count_table_rows(path: Path) -> dict[str, int]:
+    """Count the rows of the smallest constant table that an input is an index of, as tokens are, by the input's name.
+
+    Tables may be quantized. Inputs that are computed with before they become indices are left out.
+    """
+    graph = skeleton(path).graph
+    sizes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    inputs = {value.name: value.name for value in graph.input if value.name not in sizes}
+    rows = dict[str, int]()
+    for node in graph.node:
+        read = node.input[0] if node.input else ""
+        if node.op_type in _SAME_NUMBERS and read in inputs:
+            inputs[node.output[0]] = inputs[read]
+        elif node.op_type == "DequantizeLinear" and read in sizes:
+            sizes[node.output[0]] = sizes[read]
+        elif node.op_type == "Gather" and read in sizes and (name := inputs.get(node.input[1])):
+            size = sizes[read][next((entry.i for entry in node.attribute if entry.name == "axis"), 0)]
+            rows[name] = min(size, rows.get(name, size))
+    return rows
+
+
 # Outputs whose rows are chosen by values, so that rounding may change their number and order.
 
 _SELECTING = {"NonMaxSuppression": 0, "NonZero": 0, "TopK": 1, "Unique": 0}

@@ -31,6 +31,7 @@ _SAME = 1e-4
 _SAME_NAMES = 0.8
 """Share of the values whose names both graphs have, from which a name is taken to mean the same in both."""
 _LARGEST_BYTES = 1 << 30
+_LARGEST_REFERENCE_BYTES, _MOST_NODES = 1 << 24, 300
 
 
 def read_whole(path: Path) -> "onnx.ModelProto":
@@ -56,6 +57,30 @@ def compute(model: "onnx.ModelProto", feeds: Feeds, outputs: Sequence[str] | Non
     """
     names = list(outputs or [value.name for value in model.graph.output])
     values = evaluator.run_graph(model.SerializeToString(), feeds, names, threads=1)
+    return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
+
+
+def compute_by_reference(path: Path, feeds: Feeds) -> dict[str, Array]:
+    """Compute a small graph by onnx's reference evaluator, which is slow; empty where it is large, or cannot be."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        model = read_whole(path)
+        if model_file.count_weight_bytes(model) > _LARGEST_REFERENCE_BYTES or len(model.graph.node) > _MOST_NODES:
+            return {}
+        names = [value.name for value in model.graph.output]
+        values = ReferenceEvaluator(model).run(names, {key: feeds[key] for key in (v.name for v in model.graph.input)})
+    except (
+        InvalidGraph,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        onnx.checker.ValidationError,
+    ):
+        return {}
     return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
 
 

@@ -26,6 +26,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     Answer,
     Judge,
     make_judge,
+    measure_rounding,
     measure_sensitivity,
     take_row,
 )
@@ -78,6 +79,8 @@ class Subject:
     """False where it is judged elsewhere what a lower precision loses: the engine is compared with its own graph."""
     differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
     """Computes the model's gradient, as ``Session.differentiate`` does."""
+    exact: Answer | None = None
+    """Answers as the model in float64, as ``Session.compute_in_float64`` does."""
 
     def judge(self, precision: str) -> Judge:
         """Make a judge by a precision's thresholds."""
@@ -228,7 +231,15 @@ class InputSearch:
 
     def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:
         judge = self._judges[precision]
-        return judge.find_fault(wanted, given, lambda: measure_sensitivity(answer, feeds, precision, self._seed))
+
+        def measure() -> dict[str, float]:
+            moved, exact = measure_sensitivity(answer, feeds, precision, self._seed), self.subject.exact
+            if exact and answer is self.subject.model and precision in EXACT:
+                for name, distance in measure_rounding(answer, exact, feeds, self._seed).items():
+                    moved[name] = max(moved.get(name, 0.0), distance)
+            return moved
+
+        return judge.find_fault(wanted, given, measure)
 
     def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
         """Ask for one sample of the batch alone, where the model itself keeps samples apart."""

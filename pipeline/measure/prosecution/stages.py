@@ -47,6 +47,8 @@ class Stage:
     """Software that answers, with its version."""
     other_graphs: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None
     """Lists other graphs that can be made in its place, those first that concern the nodes of these names."""
+    exact: Answer | None = None
+    """Answers in float64, as ``Session.compute_in_float64`` does."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 from enginesmith.pipeline.passes.opset import convert_opset
+from enginesmith.pipeline.passes.simplify import require_exact_constants
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         raise ExportError("torch.onnx.export returned nothing")
     _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded.signature)
     progress("folding constants")
+    require_exact_constants()
     # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
     optimizer.optimize(program.model)
     _round_folded_weights(program.model)
