@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
@@ -19,6 +20,7 @@ from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from graphs import quiet
+from published_bugs import probes
 
 
 def loaded(module: Any, example: dict[str, Any], shapes: dict[str, tuple[Any, ...]], outputs: list[str]) -> Any:
@@ -103,6 +105,41 @@ def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
     found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
     for value, wanted in zip(found, model.module(*feeds.values()), strict=True):
         np.testing.assert_array_equal(value, wanted.numpy())
+
+
+_MAGNITUDES = 10.0 ** torch.arange(-34, 38, 1.5)
+_NUMBERS = torch.cat([_MAGNITUDES, -_MAGNITUDES, torch.linspace(-80, 80, 65), torch.linspace(-2, 2, 65)])
+_SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.logsigmoid,
+        torch.log1p,
+        torch.expm1,
+    ],
+)
+def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) -> None:
+    """OpenVINO's maxima and exponentials of NaN are numbers, so it is compared at the others."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *given: Any) -> Any:
+            return function(*given)
+
+    numbers = torch.cat([_SPECIAL, _NUMBERS])
+    feeds = dict(zip("xy", torch.meshgrid(*[numbers] * (1), indexing="ij"), strict=False))
+    shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+    text = ",".join(map(str, shapes["x"]))
+    model = loaded(Module(), feeds, shapes, [f"out:float32:{text}"])
+    exported(tmp_path, model, exporter="dynamo")
+    arrays = {name: value.numpy() for name, value in feeds.items()}
+    (found,) = evaluator.run_graph(tmp_path / edit.FILE, arrays)
+    wanted = function(*feeds.values()).numpy()
+    is_number = ~np.isnan(wanted)
+    np.testing.assert_allclose(found, wanted, 1e-5, 1e-37)
+    (found,) = probes.run_openvino(onnx.load(tmp_path / edit.FILE), arrays)
+    np.testing.assert_allclose(found[is_number], wanted[is_number], 1e-5, 1e-37)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -6,6 +6,8 @@ from onnx import TensorProto, numpy_helper
 from published_bugs import probes
 from published_bugs.case import Graphs, graph, known_bug
 
+_TRANSLATIONS = "pipeline/passes/export/translations.py"
+
 
 def _weights(**shapes: tuple[int, ...]) -> list[TensorProto]:
     rng = np.random.default_rng(0)
@@ -73,8 +75,10 @@ def gemm_beta() -> Graphs:
     "onnxscript",
     "September 2025",
     affected=">=0.5",
-    probe=probes.exports_a_division_wrongly,
-    guard="pipeline/passes/export/export.py",
+    probe=probes.exports_wrongly(
+        lambda torch, key: torch.div(key, 7, rounding_mode="floor"), 123_456_789 * np.arange(60).reshape(10, 6)
+    ),
+    guard=_TRANSLATIONS,
     slow=True,
 )
 def whole_division() -> Graphs:
@@ -83,4 +87,23 @@ def whole_division() -> Graphs:
     return Graphs(
         graph(text + " y = Div(i, by) }", 18),
         graph(text + " f = Cast<to=1>(i) q = Div(f, seven) r = Floor(q) y = Cast<to=7>(r) }", 18),
+    )
+
+
+@known_bug(
+    "pytorch/pytorch#14830",
+    "the logarithm of a sigmoid is computed as that, and is -inf where the sigmoid is 0",
+    "onnxscript",
+    "December 2018",
+    affected=">=0.5",
+    probe=probes.exports_wrongly(
+        lambda torch, x: torch.nn.functional.logsigmoid(x), np.array([-20, -90, 3], np.float32)
+    ),
+    guard=_TRANSLATIONS,
+    slow=True,
+)
+def log_of_sigmoid() -> Graphs:
+    head = "(float[N,6] x) => (float[N,6] y)"
+    return Graphs(
+        graph(f"{head} {{ n = Neg(x) p = Softplus(n) y = Neg(p) }}"), graph(f"{head} {{ s = Sigmoid(x) y = Log(s) }}")
     )

@@ -1,0 +1,103 @@
+"""Translate operators of PyTorch to ONNX where the exporter's own translations are wrong.
+
+They replace those of onnxscript's torch library. Values of a trace have no types.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops import core
+
+from enginesmith.pipeline.frameworks.onnx import ir
+
+aten, op = torch.ops.aten, cast("Any", opset18)
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def list_translations() -> dict[Any, Callable[..., Any]]:
+    """List the translations by operator."""
+    return {
+        aten.floor_divide.default: divide_down,
+        aten.floor_divide.Scalar: divide_down,
+        aten.div.Tensor_mode: divide,
+        aten.div.Scalar_mode: divide,
+        aten.log_sigmoid.default: log_sigmoid,
+        aten.log1p.default: log1p,
+        aten.expm1.default: expm1,
+    }
+
+
+def divide_down(self: Any, other: Any) -> Any:
+    """Divide and round down.
+
+    The exporter divides whole numbers as float32, whose quotients are wrong from 2^24 on; and it rounds the quotient of
+    floats down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9. Numbers written in
+    the module reach the graph as float32, so that float64 divided by 0.1 is not exact.
+    """
+    if self.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return core.aten_floor_divide(self, other)
+    divisor = op.CastLike(other, self)
+    rest = op.Mod(self, divisor, fmod=1)
+    zero = op.CastLike(0.0, self)
+    is_above = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
+    quotient = op.Sub(op.Round(op.Div(op.Sub(self, rest), divisor)), op.CastLike(is_above, self))
+    return op.Where(op.Equal(divisor, zero), op.Div(self, divisor), quotient)
+
+
+def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    """Divide with a rounding mode; see `divide_down`."""
+    large = self.dtype in (ir.DataType.INT32, ir.DataType.INT64)  # smaller ones are exact in float32
+    if rounding_mode == "floor" and (large or not self.dtype.is_integer()):
+        return divide_down(self, other)
+    if rounding_mode == "trunc" and large:
+        return op.Div(self, other)
+    return core.aten_div_mode(self, other, rounding_mode)
+
+
+# Functions whose plain formulas cancel or overflow. As in PyTorch, halves are computed in float32.
+
+
+def _in_float32(translate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(translate)
+    def widen(*values: Any) -> Any:
+        if values[0].dtype not in _HALVES:
+            return translate(*values)
+        wide = (op.Cast(value, to=ir.DataType.FLOAT) if isinstance(value, ir.Value) else value for value in values)
+        return op.CastLike(translate(*wide), values[0])
+
+    return widen
+
+
+def _log1p(x: Any) -> Any:
+    """Compute log(1 + x), with the rounding of 1 + x divided out.
+
+    Theorem 4 of Goldberg, What Every Computer Scientist Should Know About Floating-Point Arithmetic, 1991. The first
+    Where gives 1 + x in any case: it keeps optimizers from taking (1 + x) - 1 for x, and OpenVINO from its SoftPlus for
+    log(1 + exp(x)), which is off by up to 8e-6.
+    """
+    one = op.CastLike(1.0, x)
+    above = op.Where(op.Less(x, op.CastLike(1e30, x)), op.Add(x, one), x)
+    log, rounded = op.Log(above), op.Sub(above, one)
+    exact = op.Where(op.Equal(rounded, x), log, op.Mul(log, op.Div(x, rounded)))  # of -1 and infinity, too
+    return op.Where(op.Equal(above, one), x, exact)
+
+
+@_in_float32
+def log1p(self: Any) -> Any:
+    """Compute log(1 + x) to all digits; the exporter's is 0 for small x."""
+    return _log1p(self)
+
+
+@_in_float32
+def expm1(self: Any) -> Any:
+    """Compute exp(x) - 1, which is tanh(x / 2) (exp(x) + 1), to all digits; the exporter's is 0 for small x."""
+    return op.Mul(op.Tanh(op.Mul(self, op.CastLike(0.5, self))), op.Add(op.Exp(self), op.CastLike(1.0, self)))
+
+
+@_in_float32
+def log_sigmoid(self: Any) -> Any:
+    """Compute log(sigmoid(x)) as PyTorch does; the exporter's is -inf where the sigmoid is 0."""
+    return op.Sub(op.Min(self, op.CastLike(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(self)))))
