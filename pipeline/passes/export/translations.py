@@ -27,6 +27,8 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.log_sigmoid.default: log_sigmoid,
         aten.log1p.default: log1p,
         aten.expm1.default: expm1,
+        aten.logaddexp.default: logaddexp,
+        aten.logaddexp2.default: logaddexp2,
     }
 
 
@@ -101,3 +103,17 @@ def expm1(self: Any) -> Any:
 def log_sigmoid(self: Any) -> Any:
     """Compute log(sigmoid(x)) as PyTorch does; the exporter's is -inf where the sigmoid is 0."""
     return op.Sub(op.Min(self, op.CastLike(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(self)))))
+
+
+@_in_float32
+def logaddexp(self: Any, other: Any) -> Any:
+    """Compute log(exp(x) + exp(y)); the exporter's overflows above 88."""
+    distance = op.Where(op.Equal(self, other), op.CastLike(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities
+    return op.Add(op.Max(self, other), _log1p(op.Exp(op.Neg(distance))))
+
+
+@_in_float32
+def logaddexp2(self: Any, other: Any) -> Any:
+    """Compute log2(2^x + 2^y); the exporter's overflows from 128 on."""
+    log2 = op.Log(op.CastLike(2.0, self))
+    return op.Div(logaddexp(op.Mul(self, log2), op.Mul(other, log2)), log2)
