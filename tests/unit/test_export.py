@@ -120,6 +120,7 @@ _SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
         torch.expm1,
         torch.logaddexp,
         torch.logaddexp2,
+        torch.atan2,
     ],
 )
 def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) -> None:
@@ -129,7 +130,7 @@ def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) ->
         def forward(self, *given: Any) -> Any:
             return function(*given)
 
-    two = function in (torch.logaddexp, torch.logaddexp2)
+    two = function in (torch.logaddexp, torch.logaddexp2, torch.atan2)
     numbers = torch.cat([_SPECIAL, _NUMBERS[::6] if two else _NUMBERS])
     feeds = dict(zip("xy", torch.meshgrid(*[numbers] * (1 + two), indexing="ij"), strict=False))
     shapes = {name: tuple(value.shape) for name, value in feeds.items()}
@@ -142,8 +143,24 @@ def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) ->
     is_number = ~np.isnan(wanted)
     smallest = 1e-7 if two else 1e-37
     np.testing.assert_allclose(found, wanted, 1e-5, smallest)
+    if function is torch.atan2:
+        np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
     (found,) = probes.run_openvino(onnx.load(tmp_path / edit.FILE), arrays)
     np.testing.assert_allclose(found[is_number], wanted[is_number], 1e-5, smallest)
+
+
+def test_functions_of_halves_are_computed_in_float32(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any) -> Any:
+            return F.logsigmoid(x), torch.logaddexp(x, y), torch.atan2(x, y)
+
+    x, y = torch.linspace(-9, 9, 200).half(), torch.linspace(5, -3, 200).half()
+    names = [f"{name}:float16:200" for name in "abc"]
+    model = loaded(Module(), {"x": x, "y": y}, {"x": (200,), "y": (200,)}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy(), "y": y.numpy()})
+    for value, wanted in zip(found, Module()(x.float(), y.float()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), 6e-4)  # one rounding
 
 
 @pytest.mark.parametrize("autocast", [False, True])

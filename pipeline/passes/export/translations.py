@@ -4,6 +4,7 @@ They replace those of onnxscript's torch library. Values of a trace have no type
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.expm1.default: expm1,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
+        aten.atan2.default: atan2,
     }
 
 
@@ -117,3 +119,18 @@ def logaddexp2(self: Any, other: Any) -> Any:
     """Compute log2(2^x + 2^y); the exporter's overflows from 128 on."""
     log2 = op.Log(op.CastLike(2.0, self))
     return op.Div(logaddexp(op.Mul(self, log2), op.Mul(other, log2)), log2)
+
+
+def _is_negative(x: Any) -> Any:
+    """Tell the sign, of -0.0, too, whose reciprocal is -inf."""
+    zero = op.CastLike(0.0, x)
+    return op.Less(op.Where(op.Equal(x, zero), op.Reciprocal(x), x), zero)
+
+
+@_in_float32
+def atan2(self: Any, other: Any) -> Any:
+    """Compute the angle of the point (other, self); the exporter's has a wrong sign on the axes."""
+    rise, run = op.Abs(self), op.Abs(other)
+    angle = op.Atan(op.Where(op.Equal(rise, run), op.Sign(rise), op.Div(rise, run)))  # both zero, or both infinite
+    angle = op.Where(_is_negative(other), op.Sub(op.CastLike(math.pi, angle), angle), angle)
+    return op.Mul(angle, op.Where(_is_negative(self), op.CastLike(-1.0, angle), op.CastLike(1.0, angle)))  # -0.0, too

@@ -107,3 +107,20 @@ def log_of_sigmoid() -> Graphs:
     return Graphs(
         graph(f"{head} {{ n = Neg(x) p = Softplus(n) y = Neg(p) }}"), graph(f"{head} {{ s = Sigmoid(x) y = Log(s) }}")
     )
+
+
+@known_bug(
+    "pytorch/pytorch#162570",
+    "atan2 is NaN at the origin; mended there, it is still -pi for pi on the negative axis",
+    "onnxscript",
+    "torch 2.7.1",
+    affected=">=0.5",
+    probe=probes.exports_wrongly(lambda torch, x: torch.atan2(0 * x, -x), np.array([1, 2], np.float32)),
+    guard=_TRANSLATIONS,
+    slow=True,
+)
+def angle_of_the_negative_axis() -> Graphs:
+    text = "(float[N,6] x) => (float[N,6] y) <float zero = {{0}}, float pi = {{3.1415927}}>"
+    text += " {{ y0 = Relu(x) x0 = Abs(x) n0 = Neg(x0) q = Div(y0, n0) a = Atan(q)"
+    text += " above = {}(y0, zero) p = Add(a, pi) m = Sub(a, pi) y = Where(above, p, m) }}"
+    return Graphs(graph(text.format("GreaterOrEqual")), graph(text.format("Greater")))
