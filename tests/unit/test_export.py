@@ -334,6 +334,31 @@ def test_recurrent_layers_are_exported_at_any_length(tmp_path: Path, layer: type
         assert evaluator.largest_difference([model.module(feeds)[0].detach().numpy()], found) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_an_lstm_with_a_projection_is_exported(tmp_path: Path, both_ways: bool) -> None:
+    class Projected(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.LSTM(
+                4, 6, 2, batch_first=True, bidirectional=both_ways, proj_size=3, bias=not both_ways
+            )
+
+        def forward(self, x: Any, state: Any, cell: Any) -> Any:
+            y, (state, cell) = self.layer(x, (state, cell))
+            return y, state, cell
+
+    layers = 4 if both_ways else 2
+    feeds = {"x": torch.randn(2, 5, 4), "state": torch.randn(layers, 2, 3), "cell": torch.randn(layers, 2, 6)}
+    names = [f"y:float32:2,5,{6 if both_ways else 3}", f"h:float32:{layers},2,3", f"c:float32:{layers},2,6"]
+    model = loaded(Projected(), feeds, {name: tuple(value.shape) for name, value in feeds.items()}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    wanted = [value.detach().numpy() for value in model.module(*feeds.values())]
+    assert evaluator.largest_difference(wanted, found) < 1e-6
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("attention", ["fused", "decomposed"])
 def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: str) -> None:

@@ -5,7 +5,7 @@ They replace those of onnxscript's torch library. Values of a trace have no type
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
         aten.atan2.default: atan2,
+        aten.lstm.input: lstm,
     }
 
 
@@ -134,3 +135,56 @@ def atan2(self: Any, other: Any) -> Any:
     angle = op.Atan(op.Where(op.Equal(rise, run), op.Sign(rise), op.Div(rise, run)))  # both zero, or both infinite
     angle = op.Where(_is_negative(other), op.Sub(op.CastLike(math.pi, angle), angle), angle)
     return op.Mul(angle, op.Where(_is_negative(self), op.CastLike(-1.0, angle), op.CastLike(1.0, angle)))  # -0.0, too
+
+
+def lstm(
+    given: Any,
+    hx: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """Run an LSTM; one with a projection (``proj_size``), which ONNX does not have, by one without.
+
+    The projection is multiplied into the weights of the state, and applied to what comes out. The first state, which is
+    given projected, becomes a further input that is zero in all steps but the first.
+    """
+    if hx[0].shape[2] == hx[1].shape[2]:
+        return core.aten_lstm(given, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    ways, per_way = 1 + bidirectional, 5 if has_biases else 3
+    x = op.Transpose(given, perm=[1, 0, 2]) if batch_first else given
+    ends = []
+    for layer in range(num_layers):
+        weights = [params[start : start + per_way] for start in range(layer * ways * per_way, len(params), per_way)]
+        state, cell = (op.Slice(value, [layer * ways], [(layer + 1) * ways], [0]) for value in hx)
+        cell.shape = ir.Shape([ways, None, hx[1].shape[2]])
+        x, *end = _run_projected(x, state, cell, weights[:ways])
+        ends.append(end)
+    states, cells = (op.Concat(*values, axis=0) for values in zip(*ends, strict=True))
+    return op.Transpose(x, perm=[1, 0, 2]) if batch_first else x, states, cells
+
+
+def _run_projected(x: Any, state: Any, cell: Any, weights: Sequence[Sequence[Any]]) -> tuple[Any, Any, Any]:
+    """Run one layer in one way or both: (length, batch, size), (ways, batch, projected), (ways, batch, hidden)."""
+    ways = len(weights)
+    later = op.Sub(op.Shape(x, start=0, end=1), op.Constant(value_ints=[1]))
+    none, params, inputs = op.Constant(value_ints=[0]), [], [x]
+    for way, (into, recurrent, *biases, projection) in enumerate(weights):
+        pads = [none] * 6
+        pads[0 if way else 3] = later  # the way back begins with the last step
+        inputs.append(op.Pad(op.Slice(state, [way], [way + 1], [0]), op.Concat(*pads, axis=0)))
+        nothing = op.Mul(recurrent, op.CastLike(0.0, recurrent))
+        columns = [recurrent if way == other else nothing for other in range(ways)]
+        params += [op.Concat(into, *columns, axis=1), op.MatMul(recurrent, projection), *biases]
+    zeros = op.Mul(cell, op.CastLike(0.0, cell))
+    zeros.shape = cell.shape
+    given = op.Concat(*inputs, axis=2)
+    y, hidden, cells = core.aten_lstm(given, [zeros, cell], params, len(biases) > 0, 1, 0.0, False, ways == 2, False)
+    down = op.Concat(*(op.Unsqueeze(op.Transpose(each[-1], perm=[1, 0]), [0]) for each in weights), axis=0)
+    by_way = op.Transpose(op.Reshape(y, op.Constant(value_ints=[0, 0, ways, -1])), perm=[0, 2, 1, 3])
+    merged = op.Transpose(op.MatMul(by_way, down), perm=[0, 2, 1, 3])
+    return op.Reshape(merged, op.Constant(value_ints=[0, 0, -1])), op.MatMul(hidden, down), cells
