@@ -163,6 +163,27 @@ def test_functions_of_halves_are_computed_in_float32(tmp_path: Path) -> None:
         np.testing.assert_allclose(value, wanted.numpy(), 6e-4)  # one rounding
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_means_and_extremes_by_place_are_those_of_pytorch(tmp_path: Path, dtype: torch.dtype) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any, index: Any) -> Any:
+            asked = (("mean", True), ("mean", False), ("amax", False), ("amin", False))
+            return tuple(x.scatter_reduce(1, index, y, kind, include_self=own) for kind, own in asked)
+
+    draw = torch.Generator().manual_seed(0)
+    x, y = ((20 * torch.randn(2, size, generator=draw)).to(dtype) for size in (4, 6))
+    if dtype.is_floating_point:
+        y[0, 1], y[1, :5] = torch.inf, -torch.inf
+    feeds = {"x": x, "y": y, "index": torch.tensor([[0, 1, 1, 3, 0, 0], [2, 2, 2, 2, 2, 0]])}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    names = [f"{name}:{str(dtype).removeprefix('torch.')}:batch,4" for name in "abcd"]
+    model = loaded(Module(), feeds, shapes, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), 1e-6)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("layer", [torch.nn.Conv1d, torch.nn.ConvTranspose1d])
 def test_a_normalization_in_bf16_is_folded_into_weights_in_bf16(tmp_path: Path, layer: Any, autocast: bool) -> None:

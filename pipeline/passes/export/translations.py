@@ -31,6 +31,7 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
         aten.atan2.default: atan2,
+        aten.scatter_reduce.two: scatter_reduce,
         aten.lstm.input: lstm,
     }
 
@@ -135,6 +136,27 @@ def atan2(self: Any, other: Any) -> Any:
     angle = op.Atan(op.Where(op.Equal(rise, run), op.Sign(rise), op.Div(rise, run)))  # both zero, or both infinite
     angle = op.Where(_is_negative(other), op.Sub(op.CastLike(math.pi, angle), angle), angle)
     return op.Mul(angle, op.Where(_is_negative(self), op.CastLike(-1.0, angle), op.CastLike(1.0, angle)))  # -0.0, too
+
+
+def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+    """Reduce what falls to the same place.
+
+    ONNX has no mean, for which the exporter takes the last value. Where the places' own values do not count, the
+    exporter starts a maximum from the lowest finite number, and a minimum from the highest.
+    """
+    if reduce == "mean":
+        ones = [op.ConstantOfShape(op.Shape(value), value=ir.tensor([1], dtype=self.dtype)) for value in (self, src)]
+        for one, value in zip(ones, (self, src), strict=True):
+            one.dtype, one.shape = value.dtype, value.shape
+        total = core.aten_scatter_reduce(self, dim, index, src, "sum", include_self)
+        count = core.aten_scatter_reduce(ones[0], dim, index, ones[1], "sum", include_self)
+        total.dtype = self.dtype
+        return divide(total, count, "floor") if self.dtype.is_integer() else op.Div(total, count)
+    if reduce in ("amax", "amin") and not include_self and len(self.shape):
+        start = op.ScatterElements(self, index, src, axis=dim)  # one of the values, which may count twice
+        start.dtype, start.shape = self.dtype, self.shape
+        return core.aten_scatter_reduce(start, dim, index, src, reduce)
+    return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
 
 
 def lstm(

@@ -124,3 +124,24 @@ def angle_of_the_negative_axis() -> Graphs:
     text += " {{ y0 = Relu(x) x0 = Abs(x) n0 = Neg(x0) q = Div(y0, n0) a = Atan(q)"
     text += " above = {}(y0, zero) p = Add(a, pi) m = Sub(a, pi) y = Where(above, p, m) }}"
     return Graphs(graph(text.format("GreaterOrEqual")), graph(text.format("Greater")))
+
+
+@known_bug(
+    "onnx/onnx#5100",
+    "scatter_reduce of means takes one of the values, as ONNX has no means",
+    "onnxscript",
+    "April 2023",
+    affected=">=0.5",
+    probe=probes.exports_wrongly(
+        lambda torch, x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "mean", include_self=False),
+        np.array([1, 2, 4], np.float32),
+    ),
+    guard=_TRANSLATIONS,
+    slow=True,
+)
+def mean_by_place() -> Graphs:
+    head = "(float[3] x) => (float[2] y) <int64[3] at = {0, 0, 1}, float[2] none = {0, 0}, float[2] count = {2, 1}>"
+    return Graphs(
+        graph(f'{head} {{ s = ScatterElements<reduction="add">(none, at, x) y = Div(s, count) }}'),
+        graph(f"{head} {{ y = ScatterElements(none, at, x) }}"),
+    )
