@@ -121,6 +121,8 @@ _SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
         torch.logaddexp,
         torch.logaddexp2,
         torch.atan2,
+        torch.erfc,
+        torch.special.log_ndtr,
     ],
 )
 def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) -> None:
@@ -161,6 +163,23 @@ def test_functions_of_halves_are_computed_in_float32(tmp_path: Path) -> None:
     found = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy(), "y": y.numpy()})
     for value, wanted in zip(found, Module()(x.float(), y.float()), strict=True):
         np.testing.assert_allclose(value, wanted.numpy(), 6e-4)  # one rounding
+
+
+def test_running_sums_in_log_space_are_exact(tmp_path: Path) -> None:
+    """Their length is dynamic, and what comes first is far below the maximum, or is nothing at all."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.logcumsumexp(x, -2)
+
+    x = 300 * torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0))
+    x[0, :3] = -torch.inf
+    x[1, 4, 1] = torch.inf
+    model = loaded(Module(), {"x": x}, {"x": (2, "length", 3)}, ["y:float32:2,length,3"])
+    exported(tmp_path, model, exporter="dynamo")
+    for value in (x, x[:, :4]):
+        (found,) = evaluator.run_graph(tmp_path / edit.FILE, {"x": value.numpy()})
+        np.testing.assert_allclose(found, torch.logcumsumexp(value, -2).numpy(), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])

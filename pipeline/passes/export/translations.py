@@ -31,6 +31,9 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
         aten.atan2.default: atan2,
+        aten.logcumsumexp.default: logcumsumexp,
+        aten.erfc.default: erfc,
+        aten.special_erfcx.default: erfcx,
         aten.scatter_reduce.two: scatter_reduce,
         aten.lstm.input: lstm,
     }
@@ -136,6 +139,60 @@ def atan2(self: Any, other: Any) -> Any:
     angle = op.Atan(op.Where(op.Equal(rise, run), op.Sign(rise), op.Div(rise, run)))  # both zero, or both infinite
     angle = op.Where(_is_negative(other), op.Sub(op.CastLike(math.pi, angle), angle), angle)
     return op.Mul(angle, op.Where(_is_negative(self), op.CastLike(-1.0, angle), op.CastLike(1.0, angle)))  # -0.0, too
+
+
+@_in_float32
+def logcumsumexp(self: Any, dim: int) -> Any:
+    """Compute the log of running sums of exp, each with its own maximum subtracted.
+
+    The exporter subtracts the maximum of the whole, so that sums before it are 0, and their log -inf. Memory grows with
+    the square of the length.
+    """
+    rank = len(self.shape)
+    if not rank:
+        return op.Identity(self)
+    axis = dim % rank
+    steps = op.Range(0, op.Squeeze(op.Shape(self, start=axis, end=axis + 1)), 1)
+    trailing = list(range(1, rank - axis))
+    is_before = op.LessOrEqual(
+        op.Unsqueeze(steps, [*trailing]), op.Unsqueeze(steps, [1, *(1 + each for each in trailing)])
+    )
+    rows = op.Where(is_before, op.Unsqueeze(self, [axis]), op.CastLike(-math.inf, self))
+    largest = op.ReduceMax(rows, [axis + 1], keepdims=1)
+    largest = op.Where(op.IsInf(largest), op.CastLike(0.0, self), largest)
+    total = op.ReduceSum(op.Exp(op.Sub(rows, largest)), [axis + 1], keepdims=1)
+    return op.Squeeze(op.Add(op.Log(total), largest), [axis + 1])
+
+
+# 1 - erf(z) is t exp(P(t) - z^2) with t = 1 / (1 + z / 2) for z >= 0, to 1.2e-7: Numerical Recipes in C, section 6.2.
+_ERFC = (
+    *(-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806),
+    *(0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277),
+)
+
+
+def _erfc(z: Any, exponent: Any) -> Any:
+    inverse = op.Reciprocal(op.Add(op.Mul(z, op.CastLike(0.5, z)), op.CastLike(1.0, z)))
+    factors = (op.CastLike(factor, z) for factor in reversed(_ERFC))
+    polynomial = functools.reduce(lambda total, factor: op.Add(op.Mul(total, inverse), factor), factors)
+    return op.Mul(inverse, op.Exp(op.Add(polynomial, exponent)))
+
+
+@_in_float32
+def erfc(self: Any) -> Any:
+    """Compute 1 - erf(x); the exporter's is 0 from 4 on."""
+    z = op.Abs(self)
+    near = op.Sub(op.CastLike(1.0, self), op.Erf(self))
+    return op.Where(op.Less(self, op.CastLike(0.5, self)), near, _erfc(z, op.Neg(op.Mul(z, z))))
+
+
+@_in_float32
+def erfcx(self: Any) -> Any:
+    """Compute exp(x^2) (1 - erf(x)), which log_ndtr is made of; the exporter's is 0 from 4 on, and NaN from 10 on."""
+    zero = op.CastLike(0.0, self)
+    right = _erfc(op.Abs(self), zero)
+    left = op.Sub(op.Mul(op.Exp(op.Mul(self, self)), op.CastLike(2.0, self)), right)
+    return op.Where(op.Less(self, zero), left, right)
 
 
 def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
