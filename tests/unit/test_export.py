@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
@@ -19,6 +20,7 @@ from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from graphs import quiet
+from published_bugs import probes
 
 
 def loaded(module: Any, example: dict[str, Any], shapes: dict[str, tuple[Any, ...]], outputs: list[str]) -> Any:
@@ -103,6 +105,102 @@ def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
     found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
     for value, wanted in zip(found, model.module(*feeds.values()), strict=True):
         np.testing.assert_array_equal(value, wanted.numpy())
+
+
+_MAGNITUDES = 10.0 ** torch.arange(-34, 38, 1.5)
+_NUMBERS = torch.cat([_MAGNITUDES, -_MAGNITUDES, torch.linspace(-80, 80, 65), torch.linspace(-2, 2, 65)])
+_SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.logsigmoid,
+        torch.log1p,
+        torch.expm1,
+        torch.logaddexp,
+        torch.logaddexp2,
+        torch.atan2,
+        torch.erfc,
+        torch.special.log_ndtr,
+    ],
+)
+def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) -> None:
+    """OpenVINO's maxima and exponentials of NaN are numbers, so it is compared at the others."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *given: Any) -> Any:
+            return function(*given)
+
+    two = function in (torch.logaddexp, torch.logaddexp2, torch.atan2)
+    numbers = torch.cat([_SPECIAL, _NUMBERS[::6] if two else _NUMBERS])
+    feeds = dict(zip("xy", torch.meshgrid(*[numbers] * (1 + two), indexing="ij"), strict=False))
+    shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+    text = ",".join(map(str, shapes["x"]))
+    model = loaded(Module(), feeds, shapes, [f"out:float32:{text}"])
+    exported(tmp_path, model, exporter="dynamo")
+    arrays = {name: value.numpy() for name, value in feeds.items()}
+    (found,) = evaluator.run_graph(tmp_path / edit.FILE, arrays)
+    wanted = function(*feeds.values()).numpy()
+    is_number = ~np.isnan(wanted)
+    smallest = 1e-7 if two else 1e-37
+    np.testing.assert_allclose(found, wanted, 1e-5, smallest)
+    if function is torch.atan2:
+        np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
+    (found,) = probes.run_openvino(onnx.load(tmp_path / edit.FILE), arrays)
+    np.testing.assert_allclose(found[is_number], wanted[is_number], 1e-5, smallest)
+
+
+def test_functions_of_halves_are_computed_in_float32(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any) -> Any:
+            return F.logsigmoid(x), torch.logaddexp(x, y), torch.atan2(x, y)
+
+    x, y = torch.linspace(-9, 9, 200).half(), torch.linspace(5, -3, 200).half()
+    names = [f"{name}:float16:200" for name in "abc"]
+    model = loaded(Module(), {"x": x, "y": y}, {"x": (200,), "y": (200,)}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy(), "y": y.numpy()})
+    for value, wanted in zip(found, Module()(x.float(), y.float()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), 6e-4)  # one rounding
+
+
+def test_running_sums_in_log_space_are_exact(tmp_path: Path) -> None:
+    """Their length is dynamic, and what comes first is far below the maximum, or is nothing at all."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.logcumsumexp(x, -2)
+
+    x = 300 * torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0))
+    x[0, :3] = -torch.inf
+    x[1, 4, 1] = torch.inf
+    model = loaded(Module(), {"x": x}, {"x": (2, "length", 3)}, ["y:float32:2,length,3"])
+    exported(tmp_path, model, exporter="dynamo")
+    for value in (x, x[:, :4]):
+        (found,) = evaluator.run_graph(tmp_path / edit.FILE, {"x": value.numpy()})
+        np.testing.assert_allclose(found, torch.logcumsumexp(value, -2).numpy(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_means_and_extremes_by_place_are_those_of_pytorch(tmp_path: Path, dtype: torch.dtype) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any, index: Any) -> Any:
+            asked = (("mean", True), ("mean", False), ("amax", False), ("amin", False))
+            return tuple(x.scatter_reduce(1, index, y, kind, include_self=own) for kind, own in asked)
+
+    draw = torch.Generator().manual_seed(0)
+    x, y = ((20 * torch.randn(2, size, generator=draw)).to(dtype) for size in (4, 6))
+    if dtype.is_floating_point:
+        y[0, 1], y[1, :5] = torch.inf, -torch.inf
+    feeds = {"x": x, "y": y, "index": torch.tensor([[0, 1, 1, 3, 0, 0], [2, 2, 2, 2, 2, 0]])}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    names = [f"{name}:{str(dtype).removeprefix('torch.')}:batch,4" for name in "abcd"]
+    model = loaded(Module(), feeds, shapes, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), 1e-6)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -274,6 +372,31 @@ def test_recurrent_layers_are_exported_at_any_length(tmp_path: Path, layer: type
         feeds = torch.randn(batch, length, 4)
         found = evaluator.run_graph(tmp_path / effect.file, {"x": feeds.numpy()})
         assert evaluator.largest_difference([model.module(feeds)[0].detach().numpy()], found) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_an_lstm_with_a_projection_is_exported(tmp_path: Path, both_ways: bool) -> None:
+    class Projected(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.LSTM(
+                4, 6, 2, batch_first=True, bidirectional=both_ways, proj_size=3, bias=not both_ways
+            )
+
+        def forward(self, x: Any, state: Any, cell: Any) -> Any:
+            y, (state, cell) = self.layer(x, (state, cell))
+            return y, state, cell
+
+    layers = 4 if both_ways else 2
+    feeds = {"x": torch.randn(2, 5, 4), "state": torch.randn(layers, 2, 3), "cell": torch.randn(layers, 2, 6)}
+    names = [f"y:float32:2,5,{6 if both_ways else 3}", f"h:float32:{layers},2,3", f"c:float32:{layers},2,6"]
+    model = loaded(Projected(), feeds, {name: tuple(value.shape) for name, value in feeds.items()}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    wanted = [value.detach().numpy() for value in model.module(*feeds.values())]
+    assert evaluator.largest_difference(wanted, found) < 1e-6
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
@@ -192,6 +192,8 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     from onnxscript import optimizer
     from onnxscript.rewriter.rules.fusion import _rms_normalization
 
+    from enginesmith.pipeline.passes.export.translations import list_translations
+
     progress("capturing the graph with torch.export")
     shapes = _list_dynamic_axes(loaded.signature)
     try:
@@ -203,7 +205,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
                 opset_version=opset,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
                 optimize=False,
-                custom_translation_table=_list_translations(),
+                custom_translation_table=list_translations(),
             )
     except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
         raise _explain(error, loaded.signature) from error
@@ -222,41 +224,6 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
     return program.model
-
-
-def _list_translations() -> dict[Any, Any]:
-    """List translations of operators that are exact where the exporter's own are not.
-
-    It divides whole numbers as float32, whose quotients are wrong from 2^24 on; and it rounds the quotient of floats
-    down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9. Numbers written in the
-    module reach the graph as float32, so that float64 divided by 0.1 is not exact.
-    """
-    import torch
-    from onnxscript import opset18
-    from onnxscript.function_libs.torch_lib.ops import core
-
-    aten, op = torch.ops.aten, cast("Any", opset18)  # values of a trace have no types
-
-    def divide_down(self: Any, other: Any) -> Any:
-        if self.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-            return core.aten_floor_divide(self, other)
-        divisor = op.CastLike(other, self)
-        rest = op.Mod(self, divisor, fmod=1)
-        zero = op.CastLike(0.0, self)
-        is_above = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
-        quotient = op.Sub(op.Round(op.Div(op.Sub(self, rest), divisor)), op.CastLike(is_above, self))
-        return op.Where(op.Equal(divisor, zero), op.Div(self, divisor), quotient)
-
-    def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
-        large = self.dtype in (ir.DataType.INT32, ir.DataType.INT64)  # smaller ones are exact in float32
-        if rounding_mode == "floor" and (large or not self.dtype.is_integer()):
-            return divide_down(self, other)
-        if rounding_mode == "trunc" and large:
-            return op.Div(self, other)
-        return core.aten_div_mode(self, other, rounding_mode)
-
-    down = dict.fromkeys((aten.floor_divide.default, aten.floor_divide.Scalar), divide_down)
-    return down | dict.fromkeys((aten.div.Tensor_mode, aten.div.Scalar_mode), divide)
 
 
 def _round_folded_weights(model: "ir.Model") -> None:

@@ -6,6 +6,8 @@ from onnx import TensorProto, numpy_helper
 from published_bugs import probes
 from published_bugs.case import Graphs, graph, known_bug
 
+_TRANSLATIONS = "pipeline/passes/export/translations.py"
+
 
 def _weights(**shapes: tuple[int, ...]) -> list[TensorProto]:
     rng = np.random.default_rng(0)
@@ -73,8 +75,10 @@ def gemm_beta() -> Graphs:
     "onnxscript",
     "September 2025",
     affected=">=0.5",
-    probe=probes.exports_a_division_wrongly,
-    guard="pipeline/passes/export/export.py",
+    probe=probes.exports_wrongly(
+        lambda torch, key: torch.div(key, 7, rounding_mode="floor"), 123_456_789 * np.arange(60).reshape(10, 6)
+    ),
+    guard=_TRANSLATIONS,
     slow=True,
 )
 def whole_division() -> Graphs:
@@ -83,4 +87,61 @@ def whole_division() -> Graphs:
     return Graphs(
         graph(text + " y = Div(i, by) }", 18),
         graph(text + " f = Cast<to=1>(i) q = Div(f, seven) r = Floor(q) y = Cast<to=7>(r) }", 18),
+    )
+
+
+@known_bug(
+    "pytorch/pytorch#14830",
+    "the logarithm of a sigmoid is computed as that, and is -inf where the sigmoid is 0",
+    "onnxscript",
+    "December 2018",
+    affected=">=0.5",
+    probe=probes.exports_wrongly(
+        lambda torch, x: torch.nn.functional.logsigmoid(x), np.array([-20, -90, 3], np.float32)
+    ),
+    guard=_TRANSLATIONS,
+    slow=True,
+)
+def log_of_sigmoid() -> Graphs:
+    head = "(float[N,6] x) => (float[N,6] y)"
+    return Graphs(
+        graph(f"{head} {{ n = Neg(x) p = Softplus(n) y = Neg(p) }}"), graph(f"{head} {{ s = Sigmoid(x) y = Log(s) }}")
+    )
+
+
+@known_bug(
+    "pytorch/pytorch#162570",
+    "atan2 is NaN at the origin; mended there, it is still -pi for pi on the negative axis",
+    "onnxscript",
+    "torch 2.7.1",
+    affected=">=0.5",
+    probe=probes.exports_wrongly(lambda torch, x: torch.atan2(0 * x, -x), np.array([1, 2], np.float32)),
+    guard=_TRANSLATIONS,
+    slow=True,
+)
+def angle_of_the_negative_axis() -> Graphs:
+    text = "(float[N,6] x) => (float[N,6] y) <float zero = {{0}}, float pi = {{3.1415927}}>"
+    text += " {{ y0 = Relu(x) x0 = Abs(x) n0 = Neg(x0) q = Div(y0, n0) a = Atan(q)"
+    text += " above = {}(y0, zero) p = Add(a, pi) m = Sub(a, pi) y = Where(above, p, m) }}"
+    return Graphs(graph(text.format("GreaterOrEqual")), graph(text.format("Greater")))
+
+
+@known_bug(
+    "onnx/onnx#5100",
+    "scatter_reduce of means takes one of the values, as ONNX has no means",
+    "onnxscript",
+    "April 2023",
+    affected=">=0.5",
+    probe=probes.exports_wrongly(
+        lambda torch, x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "mean", include_self=False),
+        np.array([1, 2, 4], np.float32),
+    ),
+    guard=_TRANSLATIONS,
+    slow=True,
+)
+def mean_by_place() -> Graphs:
+    head = "(float[3] x) => (float[2] y) <int64[3] at = {0, 0, 1}, float[2] none = {0, 0}, float[2] count = {2, 1}>"
+    return Graphs(
+        graph(f'{head} {{ s = ScatterElements<reduction="add">(none, at, x) y = Div(s, count) }}'),
+        graph(f"{head} {{ y = ScatterElements(none, at, x) }}"),
     )

@@ -84,16 +84,20 @@ def run_rewritten(model: onnx.ModelProto, feeds: Feeds) -> Answers:
     return run_unoptimized(rewrite(model), feeds)
 
 
-def exports_a_division_wrongly(model: onnx.ModelProto) -> bool:
-    """Export a rounding division of whole numbers without this project's translation, whatever the model is."""
-    import torch
+def exports_wrongly(function: Callable[[Any, Any], Any], feeds: NDArray[Any]) -> Callable[[onnx.ModelProto], bool]:
+    """Make a probe that exports a function, of PyTorch and a tensor, without this project's translations."""
 
-    class Divided(torch.nn.Module):
-        def forward(self, key: torch.Tensor) -> torch.Tensor:
-            return torch.div(key, 7, rounding_mode="floor")
+    def probe(_: onnx.ModelProto) -> bool:
+        import torch
 
-    key = 123_456_789 * torch.arange(60).reshape(10, 6)
-    program = torch.onnx.export(Divided(), (key,), dynamo=True, verbose=False)
-    assert program is not None
-    (found,) = run_optimized(program.model_proto, {program.model_proto.graph.input[0].name: key.numpy()})
-    return not np.array_equal(found, (key // 7).numpy())
+        class Module(torch.nn.Module):
+            def forward(self, given: torch.Tensor) -> Any:
+                return function(torch, given)
+
+        values = torch.from_numpy(feeds)
+        program = torch.onnx.export(Module(), (values,), dynamo=True, verbose=False)
+        assert program is not None
+        (found,) = run_optimized(program.model_proto, {program.model_proto.graph.input[0].name: feeds})
+        return not np.allclose(found, function(torch, values).numpy(), 1e-6 if found.dtype.kind == "f" else 0, 0)
+
+    return probe

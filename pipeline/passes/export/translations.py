@@ -1,0 +1,269 @@
+"""Translate operators of PyTorch to ONNX where the exporter's own translations are wrong.
+
+They replace those of onnxscript's torch library. Values of a trace have no types.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops import core
+
+from enginesmith.pipeline.frameworks.onnx import ir
+
+aten, op = torch.ops.aten, cast("Any", opset18)
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def list_translations() -> dict[Any, Callable[..., Any]]:
+    """List the translations by operator."""
+    return {
+        aten.floor_divide.default: divide_down,
+        aten.floor_divide.Scalar: divide_down,
+        aten.div.Tensor_mode: divide,
+        aten.div.Scalar_mode: divide,
+        aten.log_sigmoid.default: log_sigmoid,
+        aten.log1p.default: log1p,
+        aten.expm1.default: expm1,
+        aten.logaddexp.default: logaddexp,
+        aten.logaddexp2.default: logaddexp2,
+        aten.atan2.default: atan2,
+        aten.logcumsumexp.default: logcumsumexp,
+        aten.erfc.default: erfc,
+        aten.special_erfcx.default: erfcx,
+        aten.scatter_reduce.two: scatter_reduce,
+        aten.lstm.input: lstm,
+    }
+
+
+def divide_down(self: Any, other: Any) -> Any:
+    """Divide and round down.
+
+    The exporter divides whole numbers as float32, whose quotients are wrong from 2^24 on; and it rounds the quotient of
+    floats down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9. Numbers written in
+    the module reach the graph as float32, so that float64 divided by 0.1 is not exact.
+    """
+    if self.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return core.aten_floor_divide(self, other)
+    divisor = op.CastLike(other, self)
+    rest = op.Mod(self, divisor, fmod=1)
+    zero = op.CastLike(0.0, self)
+    is_above = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
+    quotient = op.Sub(op.Round(op.Div(op.Sub(self, rest), divisor)), op.CastLike(is_above, self))
+    return op.Where(op.Equal(divisor, zero), op.Div(self, divisor), quotient)
+
+
+def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    """Divide with a rounding mode; see `divide_down`."""
+    large = self.dtype in (ir.DataType.INT32, ir.DataType.INT64)  # smaller ones are exact in float32
+    if rounding_mode == "floor" and (large or not self.dtype.is_integer()):
+        return divide_down(self, other)
+    if rounding_mode == "trunc" and large:
+        return op.Div(self, other)
+    return core.aten_div_mode(self, other, rounding_mode)
+
+
+# Functions whose plain formulas cancel or overflow. As in PyTorch, halves are computed in float32.
+
+
+def _in_float32(translate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(translate)
+    def widen(*values: Any) -> Any:
+        if values[0].dtype not in _HALVES:
+            return translate(*values)
+        wide = (op.Cast(value, to=ir.DataType.FLOAT) if isinstance(value, ir.Value) else value for value in values)
+        return op.CastLike(translate(*wide), values[0])
+
+    return widen
+
+
+def _log1p(x: Any) -> Any:
+    """Compute log(1 + x), with the rounding of 1 + x divided out.
+
+    Theorem 4 of Goldberg, What Every Computer Scientist Should Know About Floating-Point Arithmetic, 1991. The first
+    Where gives 1 + x in any case: it keeps optimizers from taking (1 + x) - 1 for x, and OpenVINO from its SoftPlus for
+    log(1 + exp(x)), which is off by up to 8e-6.
+    """
+    one = op.CastLike(1.0, x)
+    above = op.Where(op.Less(x, op.CastLike(1e30, x)), op.Add(x, one), x)
+    log, rounded = op.Log(above), op.Sub(above, one)
+    exact = op.Where(op.Equal(rounded, x), log, op.Mul(log, op.Div(x, rounded)))  # of -1 and infinity, too
+    return op.Where(op.Equal(above, one), x, exact)
+
+
+@_in_float32
+def log1p(self: Any) -> Any:
+    """Compute log(1 + x) to all digits; the exporter's is 0 for small x."""
+    return _log1p(self)
+
+
+@_in_float32
+def expm1(self: Any) -> Any:
+    """Compute exp(x) - 1, which is tanh(x / 2) (exp(x) + 1), to all digits; the exporter's is 0 for small x."""
+    return op.Mul(op.Tanh(op.Mul(self, op.CastLike(0.5, self))), op.Add(op.Exp(self), op.CastLike(1.0, self)))
+
+
+@_in_float32
+def log_sigmoid(self: Any) -> Any:
+    """Compute log(sigmoid(x)) as PyTorch does; the exporter's is -inf where the sigmoid is 0."""
+    return op.Sub(op.Min(self, op.CastLike(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(self)))))
+
+
+@_in_float32
+def logaddexp(self: Any, other: Any) -> Any:
+    """Compute log(exp(x) + exp(y)); the exporter's overflows above 88."""
+    distance = op.Where(op.Equal(self, other), op.CastLike(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities
+    return op.Add(op.Max(self, other), _log1p(op.Exp(op.Neg(distance))))
+
+
+@_in_float32
+def logaddexp2(self: Any, other: Any) -> Any:
+    """Compute log2(2^x + 2^y); the exporter's overflows from 128 on."""
+    log2 = op.Log(op.CastLike(2.0, self))
+    return op.Div(logaddexp(op.Mul(self, log2), op.Mul(other, log2)), log2)
+
+
+def _is_negative(x: Any) -> Any:
+    """Tell the sign, of -0.0, too, whose reciprocal is -inf."""
+    zero = op.CastLike(0.0, x)
+    return op.Less(op.Where(op.Equal(x, zero), op.Reciprocal(x), x), zero)
+
+
+@_in_float32
+def atan2(self: Any, other: Any) -> Any:
+    """Compute the angle of the point (other, self); the exporter's has a wrong sign on the axes."""
+    rise, run = op.Abs(self), op.Abs(other)
+    angle = op.Atan(op.Where(op.Equal(rise, run), op.Sign(rise), op.Div(rise, run)))  # both zero, or both infinite
+    angle = op.Where(_is_negative(other), op.Sub(op.CastLike(math.pi, angle), angle), angle)
+    return op.Mul(angle, op.Where(_is_negative(self), op.CastLike(-1.0, angle), op.CastLike(1.0, angle)))  # -0.0, too
+
+
+@_in_float32
+def logcumsumexp(self: Any, dim: int) -> Any:
+    """Compute the log of running sums of exp, each with its own maximum subtracted.
+
+    The exporter subtracts the maximum of the whole, so that sums before it are 0, and their log -inf. Memory grows with
+    the square of the length.
+    """
+    rank = len(self.shape)
+    if not rank:
+        return op.Identity(self)
+    axis = dim % rank
+    steps = op.Range(0, op.Squeeze(op.Shape(self, start=axis, end=axis + 1)), 1)
+    trailing = list(range(1, rank - axis))
+    is_before = op.LessOrEqual(
+        op.Unsqueeze(steps, [*trailing]), op.Unsqueeze(steps, [1, *(1 + each for each in trailing)])
+    )
+    rows = op.Where(is_before, op.Unsqueeze(self, [axis]), op.CastLike(-math.inf, self))
+    largest = op.ReduceMax(rows, [axis + 1], keepdims=1)
+    largest = op.Where(op.IsInf(largest), op.CastLike(0.0, self), largest)
+    total = op.ReduceSum(op.Exp(op.Sub(rows, largest)), [axis + 1], keepdims=1)
+    return op.Squeeze(op.Add(op.Log(total), largest), [axis + 1])
+
+
+# 1 - erf(z) is t exp(P(t) - z^2) with t = 1 / (1 + z / 2) for z >= 0, to 1.2e-7: Numerical Recipes in C, section 6.2.
+_ERFC = (
+    *(-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806),
+    *(0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277),
+)
+
+
+def _erfc(z: Any, exponent: Any) -> Any:
+    inverse = op.Reciprocal(op.Add(op.Mul(z, op.CastLike(0.5, z)), op.CastLike(1.0, z)))
+    factors = (op.CastLike(factor, z) for factor in reversed(_ERFC))
+    polynomial = functools.reduce(lambda total, factor: op.Add(op.Mul(total, inverse), factor), factors)
+    return op.Mul(inverse, op.Exp(op.Add(polynomial, exponent)))
+
+
+@_in_float32
+def erfc(self: Any) -> Any:
+    """Compute 1 - erf(x); the exporter's is 0 from 4 on."""
+    z = op.Abs(self)
+    near = op.Sub(op.CastLike(1.0, self), op.Erf(self))
+    return op.Where(op.Less(self, op.CastLike(0.5, self)), near, _erfc(z, op.Neg(op.Mul(z, z))))
+
+
+@_in_float32
+def erfcx(self: Any) -> Any:
+    """Compute exp(x^2) (1 - erf(x)), which log_ndtr is made of; the exporter's is 0 from 4 on, and NaN from 10 on."""
+    zero = op.CastLike(0.0, self)
+    right = _erfc(op.Abs(self), zero)
+    left = op.Sub(op.Mul(op.Exp(op.Mul(self, self)), op.CastLike(2.0, self)), right)
+    return op.Where(op.Less(self, zero), left, right)
+
+
+def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+    """Reduce what falls to the same place.
+
+    ONNX has no mean, for which the exporter takes the last value. Where the places' own values do not count, the
+    exporter starts a maximum from the lowest finite number, and a minimum from the highest.
+    """
+    if reduce == "mean":
+        ones = [op.ConstantOfShape(op.Shape(value), value=ir.tensor([1], dtype=self.dtype)) for value in (self, src)]
+        for one, value in zip(ones, (self, src), strict=True):
+            one.dtype, one.shape = value.dtype, value.shape
+        total = core.aten_scatter_reduce(self, dim, index, src, "sum", include_self)
+        count = core.aten_scatter_reduce(ones[0], dim, index, ones[1], "sum", include_self)
+        total.dtype = self.dtype
+        return divide(total, count, "floor") if self.dtype.is_integer() else op.Div(total, count)
+    if reduce in ("amax", "amin") and not include_self and len(self.shape):
+        start = op.ScatterElements(self, index, src, axis=dim)  # one of the values, which may count twice
+        start.dtype, start.shape = self.dtype, self.shape
+        return core.aten_scatter_reduce(start, dim, index, src, reduce)
+    return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
+
+
+def lstm(
+    given: Any,
+    hx: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """Run an LSTM; one with a projection (``proj_size``), which ONNX does not have, by one without.
+
+    The projection is multiplied into the weights of the state, and applied to what comes out. The first state, which is
+    given projected, becomes a further input that is zero in all steps but the first.
+    """
+    if hx[0].shape[2] == hx[1].shape[2]:
+        return core.aten_lstm(given, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    ways, per_way = 1 + bidirectional, 5 if has_biases else 3
+    x = op.Transpose(given, perm=[1, 0, 2]) if batch_first else given
+    ends = []
+    for layer in range(num_layers):
+        weights = [params[start : start + per_way] for start in range(layer * ways * per_way, len(params), per_way)]
+        state, cell = (op.Slice(value, [layer * ways], [(layer + 1) * ways], [0]) for value in hx)
+        cell.shape = ir.Shape([ways, None, hx[1].shape[2]])
+        x, *end = _run_projected(x, state, cell, weights[:ways])
+        ends.append(end)
+    states, cells = (op.Concat(*values, axis=0) for values in zip(*ends, strict=True))
+    return op.Transpose(x, perm=[1, 0, 2]) if batch_first else x, states, cells
+
+
+def _run_projected(x: Any, state: Any, cell: Any, weights: Sequence[Sequence[Any]]) -> tuple[Any, Any, Any]:
+    """Run one layer in one way or both: (length, batch, size), (ways, batch, projected), (ways, batch, hidden)."""
+    ways = len(weights)
+    later = op.Sub(op.Shape(x, start=0, end=1), op.Constant(value_ints=[1]))
+    none, params, inputs = op.Constant(value_ints=[0]), [], [x]
+    for way, (into, recurrent, *biases, projection) in enumerate(weights):
+        pads = [none] * 6
+        pads[0 if way else 3] = later  # the way back begins with the last step
+        inputs.append(op.Pad(op.Slice(state, [way], [way + 1], [0]), op.Concat(*pads, axis=0)))
+        nothing = op.Mul(recurrent, op.CastLike(0.0, recurrent))
+        columns = [recurrent if way == other else nothing for other in range(ways)]
+        params += [op.Concat(into, *columns, axis=1), op.MatMul(recurrent, projection), *biases]
+    zeros = op.Mul(cell, op.CastLike(0.0, cell))
+    zeros.shape = cell.shape
+    given = op.Concat(*inputs, axis=2)
+    y, hidden, cells = core.aten_lstm(given, [zeros, cell], params, len(biases) > 0, 1, 0.0, False, ways == 2, False)
+    down = op.Concat(*(op.Unsqueeze(op.Transpose(each[-1], perm=[1, 0]), [0]) for each in weights), axis=0)
+    by_way = op.Transpose(op.Reshape(y, op.Constant(value_ints=[0, 0, ways, -1])), perm=[0, 2, 1, 3])
+    merged = op.Transpose(op.MatMul(by_way, down), perm=[0, 2, 1, 3])
+    return op.Reshape(merged, op.Constant(value_ints=[0, 0, -1])), op.MatMul(hidden, down), cells
