@@ -179,6 +179,7 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"only with batch = 2 .*'x'") as error:
         exported(tmp_path, model)
     assert "--input x:float32:2,4" in error.value.remedy
+    assert "torch.vmap" in error.value.remedy
 
 
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:

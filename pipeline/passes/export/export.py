@@ -524,7 +524,8 @@ def _explain_fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedD
     shape = ",".join(str(size if position == axis else dim) for position, dim in enumerate(spec.shape))
     return FixedDimension(
         f"the model works only with {spec.shape[axis]} = {size} (dimension {axis} of input {spec.name!r})",
-        f"make it fixed with --input {spec.name}:{spec.dtype}:{shape}, or remove that size from the model's code",
+        f"make it fixed with --input {spec.name}:{spec.dtype}:{shape}, or remove that size from the model's code; "
+        "where that has none, torch.export fixes it, as within torch.vmap: write a batched product in its place",
     )
 
 
