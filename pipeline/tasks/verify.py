@@ -32,8 +32,8 @@ from enginesmith.pipeline.units import count_words
 
 _T = TypeVar("_T")
 _BY_SIZE = (
-    "; at other sizes it is right: if the module decides by a size in Python, limit its range with --shape, or use "
-    "torch.cond"
+    "; at other sizes it is right: perhaps the module decides by a size in Python (limit its range with --shape, or "
+    "use torch.cond), or an operator is exported wrongly for some sizes"
 )
 _ROUNDING = 1e-6
 """Error that may be rounding alone, of answers in float32 that are up to 1 for other samples."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import has_files
-from enginesmith.pipeline.engines import engine_class, environment
+from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class, environment
 from enginesmith.pipeline.errors import (
     LATE,
     EnginesmithError,
@@ -34,6 +34,7 @@ from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
 from enginesmith.pipeline.planning.race import leave_out, searching_seconds
+from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -454,8 +455,21 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None 
     lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` continues there")
-    reasons = _list_reasons(run.asked_for or (run.baseline,))
-    return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the details")
+    reasons, others = _list_reasons(run.asked_for or (run.baseline,)), _list_other_engines(run, outcomes)
+    words = " or ".join(f"--engine {name}" for name in others)
+    remedy = f"{words} runs the module without an ONNX graph; " if others else ""
+    return ModelError(f"no usable variant is left:\n{reasons}", f"{remedy}the logs folder of the run has the details")
+
+
+def _list_other_engines(run: Run, outcomes: Outcomes) -> list[str]:
+    """List engines that take the module itself, where it was the export that failed or is wrong."""
+    stages = {entry.stage for record in run.asked_for for entry in record.fidelity if not entry.passed}
+    prosecutions = [record.prosecution for record in run.asked_for if record.prosecution]
+    stages |= {made.finding.guilty for made in prosecutions if made.finding}
+    if EXPORT not in stages and not (EXPORT in outcomes and outcomes[EXPORT].error):
+        return []
+    used = {BASELINES["torch"], *(record.engine for record in run.records)}
+    return [name for name in ENGINES if name not in used and engine_class(name).consumes == "torch"]
 
 
 def _list_reasons(records: Sequence[VariantRecord]) -> str:

@@ -21,7 +21,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.engines.torch import eager
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
-from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
+from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession, _translate_error
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
@@ -407,3 +407,20 @@ def test_a_module_that_raises_is_told_with_its_line_and_the_integers_that_it_got
     assert caught.value.message.startswith("the module raised IndexError: index 7 is out of bounds")
     assert caught.value.message.endswith("(eager_net.py:11)")
     assert caught.value.remedy.endswith("integers may be beyond what it takes (rows from 0 to 7)")
+
+
+_COMPILED = """RuntimeError when making fake tensor call
+  Explanation: Dynamo failed to run FX node with fake tensors: call_function conv2d(*()): got RuntimeError('{}')
+from user code:
+   File "/nets/cnn.py", line 13, in forward
+    x = self.stem(image.float())
+"""
+
+
+@pytest.mark.parametrize("form", ["{}", _COMPILED])
+def test_a_module_that_casts_inside_is_told_that_it_has_no_lower_precision(form: str) -> None:
+    met = "Input type (float) and bias type (c10::BFloat16) should be the same"
+    error = _translate_error(RuntimeError(form.format(met)))
+    assert isinstance(error, ModelError)
+    assert error.message == f"the module raised RuntimeError: {met}{' (cnn.py:13)' if form == _COMPILED else ''}"
+    assert "leave --precision bf16 out" in str(error.remedy)

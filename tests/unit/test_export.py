@@ -203,6 +203,43 @@ def test_means_and_extremes_by_place_are_those_of_pytorch(tmp_path: Path, dtype:
         np.testing.assert_allclose(value, wanted.numpy(), 1e-6)
 
 
+class Extremes(torch.nn.Module):
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:
+        pairs = [torch.maximum(first, second), torch.minimum(first, second)]
+        bounds = [first.clamp(0, 2_000_000_000), first.clamp(min=5), first.clamp(second, second + 7), first.sign()]
+        along = [*first.max(1), *first.min(0), first.amax((0, 2), keepdim=True), first.max(), first.amin((-1, 0))]
+        return *pairs, *bounds, *along
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_maxima_of_int64_are_exact(tmp_path: Path, exporter: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"first": ("batch", 5, 6), "second": ("batch", 5, 6)}
+    example = {name: torch.arange(60).reshape(2, 5, 6) for name in shapes}
+    kinds = [*["batch,5,6"] * 6, *["batch,6"] * 2, *["5,6"] * 2, "1,5,1", "", "5"]
+    outputs = [f"out_{at}:int64:{dims}" for at, dims in enumerate(kinds)]
+    model = loaded(Extremes(), example, shapes, outputs)
+    effect = exported(tmp_path, model, exporter=exporter)
+    for high in (0, -3 << 32):  # the upper halves are equal, and the lower ones differ in their first bit
+        feeds = {name: high + rng.integers(0, 1 << 32, (3, 5, 6)) for name in shapes}
+        wanted = model.module(*map(torch.from_numpy, feeds.values()))
+        for found, want in zip(evaluator.run_graph(tmp_path / effect.file, feeds), wanted, strict=True):
+            np.testing.assert_array_equal(found, want.numpy())
+
+
+def test_maxima_of_sizes_and_masks_stay_as_they_are(tmp_path: Path) -> None:
+    class Sizes(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(value.shape[0]).clamp(max=3)
+            return (value > 0).any(1).long().cumsum(0).clamp(min=places) + value.argmax(1).clamp(max=2)
+
+    model = loaded(Sizes(), {"value": torch.ones(2, 4)}, {"value": ("batch", 4)}, ["out:int64:batch"])
+    exported(tmp_path, model)
+    kinds = {node.op_type for node in onnx.load(tmp_path / edit.FILE).graph.node}
+    assert "Where" not in kinds
+    assert kinds & {"Clip", "Max", "Min"}
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("layer", [torch.nn.Conv1d, torch.nn.ConvTranspose1d])
 def test_a_normalization_in_bf16_is_folded_into_weights_in_bf16(tmp_path: Path, layer: Any, autocast: bool) -> None:
@@ -240,6 +277,7 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"only with batch = 2 .*'x'") as error:
         exported(tmp_path, model)
     assert "--input x:float32:2,4" in error.value.remedy
+    assert "torch.vmap" in error.value.remedy
 
 
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:

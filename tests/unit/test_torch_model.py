@@ -63,6 +63,22 @@ ONE = torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (nn.Dropout(0.5), True),
+        (nn.BatchNorm1d(3), True),
+        (nn.MultiheadAttention(3, 1, dropout=0.1), True),
+        (nn.Dropout(0.0), False),
+        (nn.InstanceNorm1d(3), False),
+        (nn.Dropout(0.5).eval(), False),
+    ],
+)
+def test_a_module_in_training_mode_is_noted(layer: nn.Module, told: bool) -> None:
+    found = factories._call(SOURCE, nn.Sequential(nn.Linear(3, 3), layer))
+    assert [note.partition(";")[0] for note in found.notes] == ["the module was in training mode"] * told
+
+
+@pytest.mark.parametrize(
     ("value", "names"),
     [
         (ONE, ["output"]),

@@ -206,3 +206,16 @@ def test_a_search_whose_time_was_over_tells_why_other_variants_failed() -> None:
     alone = _why_unusable(run_of(late), {}, "enginesmith resume run", 60.0)
     assert alone is not None
     assert alone.message.endswith("could be measured")
+
+
+@pytest.mark.parametrize(("guilty", "told"), [("export", True), ("engine", False)])
+def test_a_run_without_a_right_export_names_engines_that_need_none(guilty: str, told: bool) -> None:
+    found = wrong("openvino-fp32", None)
+    assert found.prosecution is not None
+    assert found.prosecution.finding is not None
+    finding = found.prosecution.finding.model_copy(update={"guilty": guilty})
+    changed = found.model_copy(update={"prosecution": found.prosecution.model_copy(update={"finding": finding})})
+    error = _why_unusable(run_of(changed), {}, "enginesmith resume run")
+    assert error is not None
+    assert error.remedy is not None
+    assert ("--engine compiled or --engine aotinductor" in error.remedy) == told

@@ -8,6 +8,7 @@ wrapped in a named range while it is profiled. Hooks would do the same, but some
 import contextlib
 import copy
 import gc
+import re
 import statistics
 import threading
 import weakref
@@ -40,6 +41,9 @@ Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., Tensors]
 _RAISED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 """Exceptions that modules raise, besides others that are errors of ours."""
+_WITHIN_COMPILED = re.compile(r"got (\w+)\([\"'](.+)[\"']\)$", re.MULTILINE)
+"""The exception that TorchDynamo met, in its message."""
+_SHORT = {"BFloat16": "bf16", "Half": "fp16"}
 _WARM_CALLS = 2
 """Calls before a graph is captured: the first loads kernels and picks algorithms, which a capture cannot hold."""
 _capturing = threading.Lock()
@@ -299,9 +303,17 @@ def _translate_error(
 ) -> EnginesmithError:
     if says_out_of_memory(str(error)):
         return out_of_memory(str(error))
-    text = next(iter(str(error).strip().splitlines()), "no message")
+    name, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "no message")
     place = file_tracking.find_user_line(error)
-    return ModelError(f"{what} {type(error).__name__}: {text}{f' ({place})' if place else ''}", remedy)
+    if within := _WITHIN_COMPILED.search(str(error)):
+        name, text = within[1], within[2]
+    short = next((word for kind, word in _SHORT.items() if kind in text), "")
+    if short and re.search(r"\bfloat\b", text, re.IGNORECASE):
+        remedy = (
+            f"the module casts to float32 inside, and its weights are {short}: leave --precision {short} out, or cast "
+            "to the weights' type there, as x.to(self.weight.dtype) does"
+        )
+    return ModelError(f"{what} {name}: {text}{f' ({place})' if place else ''}", remedy)
 
 
 def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, notes: tuple[str, ...] = ()) -> Profiled:

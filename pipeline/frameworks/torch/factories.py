@@ -28,6 +28,10 @@ from enginesmith.pipeline.tensors import TensorSpec
 _LONGEST_MESSAGE = 400
 _LIBRARIES = ("numpy", "onnx", evaluator.LIBRARY, "onnxscript", "safetensors", "timm", "torch", "transformers")
 """A file of such a name would be imported in the library's place."""
+_TRAINING_MODE = (
+    "the module was in training mode; it is measured in evaluation mode, where dropout is off and batch norms use their"
+    " running statistics"
+)
 _REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 
 
@@ -41,6 +45,7 @@ class Built:
     outputs: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     """Parameters that are not to be trained."""
+    notes: tuple[str, ...] = ()
 
 
 def build(source: Source) -> Built:
@@ -254,7 +259,21 @@ def _call(source: Source, factory: Any) -> Built:
                 f"the factory {source.text} returned a module that keeps {name!r} as {layout}",
                 "keep it as a dense tensor: to_dense()",
             )
-    return Built(module, getattr(module, "example_input_array", None) if example is None else example)
+    example = getattr(module, "example_input_array", None) if example is None else example
+    return Built(module, example, notes=(_TRAINING_MODE,) if any(map(_differs_in_training, module.modules())) else ())
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    """Tell whether a module is in training mode, and answers otherwise there."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return bool(module.track_running_stats)
+    rates = (
+        getattr(module, "p", 0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0,
+        vars(module).get("dropout"),
+    )
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _described(value: Any) -> str:

@@ -142,6 +142,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
 # Find the line of the user's code that something happened in: frames of the interpreter, without those of libraries.
 
 _OWN = str(Path(__file__).parents[2])
+_NOTED = re.compile(r'File "([^"]+)", line (\d+)')
 _NEVER = ("torch", "torch_pruning")
 """Libraries whose lines nobody can change to make a model right."""
 
@@ -152,7 +153,8 @@ def find_user_line(error: BaseException | None = None) -> str:
     Of a model that a library holds it is that library's; empty where there is none.
     """
     if error is not None:
-        frames = list(traceback.extract_tb(error.__traceback__))
+        frames, noted = list(traceback.extract_tb(error.__traceback__)), str(error).partition("from user code:")[2]
+        frames += [traceback.FrameSummary(file, int(line), "") for file, line in _NOTED.findall(noted)]  # by Dynamo
     else:
         frames = traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)[::-1]
     models = re.compile(rf"/site-packages/(?!({'|'.join(_NEVER)})/)")

@@ -263,7 +263,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     if not same_answers(tuple(flat.values()), tuple(again.values())):
         raise SourceError(
             f"{source.text} answers differently each time it is run on the same input",
-            "take out what is random (dropout, sampling) and what the module remembers from call to call",
+            "take out what is random (sampling, F.dropout without training=self.training) and what the module remembers"
+            " from call to call",
         )
     module.outputs = tuple(flat)
     names = _rename_outputs(built.outputs if len(built.outputs) == len(flat) else module.outputs, example)
@@ -272,7 +273,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     if not asked:
         specs, moved = choose_specs(module, example, len(outputs))
     signature, notes = infer_dims(module, specs, example, outputs, asked)
-    notes += [moved] if moved else []
+    notes += [*built.notes, *([moved] if moved else [])]
     notes += [] if asked else explain_no_batch(module, signature, example)
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
     signature = signature.model_copy(update={"returns": structure})

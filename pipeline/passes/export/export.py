@@ -16,6 +16,7 @@ from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
+from enginesmith.pipeline.passes.export.whole_numbers import compare_whole_numbers
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.passes.simplify import require_exact_constants
 from enginesmith.pipeline.units import AddedOption
@@ -83,6 +84,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
         model, exporter, notes = _capture(loaded.without_processing, out, options, progress)
         edit.tidy(model, wrapper="model")
+        compare_whole_numbers(model)
         if options.attention == "decomposed":
             decompose_attention(model)
         else:
@@ -331,6 +333,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
             sizes only.
     """
     import torch
+    from onnx_ir.passes import common
 
     inputs, outputs = loaded.signature.inputs, loaded.signature.outputs
     axes = {s.name: {i: d for i, d in enumerate(s.shape) if isinstance(d, str)} for s in (*inputs, *outputs)}
@@ -354,6 +357,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         _check_trace(path, loaded)
         model = edit.load(path)
         ir.external_data.load_to_model(model)
+    common.ShapeInferencePass(strict_mode=False)(model)  # the trace has no types
     convert_opset(model, opset)
     return model
 
@@ -487,7 +491,8 @@ def _explain_fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedD
     shape = ",".join(str(size if position == axis else dim) for position, dim in enumerate(spec.shape))
     return FixedDimension(
         f"the model works only with {spec.shape[axis]} = {size} (dimension {axis} of input {spec.name!r})",
-        f"make it fixed with --input {spec.name}:{spec.dtype}:{shape}, or remove that size from the model's code",
+        f"make it fixed with --input {spec.name}:{spec.dtype}:{shape}, or remove that size from the model's code; "
+        "where that has none, torch.export fixes it, as within torch.vmap: write a batched product in its place",
     )
 
 

@@ -288,3 +288,32 @@ def grouped_convolution_and_sum() -> Graphs:
         graph(f"{head} {{ t = Conv<group=4>(x, w) y = Add(t, c) }}", 17, weight, constant),
         graph(f"{head} {{ y = Conv<group=4>(x, w) }}", 17, weight),
     )
+
+
+_WHOLE_NUMBERS = "(float[N,8] x) => (int64[N] y) <int64[1] one = {1}, float far = {1000000000.0}>"
+_WHOLE_NUMBERS += " { f = Mul(x, far) n = Cast<to=7>(f)"
+
+
+def _compares_halves(_: onnx.ModelProto) -> bool:
+    """Probe numbers whose upper halves are equal, and whose lower ones differ in their first bit."""
+    model = graph(f"{_WHOLE_NUMBERS} y = ReduceMax<keepdims=0>(n, one) }}", 18)
+    return probes.differs(
+        probes.run_unoptimized, probes.evaluate, {"x": np.array([[0, 0, 0, 0, 0, 0, 1, 3]], np.float32)}
+    )(model)
+
+
+@known_bug(
+    "microsoft/onnxruntime#25280",
+    "Max, Min, Clip, Sign, ReduceMax and ReduceMin of int64 take 2^31 for less than 0 (Eigen, on x86)",
+    "onnxruntime",
+    "July 2025",
+    affected=">=1.22",
+    probe=_compares_halves,
+    guard="pipeline/passes/export/whole_numbers.py",
+)
+def maximum_of_int64() -> Graphs:
+    half = "l = Cast<to=6>(n) w = Cast<to=7>(l) at = ArgMax<axis=1>(w) top = GatherElements<axis=1>(n, at)"
+    return Graphs(
+        graph(f"{_WHOLE_NUMBERS} top, at = TopK<axis=1>(n, one) y = Squeeze(top, one) }}"),
+        graph(f"{_WHOLE_NUMBERS} {half} y = Squeeze(top, one) }}"),
+    )
