@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 _GROWING = ("Mul", "Pow", "BitShift", "ReduceProd")
 _DIVIDING = ("Div", "Mod")
-_COUNTS = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
-"""Their whole numbers are sizes and places, whatever they are of."""
 _INDICES = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"), (1,)),
     **dict.fromkeys(("Reshape", "Expand", "Tile"), (1,)),
@@ -57,7 +55,7 @@ def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
         for at, name in enumerate(node.input):
             readers[name].append((node, at))
         made = whole.intersection(node.output)
-        if made and node.op_type not in _COUNTS and given.intersection(model_file.list_reads(node)):
+        if made and node.op_type not in model_file.COUNTING and given.intersection(model_file.list_reads(node)):
             given.update(made)
             products += [node] if node.op_type in _GROWING and made & long else []
             quotients += [node] if node.op_type in _DIVIDING else []

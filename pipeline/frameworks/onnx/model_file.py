@@ -409,6 +409,8 @@ def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
     return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor))
 
 
+COUNTING = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
+"""Operators whose whole numbers are sizes and places, whatever they are of."""
 _SAME_NUMBERS = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Transpose", "Expand")
 
 

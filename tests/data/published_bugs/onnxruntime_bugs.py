@@ -309,7 +309,7 @@ def _compares_halves(_: onnx.ModelProto) -> bool:
     "July 2025",
     affected=">=1.22",
     probe=_compares_halves,
-    guard="pipeline/passes/export/whole_numbers.py",
+    guard="pipeline/passes/export/int64.py",
 )
 def maximum_of_int64() -> Graphs:
     half = "l = Cast<to=6>(n) w = Cast<to=7>(l) at = ArgMax<axis=1>(w) top = GatherElements<axis=1>(n, at)"

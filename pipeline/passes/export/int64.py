@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 
 if TYPE_CHECKING:
     from onnx_ir.tape import Tape
 
-_COUNTS = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
-"""Their whole numbers are sizes and places, whatever they are of."""
 _MOVING = ("Slice", "Gather", "GatherElements", "GatherND", "Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze")
 """Operators whose numbers are of their first input."""
 _LONG = np.iinfo(np.int32)
@@ -31,7 +29,7 @@ def compare_whole_numbers(model: "ir.Model") -> int:
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         read = node.inputs[:1] if node.op_type in _MOVING else node.inputs
         has_body = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
-        if node.op_type in _COUNTS or (not has_body and all(_is_small(value, small) for value in read)):
+        if node.op_type in model_file.COUNTING or (not has_body and all(_is_small(value, small) for value in read)):
             small.update(node.outputs)
         elif node.outputs[0].dtype == ir.DataType.INT64 and node.domain in ("", "ai.onnx"):
             count += _replace(node)

@@ -1,0 +1,569 @@
+"""What a model answers on samples, and how engines, files and metrics are held against it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
+from enginesmith.calibration.options import PARTS, DataOptions, PartName, PartOptions
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import verify
+from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
+from enginesmith.pipeline.tasks.load import make_example
+from enginesmith.pipeline.tasks.measure import Quality, try_metric
+from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
+
+
+def signature(*inputs: str) -> Signature:
+    return Signature(inputs=tuple(TensorSpec.parse(text) for text in inputs), outputs=())
+
+
+IMAGE = signature("x:float32:batch,3")
+
+
+def graph(path: Path, operator: str, *constants: float | np.int64 | Array) -> Artifact:
+    """Save ``y = operator(x, constants …)``; constants are float32 where they are Python's."""
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    stored = [
+        numpy_helper.from_array(
+            np.asarray(value if isinstance(value, np.int64 | np.ndarray) else np.float32(value)), f"c{index}"
+        )
+        for index, value in enumerate(constants)
+    ]
+    nodes = [helper.make_node(operator, ["x", *(one.name for one in stored)], ["y"])]
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+
+
+def test_a_metric_gets_the_sample_first_wherever_the_batch_is(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, "batch"]) for name in "xy"]
+    made = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    rows = np.random.default_rng(0).random((20, 3), np.float32)
+    np.savez(tmp_path / "data.npz", x=rows, labels=-rows)
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None, "metric": "mse"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, seed=0, **data)
+    with quality.engine.load(model, Device()) as session:
+        judged, outputs, _ = quality.judge(session, None, lambda _: None)
+    np.testing.assert_array_equal(outputs["y"], -rows)
+    assert not isinstance(judged, str)
+    assert judged.value == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "words"),
+    [
+        ("top1", [0, 1, 2, 0], ""),
+        ("top1", [0, 1, 3, 0], "top1 needs .* from 0 to 3"),
+        ("top1", None, "no labels, and the metric top1 needs them"),
+        ("auroc", [0, 0, 1, 2], ""),
+        ("own.py:all_classes", [0, 1, 2, 0], "on 2 samples, .* raised ValueError: no class 2 .*; all samples decide"),
+    ],
+)
+def test_the_metric_is_tried_on_two_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, labels: list[int] | None, words: str
+) -> None:
+    """All labels are looked at; that two samples are too few for a metric is no failure."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(
+        "def all_classes(outputs, labels):\n    if 2 not in labels: raise ValueError('no class 2')\n"
+    )
+    np.savez("data.npz", x=np.eye(4, 3, dtype=np.float32), **({} if labels is None else {"labels": labels}))
+    (reference := tmp_path / "reference").mkdir()
+    kinds = {"engine": OnnxRuntime(), "data": "data.npz", "data_options": DataOptions(), "metric": metric}
+    sample = Sample(ranges={}, batches=(1,), seed=0, **kinds)
+    model = graph(tmp_path / "float.onnx", "Identity")
+    if words and metric == "top1":
+        with pytest.raises(DataError, match=words):
+            sample.run({"model": model}, reference, lambda _: None)
+        return
+    effect = sample.run({"model": model}, reference, lambda _: None)
+    assert re.fullmatch(words, "".join(effect.notes))
+    assert (Path("own.py").absolute() in effect.reads) is metric.startswith("own")
+
+
+def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_other(tmp_path: Path) -> None:
+    """As many places as the sum over the batch has, for each sample."""
+    ends = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 3), ("y", "n"))
+    ]
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0),
+        helper.make_node("Abs", ["total"], ["size"]),
+        helper.make_node("Cast", ["size"], ["n"], to=onnx.TensorProto.INT64),
+        helper.make_node("Min", ["n", "most"], ["few"]),
+        helper.make_node("Range", ["none", "few", "one"], ["places"]),
+        helper.make_node("Cast", ["places"], ["floats"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("ReduceSum", ["x", "axes"], ["sums"], keepdims=1),
+        helper.make_node("Mul", ["sums", "floats"], ["y"]),
+    ]
+    numbers = {"most": np.int64(9), "none": np.int64(0), "one": np.int64(1), "axes": np.int64([1])}
+    stored = [numpy_helper.from_array(np.asarray(value), name) for name, value in numbers.items()]
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    path = tmp_path / "places.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    assert not [note for note in sample.run({"model": model}, reference, lambda _: None).notes if "depends" in note]
+    assert not samples.read(reference).interacting
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "made_up", "advice"),
+    [
+        ("torch", ["x:int64:batch"], True, ["drawn at random", "otherwise than 'batch'"]),
+        ("torch", ["x:int64:batch,length"], False, []),
+        ("torch", ["x:int64:n", "y:int64:m"], True, []),
+        ("onnx", ["x:int64:batch"], True, ["drawn at random"]),
+        ("onnx", ["x:int64:n,height,width"], True, ["drawn at random", "--shape height=MIN:OPT:MAX --shape width="]),
+        ("onnx", ["x:int64:n,known,width"], False, ["takes with --shape width=MIN:OPT:MAX"]),
+    ],
+)
+def test_a_model_that_refuses_made_up_samples_or_assumed_sizes_is_told_what_to_give(
+    kind: Any, inputs: list[str], made_up: bool, advice: list[str]
+) -> None:
+    class Refusing:
+        signature = signature(*inputs)
+
+        def run(self, feeds: Feeds) -> None:
+            raise ModelError("offsets[0] has to be 0", "run it alone")
+
+    model = Artifact(kind=kind, path=Path(), sha256="", bytes=0, signature=Refusing.signature)
+    told = verify._advise(model, {"known": ShapeRange.parse("9")}, made_up=made_up)
+    with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
+        verify._run_case(Refusing(), Case(sizes={"batch": 8}, batch=8), {}, told)  # type: ignore[arg-type]
+    words = ["drawn at random", "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
+    assert [word for word in words if word in error.value.remedy] == advice
+    assert ("--shape" in error.value.remedy) == ("--shape" in "".join(advice))
+
+
+@pytest.mark.parametrize("data", [None, "data.npz"])
+def test_samples_from_data_are_not_said_to_be_random(
+    tmp_path: Path, data: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.ones((8, 3), np.float32))
+    (reference := tmp_path / "reference").mkdir()
+    model = graph(tmp_path / "model.onnx", "Reshape", np.array([7, -1]))  # 24 numbers are no seven rows
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(8,), data=data, data_options=DataOptions(), seed=0)
+    with pytest.raises(ModelError, match="at batch 8") as error:
+        sample.run({"model": model}, reference, lambda _: None)
+    assert ("drawn at random" in error.value.remedy) == (data is None)
+
+
+def test_an_onnx_file_is_tried_at_the_sizes_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where --shape gives no other ones; without data, 8 is assumed."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.ones((8, 40, 50), np.float32))
+    ends = [helper.make_tensor_value_info(name, 1, ["batch", "height", "width"]) for name in "xy"]
+    made = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    for data, height, width in (("data.npz", "40:40:40", "8:9:10"), (None, "4:8:8", "8:9:10")):
+        sample = Sample(
+            engine=OnnxRuntime(),
+            ranges={"width": ShapeRange.parse("8:9:10")},
+            batches=(1, 8),
+            data=data,
+            data_options=DataOptions(),
+            seed=0,
+        )
+        sample.run({"model": model}, tmp_path, lambda _: None)
+        ranges = samples.read(tmp_path).ranges
+        assert {name: str(range_) for name, range_ in ranges.items()} == {
+            "batch": "1:1:8",
+            "height": height,
+            "width": width,
+        }
+
+
+def test_a_dimension_that_stands_twice_has_one_size(tmp_path: Path) -> None:
+    """Also where one sample is run alone, to see whether it depends on its batch."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["n", "n", 3]), ("y", 1, ["n", 3]))]
+    made = helper.make_graph(
+        [helper.make_node("ReduceMean", ["x"], ["y"], axes=[1], keepdims=0)], "g", *([end] for end in ends)
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    sample.run({"model": model}, tmp_path, lambda _: None)
+    assert samples.read(tmp_path).interacting
+    with pytest.raises(SignatureError, match="with n = 1") as error:
+        check_feeds(model_file.signature(path), {"x": np.ones((1, 8, 3), np.float32)})
+    assert "n stands twice in 'x'" in error.value.remedy
+
+
+@pytest.mark.parametrize(("dtypes", "side"), [((16, 1), "input 'x'"), ((1, 16), "output 'y'")])
+def test_bfloat16_at_the_ends_of_a_graph_is_refused_by_name(tmp_path: Path, dtypes: tuple[int, int], side: str) -> None:
+    ends = [helper.make_tensor_value_info(name, dtype, ["n", 3]) for name, dtype in zip("xy", dtypes, strict=True)]
+    made = helper.make_graph([helper.make_node("Cast", ["x"], ["y"], to=dtypes[1])], "g", ends[:1], ends[1:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), data=None, data_options=DataOptions(), seed=0)
+    with pytest.raises(SignatureError, match=f"the {side} is bfloat16") as error:
+        sample.run({"model": model}, tmp_path, lambda _: None)
+    assert "in float32, with a Cast" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most"),
+    [
+        ([("Gather", "table ids", "y")], 7),
+        ([("Cast", "ids", "a"), ("Unsqueeze", "a axes", "b"), ("Gather", "table b", "y")], 7),
+        ([("DequantizeLinear", "small scale", "a"), ("Gather", "a ids", "y"), ("Gather", "table ids", "z")], 5),
+        ([("Add", "ids axes", "a"), ("Gather", "table a", "y")], 1),  # a place behind an offset
+        ([("Gather", "ids axes", "y")], 1),
+    ],
+)
+def test_made_up_indices_are_of_all_rows_of_their_table(
+    tmp_path: Path, nodes: list[tuple[str, str, str]], most: int
+) -> None:
+    """Else all answers of a sentence encoder would be those of two tokens."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("ids", 7, ["batch", 64]), ("y", 1, None))]
+    tables = {"table": np.zeros((8, 3), np.float32), "small": np.zeros((6, 3), np.int8), "scale": np.float32(1)}
+    stored = {**tables, "axes": np.array([1])}
+    made = [
+        helper.make_node(operator, read.split(), [output], **({"to": 6} if operator == "Cast" else {}))
+        for operator, read, output in nodes
+    ]
+    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
+    path = tmp_path / "model.onnx"
+    graph = helper.make_graph(made, "g", ends[:1], ends[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    given = signature("ids:int64:batch,64")
+    feeds, _ = make_example(Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=given))
+    assert (feeds["ids"].min(), feeds["ids"].max()) == (0, most)
+
+
+def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 3]), ("y", 1, ["batch", "batch"]))]
+    nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
+    path = tmp_path / "pairs.onnx"
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(2, 8), data=None, data_options=DataOptions(), seed=0)
+    (note,) = sample.run({"model": model}, reference, lambda _: None).notes
+    assert note.startswith("the model's output 'y' has the batch in two dimensions")
+    assert "judged in batches of 2" in note
+    assert samples.read(reference).interacting
+
+
+@pytest.mark.parametrize(("interacting", "apart", "batch"), [(False, True, 0), (True, True, 1), (False, False, 3)])
+def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_measured(
+    tmp_path: Path, interacting: bool, apart: bool, batch: int
+) -> None:
+    """In the first one, as the baseline's; in the largest one if only the precision makes them do so."""
+    sizes: list[int] = []
+
+    class Counted:
+        signature = IMAGE.model_copy(update={"outputs": (TensorSpec.parse("y:float32:batch,3"),)})
+
+        def run(self, feeds: Feeds) -> dict[str, Array]:
+            sizes.append(len(feeds["x"]))
+            return {"y": feeds["x"]}
+
+    np.savez(tmp_path / "data.npz", x=np.eye(10, 3, dtype=np.float32), labels=np.zeros(10, np.int64))
+    (place := tmp_path / "reference").mkdir()
+    cases = tuple(Case(sizes={"batch": size}, batch=size) for size in (1, 3))
+    samples.write(place, Samples(data="d", ranges={}, cases=cases, interacting=interacting))
+    reference = Artifact(kind="reference", path=place / samples.RECORD, sha256="", bytes=0)
+    fields = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None, "metric": "top1"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=3, largest_batch=64, seed=0, **fields)
+    judged, answers, _ = quality.judge(Counted(), None, lambda _: None, reference)  # type: ignore[arg-type]
+    assert not isinstance(judged, str)
+    assert sizes[0] == (1 if interacting else 10)
+    (done := tmp_path / "done").mkdir()
+    write_records(done, [judged])
+    np.savez(done / "outputs.npz", **answers)
+    baseline = Artifact(kind="record", path=done / RECORDS, sha256="", bytes=0)
+    sizes.clear()
+    judged, _, _ = quality.model_copy(update={"rows_apart": apart}).judge(Counted(), baseline, lambda _: None)  # type: ignore[arg-type]
+    assert not isinstance(judged, str)
+    assert (judged.batch or 0, sizes[0]) == (batch, batch or 10)
+    assert judged.basis == "10 samples" + (f" in batches of {batch}" if batch else "")
+
+
+@pytest.mark.parametrize("part", ["choice", "judgement"])
+def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartName) -> None:
+    """Rows of a part are shuffled."""
+    rows, place = np.random.default_rng(0).random((40, 3), np.float32), tmp_path / "data.npz"
+    options = PartOptions(part=part, shared_by=("choice", "judgement"))
+    row = split_rows(Dataset("d", {"x": rows}), options.shared_by, None)[part][4]
+    np.savez(place, x=rows, labels=np.where(np.arange(40)[:, None] == row, np.inf, rows))
+    fields = {"data": str(place), "data_options": options, "samples": None, "metric": "mse"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, seed=0, **fields)
+    with quality.engine.load(graph(tmp_path / "model.onnx", "Identity"), Device()) as session:
+        data = open_dataset(str(place), session.signature.inputs, split="test", options=options)
+        for judge in (lambda: quality.judge(session, None, lambda _: None), lambda: try_metric("mse", session, data)):
+            with pytest.raises(DataError, match=f"have NaN or infinity, first for row {row} of data.npz\n"):
+                judge()
+
+
+def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:
+    """A loss beside the logits is a single number; of rows that values choose, each batch has as many as it likes."""
+    specs = ("y:float32:batch,3", "loss:float32:", "chosen:float32:n,4", "wide:float32:batch,n")
+    x = TensorSpec.parse("x:float32:batch,3")
+    outputs = tuple(
+        TensorSpec(name=name, dtype="float32", shape=tuple(int(d) if d.isdigit() else d for d in dims.split(",") if d))
+        for name, _, dims in (spec.split(":") for spec in specs)
+    )
+
+    class Model:
+        signature = Signature(inputs=(x,), outputs=outputs)
+
+        def run(self, feeds: Feeds) -> dict[str, Array]:
+            rows = feeds["x"]
+            positive = int((rows[0] > 0).sum())
+            wide = np.zeros((len(rows), positive), np.float32)
+            return {"y": rows, "loss": rows.sum(), "chosen": np.zeros((positive, 4), np.float32), "wide": wide}
+
+    rows = np.float32([[1, -1, -1], [1, 0, 0], [1, 1, -1], [0, 1, 0]])
+    np.savez(tmp_path / "data.npz", x=rows, labels=np.array([0, 0, 0, 1]))
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=2, largest_batch=2, seed=0, metric="top1:y", **data)
+    judged, answers, _ = quality.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
+    assert list(answers) == ["y"]
+    assert not isinstance(judged, str)
+    assert judged.value == 1
+    dataset = open_dataset(data["data"], (x,), split="test", options=DataOptions())
+    sentence, _ = try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
+    assert sentence == "top1 of 'y' is judged, 'wide' not (--metric NAME:OUTPUT)"
+    Model.signature = Signature(inputs=(x,), outputs=outputs[3:])
+    Model.run = lambda _, feeds: {"wide": np.zeros((len(feeds["x"]), int(feeds["x"][0].sum()) + 2), np.float32)}  # type: ignore[assignment,method-assign,misc]
+    unnamed = quality.model_copy(update={"metric": None})
+    reason, _, _ = unnamed.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
+    assert str(reason).startswith("no metric was named, and 'wide' has rows of other sizes in other batches")
+    Model.signature = Signature(inputs=(x,), outputs=outputs[1:2])
+    Model.run = lambda _, feeds: {"loss": feeds["x"].sum()}  # type: ignore[assignment,method-assign,misc]
+    with pytest.raises(DataError, match=r"for 2 samples, no output of the model has a row for each: 'loss' is \[\]"):
+        try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
+    reason, _, _ = unnamed.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
+    assert str(reason).startswith("no metric was named, and for 2 samples, no output of the model has a row")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"), [(1, r"^\d[\d.]* % of the numbers in eager's output 'y' are NaN"), (20, "for all sam")]
+)
+def test_a_model_may_answer_nan_for_some_samples_with_a_note(tmp_path: Path, bad: int, words: str) -> None:
+    np.savez(
+        tmp_path / "data.npz", x=np.repeat(np.float32([[-1], [1]]), [bad, 20 - bad], axis=0) * np.ones((1, 3), "f")
+    )
+    (reference := tmp_path / "reference").mkdir()
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
+    model = {"model": graph(tmp_path / "float.onnx", "Log")}
+    if bad == 20:
+        with pytest.raises(SourceError, match=words):
+            sample.run(model, reference, lambda _: None)
+    else:
+        assert any(re.search(words, note) for note in sample.run(model, reference, lambda _: None).notes)
+
+
+@pytest.mark.parametrize(
+    ("operator", "axis", "interacting"), [("CumSum", 0, True), ("CumSum", 1, False), ("Neg", None, False)]
+)
+def test_a_model_whose_samples_influence_each_other_is_noted(
+    tmp_path: Path, operator: str, axis: int | None, interacting: bool
+) -> None:
+    """The first sample of a running sum has its own answer; the last one has not."""
+    model = graph(tmp_path / "sum.onnx", operator, *([] if axis is None else [np.int64(axis)]))
+    for batches in ((1, 8), (1,)):
+        (reference := tmp_path / f"{len(batches)}").mkdir()
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
+        notes = sample.run({"model": model}, reference, lambda _: None).notes
+        expected = interacting and len(batches) > 1
+        assert (
+            any("eager's 'y' for the last of 8 samples is another one where it is alone" in note for note in notes)
+            == expected
+        )
+        assert samples.read(reference).interacting == expected
+
+
+def test_a_batch_size_at_which_nothing_is_a_number_is_refused(tmp_path: Path) -> None:
+    """As where a deviation over the batch is divided by: of one sample, it is zero."""
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0]),
+        helper.make_node("Sub", ["x", "mean"], ["apart"]),
+        helper.make_node("ReduceL2", ["apart"], ["size"], axes=[0]),
+        helper.make_node("Div", ["apart", "size"], ["y"]),
+    ]
+    path = tmp_path / "scaled.onnx"
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    for batches in ((1, 8), (2, 8)):
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
+        if batches[0] == 1:
+            with pytest.raises(SourceError, match="outputs are NaN or infinity at batch 1, for all") as error:
+                sample.run({"model": model}, reference, lambda _: None)
+            assert "--batch 2,8" in error.value.remedy
+        else:
+            sample.run({"model": model}, reference, lambda _: None)
+
+
+def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("data.npz", x=np.random.default_rng(0).random((30, 3), np.float32))
+    code = "def {}():\n    return ({{'x': random.default_rng({}).random((30, 3), 'float32')}},)\n"
+    functions = code.format("same", 0) + code.format("other", "")
+    Path("parts_rows.py").write_text(f"from numpy import random\n{functions}")
+    model, counts = {"model": graph(tmp_path / "float.onnx", "Identity")}, dict.fromkeys(PARTS, 10)
+    for data, options, parts in (
+        ("data.npz", DataOptions(), {}),
+        ("data.npz", PartOptions(part="choice"), counts),
+        ("parts_rows.py:same", PartOptions(part="choice"), counts),
+    ):
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), data=data, data_options=options, seed=0)
+        sample.run(model, tmp_path, lambda _: None)
+        assert samples.read(tmp_path).parts == parts
+        assert ("parts" in (tmp_path / samples.RECORD).read_text()) is bool(parts)
+    unstable = sample.model_copy(update={"data": "parts_rows.py:other"})
+    with pytest.raises(DataError, match="yields other samples each time"):
+        unstable.run(model, tmp_path, lambda _: None)
+
+
+def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:
+    rows = np.ones((20, 3), np.float32)
+    rows[5] = 10.0  # what saturates at 4 is right on the first sample, and on all but this one
+    np.savez(tmp_path / "data.npz", x=rows)
+    (reference := tmp_path / "reference").mkdir()
+    engine = OnnxRuntime(graph_optimization="disabled")
+    data = str(tmp_path / "data.npz")
+    sample = Sample(engine=engine, ranges={}, batches=(1,), data=data, data_options=DataOptions(), seed=0)
+    effect = sample.run({"model": graph(tmp_path / "float.onnx", "Identity")}, reference, lambda _: None)
+    assert effect.summary.startswith("1 set of feeds from ")
+    judged = Artifact(kind="reference", path=reference / effect.file, sha256="", bytes=0)
+    measured = samples.read_arrays(reference, "feeds", 0)["x"]
+    assert measured.tolist() == rows[:1].tolist()  # what is measured is one sample as before
+    for name, most, passed in (("good", 10.0, True), ("bad", 4.0, False)):
+        (out := tmp_path / name).mkdir()
+        verify = Verify(stage="engine", engine=engine, device=Device(), precision="int8", min_sqnr_db=None)
+        made = graph(tmp_path / f"{name}.onnx", "Clip", -most, most)
+        effect = verify.run({"model": made, "reference": judged}, out, lambda _: None)
+        assert (effect.rejected == "") is passed
+        assert effect.summary == f"SQNR at least {'200.0' if passed else '4.7'} dB"
+        entries = read_records(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
+        assert [entry["passed"] for entry in entries] == [passed] * 3
+
+
+def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tmp_path: Path) -> None:
+    """The reference is doubled from two rows on, as by an ``if`` in the module; the graph answers its input."""
+    cases = tuple(Case(points=(point,), sizes={"batch": size}, batch=size) for point, size in (("min", 1), ("max", 2)))
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=cases))
+    for index, case in enumerate(cases):
+        rows = np.ones((case.batch, 3), np.float32)
+        samples.write_arrays(tmp_path, "feeds", index, {"x": rows})
+        samples.write_arrays(tmp_path, "outputs", index, {"y": rows * case.batch})
+    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    made = graph(tmp_path / "graph.onnx", "Identity")
+    for stage, told in (("export", True), ("engine", False)):
+        (out := tmp_path / stage).mkdir()
+        verify = Verify(stage=stage, engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+        rejected = verify.run({"model": made, "reference": judged}, out, lambda _: None).rejected
+        assert rejected.startswith(f"after {stage} at max (batch 2): output 'y' has an SQNR of 6.0 dB")
+        assert ("perhaps the module decides by a size" in rejected) is told
+
+
+def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
+    rows = np.float32([[0.5, 0.5, 0.5], [1.0, 0.0, -1e9], [-2.0, 0.0, 0.5]])
+    np.savez(tmp_path / "data.npz", x=rows)
+    (reference := tmp_path / "reference").mkdir()
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
+    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, reference, lambda _: None)
+    samples.write_vector(reference, tmp_path / "vector.npz")
+    vector = samples.read_vector(tmp_path / "vector.npz")
+    np.testing.assert_array_equal(vector.outputs["y"], rows[:1])
+    assert vector.ranges == {"y": 3.0}
+    assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
+
+
+def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:
+    for name in ("given", "changed"):
+        (tmp_path / name).mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, tmp_path / "given", lambda _: None)
+    before = samples.read(tmp_path / "given")
+    inputs = {"model": graph(tmp_path / "tenth.onnx", "Mul", 0.1)}
+    inputs["reference"] = Artifact(kind="reference", path=tmp_path / "given" / samples.RECORD, sha256="", bytes=0)
+    Answers(engine=OnnxRuntime()).run(inputs, tmp_path / "changed", lambda _: None)
+    after = samples.read(tmp_path / "changed")
+    assert after.spans == {"y": pytest.approx(0.1 * before.spans["y"])}
+    assert after.cases == before.cases
+
+
+def test_a_file_with_other_names_is_compared_by_position(tmp_path: Path) -> None:
+    (reference := tmp_path / "reference").mkdir()
+    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
+    samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans={"answer": 2.0}))
+    row = np.float32([[0.5, 1.0, -1.0]])
+    samples.write_arrays(reference, "feeds", 0, {"given": row})
+    samples.write_arrays(reference, "outputs", 0, {"answer": row})
+    inputs = {"reference": Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)}
+    verify = Verify(stage="file", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    for operator, passed in (("Identity", True), ("Neg", False)):
+        inputs["model"] = graph(tmp_path / f"{operator}.onnx", operator)
+        (out := tmp_path / operator).mkdir()
+        effect = verify.run(inputs, out, lambda _: None)
+        assert (effect.rejected == "") == passed
+        assert effect.notes == (
+            "'given' is compared with 'x', by position",
+            "'answer' is compared with 'y', by position",
+        )
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "told"), [("synthetic", 3e-8, True), ("synthetic", 3e-6, False), ("mine.npz", 3e-8, False)]
+)
+def test_a_tiny_error_on_samples_that_are_made_up_is_told(tmp_path: Path, data: str, error: float, told: bool) -> None:
+    """Answers near 0 have an SQNR of their own, which tells little of those to real samples."""
+    for what, name in (("feeds", "x"), ("outputs", "y")):
+        samples.write_arrays(tmp_path, what, 0, {name: np.float32([[1e-5, 2e-5, 0]])})
+    samples.write(tmp_path, Samples(data=data, ranges={}, cases=(Case(points=("min",), sizes={"batch": 1}, batch=1),)))
+    given = {"model": graph(tmp_path / "add.onnx", "Add", error)}
+    given["reference"] = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    (out := tmp_path / "out").mkdir()
+    rejected = verify.run(given, out, lambda _: None).rejected
+    assert "has an SQNR of " in rejected
+    assert rejected.endswith("the samples are made up: --data or --eval judges on real ones") is told
+
+
+def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
+    """Of one answer, 0.001, an engine's 0.002 is all wrong; of answers from -1 to 1, it is right in int8."""
+    (reference := tmp_path / "reference").mkdir()
+    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
+    row = np.float32([[0.001, 0.001, 0.001]])
+    for what, name in (("feeds", "x"), ("outputs", "y")):
+        samples.write_arrays(reference, what, 0, {name: row})
+    given = {"model": graph(tmp_path / "add.onnx", "Add", 0.001)}
+    given["reference"] = Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)
+    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="int8", min_sqnr_db=None)
+    for spans, passed in (({}, False), ({"y": 2.0}, True)):
+        samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans=spans))
+        (out := tmp_path / f"out{passed}").mkdir()
+        assert (verify.run(given, out, lambda _: None).rejected == "") == passed
