@@ -129,17 +129,25 @@ class _ActiveRun:
     def add(self, new: Outcomes) -> None:
         """Add outcomes, and find out whether a variant can still win: the model as it is alone is no result."""
         self.outcomes |= new
-        if not self.over and not all(outcome.good for outcome in new.values()):
+        if not self.over and not all(outcome.good for outcome in self.outcomes.values()):
             requested = [variant for variant in self.plan.variants if not variant.reference]
             named = str(self.plan.baseline.name) in self.request.recipe.engines
             variants = [*requested, *([self.plan.baseline] if named or not requested else [])]
-            failures = [self._why_lost(variant) for variant in variants]
-            reason = failures[0].partition("\n")[0]
-            self.over = f"no variant can win any more: {reason}" if all(failures) else ""
+            failures = map(self._why_lost, variants)
+            first = next(failures)
+            if first and all(failures):
+                self.over = f"no variant can win any more: {first.splitlines()[0]}"
         self.directory.update(self.outcomes)
 
     def _why_lost(self, variant: Variant) -> str:
-        """Explain why a variant cannot win any more; empty if it can, also where no time is left to judge it."""
+        """Explain why a variant cannot win any more; empty if it can, also where no time is left to judge it.
+
+        A stage is to blame only once all earlier ones are verified, which may end later than it.
+        """
+        known = self.outcomes
+        rest = itertools.dropwhile(known.__contains__, variant.verified)
+        if any(step in known and not known[step].good for step in rest):
+            return ""
         verified = tuple(step for step in variant.verified if step != variant.prosecuted)
         made = replace(variant, verified=verified, quality=None, memory=None)
         failure, _, unfinished = explain_end(made, self.plan, self.outcomes)

@@ -376,19 +376,31 @@ def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(
     assert explain_end(variant, made, outcomes, rows) == end
 
 
+def begun(*engines: str) -> _ActiveRun:
+    recipe = make({"model": "digits", "data": "digits", "time_seconds": 60, "engines": engines})
+    made, directory = plan(resolve_recipe(recipe)), SimpleNamespace(update=lambda outcomes: None)
+    return _ActiveRun(RunRequest("demo", recipe, Path("demo")), made, directory)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("kind", "status", "over"),
     [("quality", "skipped", ""), ("memory", "skipped", ""), ("build", "skipped", NO_TIME), ("quality", "failed", "no")],
 )
 def test_latency_is_measured_although_no_time_is_left_to_judge(kind: str, status: Status, over: str) -> None:
     """What no time was left to make cannot win, nor can any variant where the metric cannot be computed."""
-    engines = ["onnxruntime", "openvino"]
-    recipe = make({"model": "digits", "data": "digits", "time_seconds": 60, "engines": engines})
-    made, directory = plan(resolve_recipe(recipe)), SimpleNamespace(update=lambda outcomes: None)
-    active = _ActiveRun(RunRequest("demo", recipe, Path("demo")), made, directory)  # type: ignore[arg-type]
+    active = begun("onnxruntime", "openvino")
     ends = {"status": status, "reason": NO_TIME if status == "skipped" else "no class"}
-    for step in made.steps:
+    for step in active.plan.steps:
         ended = {"status": "done"} if step.id.kind != kind else ends
         active.add({step.id: Outcome(step.id, **ended)})  # type: ignore[arg-type]
     assert bool(active.over) is bool(over)
     assert over in active.over
+
+
+def test_the_first_stage_that_is_wrong_is_to_blame_in_whatever_order_stages_are_verified() -> None:
+    active = begun("onnxruntime")
+    for step in ("load", "reference", "export", "simplify"):
+        active.add({step: Outcome(step, "done")})
+    for step, over in (("verify-simplify", ""), ("verify-export", "no variant can win any more: verify-export: wrong")):
+        active.add({step: Outcome(step, "failed", reason="wrong")})
+        assert active.over == over
