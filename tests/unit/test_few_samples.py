@@ -127,6 +127,14 @@ def test_images_are_mirrored_only_if_the_teacher_then_answers_the_same(axis: int
     assert how == Augmentation(inputs=("image",), mirror=mirrored, mix=True)
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-9, 2), (1e9, 32)])
+def test_the_teacher_answers_for_mirrored_images_for_a_share_of_the_time(seconds: float, calls: int) -> None:
+    slow, seen = work(augment=True, seconds=seconds), list[int]()
+    slow.models.teacher.module.register_forward_hook(lambda *called: seen.append(1))
+    loop._choose_augmentation(slow, slow.material.batch(np.arange(4)))
+    assert len(seen) == calls
+
+
 def test_single_numbers_among_the_outputs_are_passed_over() -> None:
     found = work(augment=True)
     size = TensorSpec(name="size", dtype="float32", shape=())

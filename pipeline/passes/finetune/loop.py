@@ -225,18 +225,24 @@ def _choose_augmentation(work: Work, samples: Batch) -> Augmentation | None:
 
 @torch.no_grad()
 def _agree_mirrored(work: Work, images: tuple[str, ...], at_once: int) -> float:
-    """Compute how far the teacher agrees with itself when images are mirrored, on samples from all over the data."""
+    """Compute how far the teacher agrees with itself when images are mirrored, on as many samples as there is time for.
+
+    They are from all over the data, in whatever order it is.
+    """
     learnt, loaded = np.asarray(work.material.learnt), work.models.teacher
     count = max(min(_MIRRORED, len(learnt)) // at_once, 1) * at_once
     rows = learnt[np.linspace(0, len(learnt) - 1, count).round().astype(np.int64)]
-    given = [work.material.batch(part) for part in batches.parts(rows, at_once)]
     name = loaded.signature.outputs[0].name
-    answers = []
-    for each in (given, [mirror(batch, images) for batch in given]):
-        outputs = (loaded.module(*batch.inputs.values()) for batch in each)
-        first = [copy_numbers(next(value for value in values if value.ndim)) for values in outputs]
-        answers.append({name: torch.cat(first).numpy()})
-    return agreement(answers[1], answers[0], None)
+    plain, mirrored = list[torch.Tensor](), list[torch.Tensor]()
+    end = time.monotonic() + _SHARE_OF_ONE_EVALUATION * work.options.seconds
+    for part in batches.parts(np.random.default_rng(0).permutation(rows), at_once):
+        batch = work.material.batch(part)
+        for answers, each in ((plain, batch), (mirrored, mirror(batch, images))):
+            outputs = loaded.module(*each.inputs.values())
+            answers.append(copy_numbers(next(value for value in outputs if value.ndim)))
+        if time.monotonic() > end:
+            break
+    return agreement({name: torch.cat(mirrored).numpy()}, {name: torch.cat(plain).numpy()}, None)
 
 
 def _draft(work: Work) -> TrainingPlan:
