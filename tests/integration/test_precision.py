@@ -214,6 +214,7 @@ def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Pa
     assert "random" in made_up.text
 
 
+@pytest.mark.thorough
 def test_what_worked_for_a_similar_model_is_tried_first(cli: Cli, tmp_path: Path) -> None:
     net, store = Path(__file__).parent.parent / "data" / "nets.py", tmp_path / "store"
     made = ("--precision", "int8", "--synthetic-calibration", "--store", store)

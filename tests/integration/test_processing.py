@@ -103,6 +103,7 @@ def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkey
     assert (table[:, 0, 4] > 0.4).all()
 
 
+@pytest.mark.thorough
 def test_onnx_files_are_extended_too(tmp_path: Path, cli: Cli) -> None:
     core, file = tmp_path / "core.onnx", tmp_path / "whole.onnx"
     assert cli("export", "digits", "-o", core).code == 0

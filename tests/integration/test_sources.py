@@ -138,6 +138,7 @@ def test_export_archive(export, folder: Path) -> None:
     same(exported(x=rows(5))[0], net(2)(rows(5)))
 
 
+@pytest.mark.thorough
 def test_an_export_archive_whose_inputs_have_the_same_length(export, folder: Path) -> None:
     class Masked(torch.nn.Module):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
