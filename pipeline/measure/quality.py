@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
 from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
-from enginesmith.pipeline.measure.metrics import METRICS, WORD_ERRORS, OwnMetric, find_own
+from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric
+from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, find_own
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
 from enginesmith.pipeline.system import plugins

@@ -29,7 +29,7 @@ from enginesmith.pipeline.measure.device_rates import measure_limits
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import FeedsAt, LatencyBenchmark, measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
-from enginesmith.pipeline.measure.metrics import find_own
+from enginesmith.pipeline.measure.metrics.table import find_own
 from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
 from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, LatencyRow, Work

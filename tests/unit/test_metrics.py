@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from enginesmith.pipeline.errors import DataError, MissingCapability
-from enginesmith.pipeline.measure import metrics
-from enginesmith.pipeline.measure.metrics import METRICS, find_own
+from enginesmith.pipeline.measure.metrics import own_metric
+from enginesmith.pipeline.measure.metrics.table import METRICS, find_own
 from enginesmith.pipeline.measure.quality import Quality, evaluate
 
 Arrays = NDArray[Any]
@@ -366,7 +366,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Callable[..., Any]:
         raise ImportError(name)
 
-    monkeypatch.setattr(metrics.importlib, "import_module", fail)
+    monkeypatch.setattr(own_metric.importlib, "import_module", fail)
     with pytest.raises(MissingCapability, match="needs jiwer, which is not installed") as error:
         evaluate("cer", {"y": np.array([[1, 2]])}, {"y": np.array([[1, 2]])}, np.array([[1, 2]]))
     assert "pip install" in error.value.remedy

@@ -1,0 +1,136 @@
+"""Judge boxes that were found in images, as COCO does."""
+
+import contextlib
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, import_library
+from enginesmith.pipeline.tensors import Array
+
+_BOX_SIDES = 4
+_MOST_BOXES = 100
+"""Boxes of an image that COCO's evaluation looks at."""
+_OVERLAP = 0.6
+"""Intersection over union from which a box is suppressed by a better one of its class."""
+_LEAST_SCORE = 1e-3
+
+
+def _match_boxes(output: Array, labels: Array) -> Array:
+    """Match what was found in each image with what there is: lists of pycocotools' records, one of each class."""
+    coco, evaluation = import_library("pycocotools.coco"), import_library("pycocotools.cocoeval")
+    truth = [_box(place, box[0], box[1:]) for place, image in enumerate(labels) for box in image if box[0] >= 0]
+    found = [
+        _box(place, box[5], box[:4]) | {"score": float(box[4])}
+        for place, image in enumerate(_find_boxes(output))
+        for box in image
+    ]
+    classes = sorted({each["category_id"] for each in truth})
+    sides = []
+    for boxes in (truth, found):
+        side = coco.COCO()
+        side.dataset = {
+            "images": [{"id": place} for place in range(len(labels))],
+            "categories": [{"id": number} for number in classes],
+            "annotations": [box | {"id": number} for number, box in enumerate(boxes, 1)],
+        }
+        _silently(side.createIndex)
+        sides.append(side)
+    judge = evaluation.COCOeval(*sides, "bbox")
+    _restrict(judge)
+    _silently(judge.evaluate)
+    records = np.empty(len(labels), object)
+    for place in range(len(labels)):
+        records[place] = judge.evalImgs[place :: len(labels)]
+    return records
+
+
+def _compute_map(records: Array) -> float:
+    """Compute COCO's mean average precision: overlaps of 0.5 to 0.95, 100 boxes in each image."""
+    evaluation = import_library("pycocotools.cocoeval")
+    judge, classes = evaluation.COCOeval(iouType="bbox"), range(len(records[0]))
+    _restrict(judge)
+    judge.params.imgIds, judge.params.catIds = list(range(len(records))), list(classes)
+    judge.evalImgs, judge._paramsEval = [image[number] for number in classes for image in records], judge.params
+    _silently(judge.accumulate)
+    precision = judge.eval["precision"]
+    return float(precision[precision > -1].mean()) if (precision > -1).any() else math.nan
+
+
+def _restrict(judge: Any) -> None:
+    """Leave out what COCO's evaluation counts beside: small and large boxes, and fewer of them."""
+    judge.params.areaRng, judge.params.areaRngLbl = judge.params.areaRng[:1], judge.params.areaRngLbl[:1]
+    judge.params.maxDets = [_MOST_BOXES]
+
+
+def _silently(function: Callable[[], None]) -> None:
+    """Call what prints what it does."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        function()
+
+
+def _box(image: int, category: float, corners: Array) -> dict[str, Any]:
+    left, top, right, bottom = map(float, corners)
+    sides = [left, top, right - left, bottom - top]
+    return {"image_id": image, "category_id": int(category), "bbox": sides, "area": sides[2] * sides[3], "iscrowd": 0}
+
+
+def _find_boxes(output: Array) -> list[Array]:
+    """List [boxes, 6] of each image: corners, score and class, from either layout."""
+    if output.shape[2] == _BOX_SIDES + 2:
+        return [image[image[:, _BOX_SIDES] > _LEAST_SCORE] for image in output.astype(np.float64)]
+    return [_suppress(image.T) for image in output.astype(np.float64)]
+
+
+def _suppress(boxes: Array) -> Array:
+    """Keep the best of boxes that overlap, of one image and class by class; [boxes, 4 + classes] → [boxes, 6]."""
+    half = boxes[:, 2:4] / 2
+    corners = np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
+    kept: list[NDArray[np.float64]] = []
+    for number, scores in enumerate(boxes[:, _BOX_SIDES:].T):
+        order = np.argsort(-scores, kind="stable")
+        order = order[scores[order] > _LEAST_SCORE][: 3 * _MOST_BOXES]
+        while len(order):
+            best, order = order[0], order[1:]
+            kept.append(np.array([*corners[best], scores[best], number]))
+            order = order[_overlap(corners[best], corners[order]) <= _OVERLAP]
+    kept.sort(key=lambda box: -box[_BOX_SIDES])
+    return np.array(kept[:_MOST_BOXES]).reshape(-1, _BOX_SIDES + 2)
+
+
+def _overlap(box: Array, others: Array) -> NDArray[np.float64]:
+    """Compute intersection over union of one box with each of the others."""
+    low, high = np.maximum(box[:2], others[:, :2]), np.minimum(box[2:], others[:, 2:])
+    both = np.prod(np.maximum(high - low, 0), axis=1)
+    areas = np.prod(box[2:] - box[:2]) + np.prod(others[:, 2:] - others[:, :2], axis=1)
+    return np.asarray(both / np.maximum(areas - both, 1e-12))
+
+
+def _are_boxes(output: Array, labels: Array) -> bool:
+    if output.ndim != 3 or labels.ndim != 3 or labels.shape[2] != _BOX_SIDES + 1:
+        return False
+    if output.shape[2] == _BOX_SIDES + 2:
+        return True
+    turned = not _are_probabilities(output[:, _BOX_SIDES:]) and _are_probabilities(output[:, :, _BOX_SIDES:])
+    return output.shape[1] > _BOX_SIDES and not turned
+
+
+def _are_probabilities(scores: Array) -> bool:
+    return bool(scores.size and scores.min() >= 0 and scores.max() <= 1)
+
+
+METRICS: dict[str, OwnMetric] = {
+    "map": OwnMetric(
+        _match_boxes,
+        _are_boxes,
+        "boxes of shape [images, boxes, 6] (corners, score, class) or [images, 4 + classes, boxes] (centre, extent, "
+        "scores); labels [images, boxes, 5] (class, corners), class -1 where there is none",
+        _compute_map,
+        draws=50,
+    ),
+}
+"""Name → metric."""

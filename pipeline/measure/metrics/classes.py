@@ -1,0 +1,161 @@
+"""Judge classes: of a sample, or of each of its places."""
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, append_labels, are_whole, import_library
+from enginesmith.pipeline.measure.statistics import Samples
+from enginesmith.pipeline.tensors import Array
+
+_IGNORED = (255, -100)
+"""Class numbers that many data sets give to pixels and tokens that do not count; negative ones do not count, either."""
+_MOST_CLASSES = 4096
+"""Classes of places, of which every pair is counted."""
+
+
+def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
+    """Give 1 where the label's logit is among so many greatest, or where the answer is the label itself."""
+    if logits.dtype.kind in "iu":
+        return np.asarray(logits.reshape(-1) == labels.reshape(-1), np.float64)
+    best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
+    return np.asarray((best == labels.reshape(-1, 1)).any(axis=1), np.float64)
+
+
+def _share_of_commonest(labels: Array) -> float:
+    return float(np.unique(labels, return_counts=True)[1].max() / labels.size)
+
+
+def _are_classes(logits: Array, labels: Array) -> bool:
+    if labels.size != len(labels) or not are_whole(labels):
+        return False
+    if logits.dtype.kind in "iu":
+        return logits.ndim in (1, 2) and logits.size == len(logits)
+    if logits.ndim != 2:
+        return False
+    return bool(labels.min() >= 0 and labels.max() < logits.shape[1])
+
+
+def _count_confusions(output: Array, labels: Array) -> Array:
+    """Count [samples, classes, classes], truth by answer, over all places whose label counts.
+
+    The classes are the output's second axis; where that has length 1, an answer above 0 is class 1. Whole numbers are
+    the classes themselves.
+    """
+    if output.dtype.kind in "iu":
+        found = output.reshape(labels.shape).astype(np.int64)
+        classes = 1 + max(1, int(found.max()), int(labels[_is_counted(labels)].max()))
+    else:
+        classes = max(2, output.shape[1])
+        found = (output[:, 0] > 0).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
+    truth = labels.reshape(found.shape).astype(np.int64)
+    counted = _is_counted(truth) & (truth < classes)
+    pairs = zip(truth, found, counted, strict=True)
+    counts = [np.bincount(wanted[use] * classes + given[use], minlength=classes**2) for wanted, given, use in pairs]
+    return np.asarray(counts).reshape(-1, classes, classes)
+
+
+def _average_iou(counts: Array) -> float:
+    """Average intersection over union, over the classes that occur in answers or labels of the whole set."""
+    both, sides = _add_up(counts)
+    return float((both / (sides - both)).mean()) if len(both) else math.nan
+
+
+def _average_f1(counts: Array) -> float:
+    """Average the F1 scores of the classes that occur in answers or labels of the whole set."""
+    both, sides = _add_up(counts)
+    return float((2 * both / sides).mean()) if len(both) else math.nan
+
+
+def _add_up(counts: Array) -> tuple[Array, Array]:
+    """Return right answers, and answers and labels together, of the classes that occur."""
+    total = counts.sum(axis=0)
+    both, sides = total.diagonal(), total.sum(axis=0) + total.sum(axis=1)
+    return both[sides > 0], sides[sides > 0]
+
+
+def _are_class_maps(output: Array, labels: Array) -> bool:
+    """Tell whether there is a class for each place: [samples, classes, ...] and [samples, ...] or [samples, 1, ...]."""
+    if output.ndim < 2 or labels.ndim == 0 or not are_whole(labels):
+        return False
+    counted = labels[_is_counted(labels)]
+    if output.dtype.kind in "iu":  # the class itself for each place
+        same = labels.ndim > 1 and _drop_one(output.shape) == _drop_one(labels.shape)
+        few = counted.size > 0 and max(int(counted.max()), int(output.max())) < _MOST_CLASSES
+        return same and few and int(output.min()) >= 0
+    places = output.shape[2:]
+    if labels.shape[1:] not in (places, (1, *places)):
+        return False
+    return counted.size > 0 and int(counted.max()) < max(2, output.shape[1])
+
+
+def _is_counted(labels: Array) -> NDArray[np.bool_]:
+    return (labels >= 0) & ~np.isin(labels, _IGNORED)
+
+
+def _drop_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without a second axis of length 1."""
+    return (*shape[:1], *shape[2:]) if shape[1:2] == (1,) else shape
+
+
+def _compute_auroc(joined: Array) -> float:
+    """Compute the area below the ROC curve; of several classes the mean of each against the rest."""
+    functional, torch = import_library("torchmetrics.functional.classification"), import_library("torch")
+    scores, truth = torch.from_numpy(joined[:, :-1]), torch.from_numpy(joined[:, -1].astype(np.int64))
+    if len(truth.unique()) < max(2, scores.shape[1]):
+        return math.nan
+    if scores.shape[1] > 2:
+        ranks = torch.stack([_rank(column) for column in _find_odds(scores.double()).T], dim=1)
+        return float(functional.multiclass_auroc(ranks, truth, scores.shape[1]))
+    one = scores[:, 0] if scores.shape[1] == 1 else scores[:, 1] - scores[:, 0]
+    return float(functional.binary_auroc(_rank(one), truth))
+
+
+def _find_odds(scores: Any) -> Any:
+    """Return what orders samples as the probability of each class does, also where that rounds to 1."""
+    if float(scores.min()) >= 0 and float(scores.max()) <= 1:  # probabilities already
+        return scores
+    others = [scores.index_fill(1, scores.new_tensor([kind]).long(), -math.inf) for kind in range(scores.shape[1])]
+    return scores - import_library("torch").stack([rest.logsumexp(1) for rest in others], dim=1)
+
+
+def _rank(scores: Any) -> Any:
+    """Replace scores by their ranks between 0 and 1, as no two of those become equal by rounding."""
+    ranks = scores.unique(return_inverse=True)[1].double()
+    return ranks / max(1.0, float(ranks.max()))
+
+
+def _are_scores(output: Array, labels: Array) -> bool:
+    """Tell whether there is a number or a number for each class, and one class for each sample."""
+    if output.dtype.kind != "f" or labels.size != len(labels) or not are_whole(labels):
+        return False
+    classes = max(2, output.size // max(1, len(output)))
+    return output.ndim <= 2 and bool(labels.min() >= 0 and labels.max() < classes)
+
+
+_CLASSES = (
+    "an output of shape [samples, classes], or the class itself as a whole number, and for each sample one class as a "
+    "whole number, counted from 0"
+)
+_MAPS = (
+    "an output of shape [samples, classes, ...], one class for one that is there or not, or the class itself for each "
+    "place; and for each place a class as a whole number, counted from 0; negative ones, 255 and -100 do not count"
+)
+METRICS: dict[str, OwnMetric] = {
+    "top1": OwnMetric(
+        partial(_find_among_greatest, count=1), _are_classes, _CLASSES, counts=True, guess=_share_of_commonest
+    ),
+    "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES, counts=True),
+    "f1": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_f1),
+    "miou": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_iou),
+    "auroc": OwnMetric(
+        append_labels,
+        _are_scores,
+        "an output with a score, or one for each class, and for each sample its class",
+        _compute_auroc,
+    ),
+}
+"""Name → metric."""
