@@ -203,6 +203,61 @@ def test_means_and_extremes_by_place_are_those_of_pytorch(tmp_path: Path, dtype:
         np.testing.assert_allclose(value, wanted.numpy(), 1e-6)
 
 
+def test_values_are_put_into_buckets_as_in_pytorch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, rows: Any, x: Any, number: Any) -> Any:
+            order = rows.argsort(-1)
+            ordered = rows.sort(-1).values
+            return (
+                torch.searchsorted(ordered, x),
+                torch.searchsorted(ordered, x, side="right", out_int32=True),
+                torch.searchsorted(rows, x, right=True, sorter=order),
+                torch.searchsorted(ordered[0], 2),
+                torch.bucketize(x, ordered[0], right=True),
+                torch.bucketize(number, torch.tensor([-5, 0, 3, 3, 2**40])),
+            )
+
+    rows = torch.tensor([[3.0, 1, 2, 2], [torch.inf, 0, -torch.inf, 5]])
+    x = torch.tensor([[2.0, torch.nan, -9, 3, 7, 2.5], [0.0, torch.inf, -torch.inf, 5, 1, -1]])
+    feeds = {"rows": rows, "x": x, "number": torch.tensor([[3, 2**40 - 1, -6], [4, 0, 2**41]])}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    kinds = ("int64:batch,6", "int32:batch,6", "int64:batch,6", "int64:", "int64:batch,6", "int64:batch,3")
+    model = loaded(Module(), feeds, shapes, [f"out_{at}:{kind}" for at, kind in enumerate(kinds)])
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"n_fft": 50, "hop_length": 20, "window": torch.hann_window(50)},
+        {"n_fft": 64, "win_length": 41, "window": torch.hamming_window(41), "normalized": True, "center": False},
+        {"n_fft": 33, "win_length": 20, "onesided": False},
+        {"n_fft": 1024, "window": torch.hann_window(1024)},
+    ],
+)
+def test_spectra_are_those_of_pytorch_at_any_length(tmp_path: Path, how: dict[str, Any]) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            spectra = torch.stft(x, return_complex=True, **{"window": torch.ones(20), **how})
+            return torch.view_as_real(spectra), torch.stft(x[0], return_complex=True, **{"window": None, **how}).abs()
+
+    x = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
+    bins = how["n_fft"] if how.get("onesided") is False else how["n_fft"] // 2 + 1
+    outputs = [f"parts:float32:batch,{bins},frames,2", f"sizes:float32:{bins},frames"]
+    model = loaded(Module(), {"x": x}, {"x": ("batch", "length")}, outputs)
+    exported(tmp_path, model, exporter="dynamo")
+    graph = onnx.load(tmp_path / edit.FILE).graph
+    assert any(node.op_type == "STFT" for node in graph.node) is (how["n_fft"] == 1024)
+    for value in (x, x[:1, :2345]):
+        found = evaluator.run_graph(tmp_path / edit.FILE, {"x": value.numpy()})
+        for answer, wanted in zip(found, Module()(value), strict=True):
+            np.testing.assert_allclose(answer, wanted.numpy(), atol=1e-4 if how["n_fft"] == 1024 else 2e-5)
+
+
 class Extremes(torch.nn.Module):
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:
         pairs = [torch.maximum(first, second), torch.minimum(first, second)]

@@ -1,4 +1,4 @@
-"""Translate operators of PyTorch to ONNX where the exporter's own translations are wrong.
+"""Translate operators of PyTorch to ONNX where the exporter's own translations are wrong or slow, or lacking.
 
 They replace those of onnxscript's torch library. Values of a trace have no types.
 """
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
@@ -35,6 +36,10 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.erfc.default: erfc,
         aten.special_erfcx.default: erfcx,
         aten.scatter_reduce.two: scatter_reduce,
+        aten.searchsorted.Tensor: searchsorted,
+        aten.searchsorted.Scalar: searchsorted,
+        aten.bucketize.Tensor: bucketize,
+        aten.stft.default: stft,
         aten.lstm.input: lstm,
     }
 
@@ -214,6 +219,71 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
         start.dtype, start.shape = self.dtype, self.shape
         return core.aten_scatter_reduce(start, dim, index, src, reduce)
     return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
+
+
+def searchsorted(
+    sorted_sequence: Any,
+    self: Any,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """Count the elements before each value, NaN being the last; memory grows with both lengths."""
+    rank = len(sorted_sequence.shape)
+    value = op.CastLike(self, sorted_sequence)
+    if sorter is not None:
+        sorted_sequence = op.GatherElements(sorted_sequence, sorter, axis=-1)
+    if rank > 1:
+        sorted_sequence = op.Unsqueeze(sorted_sequence, [-2])
+    is_behind = op.Greater if right or side == "right" else op.GreaterOrEqual
+    is_before = op.Not(is_behind(sorted_sequence, op.Unsqueeze(value, [-1])))
+    counted = op.Cast(is_before, to=ir.DataType.INT32 if out_int32 else ir.DataType.INT64)
+    return op.ReduceSum(counted, [-1], keepdims=0)
+
+
+def bucketize(self: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
+    """Find the bucket of each value; see `searchsorted`."""
+    return searchsorted(boundaries, self, out_int32, right)
+
+
+_LARGEST_CONVOLVED = 512
+"""Samples of a spectrum from which on a fast Fourier transform is faster, where it is of a power of two."""
+
+
+def stft(
+    self: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+) -> Any:
+    """Compute spectra as a convolution with cosines and sines, [batch, bins, frames, 2].
+
+    ONNX Runtime's STFT takes 8.1 ms for a second of sound with ``n_fft=400``, a convolution 0.8 ms, and its errors are
+    80 times as large (1.31, one thread). OpenVINO takes STFT with fixed shapes alone. With a large power of two, ONNX
+    Runtime's STFT is the faster one, and stays.
+    """
+    if n_fft > _LARGEST_CONVOLVED and n_fft.bit_count() == 1:
+        return core.aten_stft(self, n_fft, hop_length, win_length, window, normalized, onesided, return_complex)
+    bins = n_fft if onesided is False else n_fft // 2 + 1
+    angles = 2 * math.pi / n_fft * (np.outer(range(bins), range(n_fft)) % n_fft)
+    waves = np.concatenate([np.cos(angles), -np.sin(angles)])[:, None] / (math.sqrt(n_fft) if normalized else 1)
+    length = (win_length or n_fft) if window is None else window.shape[0]
+    left = (n_fft - length) // 2
+    pads = [left, n_fft - length - left]
+    if window is None:
+        waves *= np.pad(np.ones(length), pads)
+    kernels = op.Constant(value=ir.tensor(waves.astype(self.dtype.numpy())))
+    if window is not None:
+        kernels = op.Mul(kernels, op.CastLike(op.Pad(window, pads) if length < n_fft else window, self))
+    is_single = len(self.shape) == 1
+    spectra = op.Conv(op.Unsqueeze(self, [0, 1] if is_single else [1]), kernels, strides=[hop_length or n_fft // 4])
+    parts = op.Transpose(op.Reshape(spectra, [0, 2, bins, -1]), perm=[0, 2, 3, 1])
+    return op.Squeeze(parts, [0]) if is_single else parts
 
 
 def lstm(
