@@ -229,6 +229,34 @@ def test_values_are_put_into_buckets_as_in_pytorch(tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, wanted.numpy())
 
 
+def test_operators_that_the_exporter_lacks_are_those_of_pytorch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any, number: Any) -> Any:
+            extremes = torch.fmax(x, y), torch.fmin(x, y), torch.copysign(x.abs(), y), torch.signbit(y)
+            chosen = (
+                x.median(1).values,
+                x.median(),
+                *number.median(0),
+                number.median(),
+                *number.kthvalue(2, 1, keepdim=True),
+            )
+            return *extremes, x.cumprod(1), *chosen
+
+    x = torch.tensor([[3.0, -1, 2, 0.5], [torch.inf, 0, -torch.inf, 5], [torch.nan, 2, 1, torch.nan]])
+    y = torch.tensor([[1.0, -0.0, torch.nan, 7], [torch.inf, 0.0, 4, -5], [torch.nan, -2, 9, 0]])
+    number = torch.tensor([[3, 2**40, -6], [4, 0, 2**41], [1, 9, 9]])
+    feeds = {"x": x, "y": y, "number": number}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    floats, single = "float32:batch,4", "float32:"
+    kinds = [floats, floats, floats, "bool:batch,4", floats, "float32:batch", single, "int64:3", "int64:3", "int64:"]
+    names = [*kinds, "int64:batch,1", "int64:batch,1"]
+    model = loaded(Module(), feeds, shapes, [f"out_{at}:{kind}" for at, kind in enumerate(names)])
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
 @pytest.mark.filterwarnings("ignore:A window was not provided")
 @pytest.mark.parametrize(
     "how",

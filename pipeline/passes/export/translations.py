@@ -15,7 +15,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 
 from enginesmith.pipeline.frameworks.onnx import ir
 
-aten, op = torch.ops.aten, cast("Any", opset18)
+aten, prims, op = torch.ops.aten, torch.ops.prims, cast("Any", opset18)
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -39,7 +39,15 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.searchsorted.Tensor: searchsorted,
         aten.searchsorted.Scalar: searchsorted,
         aten.bucketize.Tensor: bucketize,
+        aten.signbit.default: signbit,
+        aten.copysign.Tensor: copysign,
+        aten.kthvalue.default: kthvalue,
+        aten.median.dim: median,
+        aten.median.default: median_of_all,
         aten.stft.default: stft,
+        prims.prod.default: prod,
+        prims.fmax.default: fmax,
+        prims.fmin.default: fmin,
         aten.lstm.input: lstm,
     }
 
@@ -135,6 +143,17 @@ def _is_negative(x: Any) -> Any:
     """Tell the sign, of -0.0, too, whose reciprocal is -inf."""
     zero = op.CastLike(0.0, x)
     return op.Less(op.Where(op.Equal(x, zero), op.Reciprocal(x), x), zero)
+
+
+def signbit(self: Any) -> Any:
+    """Tell the sign, of -0.0, too."""
+    return _is_negative(self) if self.dtype.is_floating_point() else op.Less(self, op.CastLike(0, self))
+
+
+def copysign(self: Any, other: Any) -> Any:
+    """Give numbers the signs of others."""
+    size = op.Abs(self)
+    return op.Where(signbit(other), op.Neg(size), size)
 
 
 @_in_float32
@@ -245,6 +264,50 @@ def searchsorted(
 def bucketize(self: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
     """Find the bucket of each value; see `searchsorted`."""
     return searchsorted(boundaries, self, out_int32, right)
+
+
+def prod(inp: Any, dims: Sequence[int] | None = None) -> Any:
+    """Multiply along axes, as `cumprod` does with what is masked."""
+    return op.ReduceProd(inp, dims, keepdims=0)
+
+
+def fmax(self: Any, other: Any) -> Any:
+    """Return the larger numbers; NaN only where both are."""
+    return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, op.Max(self, other)))
+
+
+def fmin(self: Any, other: Any) -> Any:
+    """Return the smaller numbers; NaN only where both are."""
+    return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, op.Min(self, other)))
+
+
+def kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """Find the ``k``-th smallest number, from 1, and its place; of equal numbers PyTorch may name another place."""
+    count = op.Reshape(k, [-1])
+    smallest = op.TopK(self, count, axis=dim, largest=0)
+    values, places = (op.Gather(each, op.Sub(count, 1), axis=dim) for each in smallest)
+    return (values, places) if keepdim else (op.Squeeze(values, [dim]), op.Squeeze(places, [dim]))
+
+
+def median(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """Find the number in the middle, the lower one of two, and its place; or the first NaN."""
+    axis = dim % len(self.shape)
+    size = op.Shape(self, start=axis, end=axis + 1)
+    if self.dtype.is_integer():
+        return kthvalue(self, op.Div(op.Add(size, 1), 2), dim, keepdim)
+    is_nan = op.Cast(op.IsNaN(self), to=ir.DataType.INT32)
+    has_nan = op.Cast(op.ReduceMax(is_nan, [dim], keepdims=int(keepdim)), to=ir.DataType.BOOL)
+    numbers = op.Where(op.IsNaN(self), op.CastLike(math.inf, self), self)
+    value, place = kthvalue(numbers, op.Div(op.Add(size, 1), 2), dim, keepdim)
+    first = op.ArgMax(is_nan, axis=dim, keepdims=int(keepdim))
+    return op.Where(has_nan, op.CastLike(math.nan, self), value), op.Where(has_nan, first, place)
+
+
+def median_of_all(self: Any) -> Any:
+    """Find the number in the middle of all; see `median`."""
+    flat = op.Reshape(self, [-1])
+    flat.dtype, flat.shape = self.dtype, ir.Shape([None])
+    return median(flat, 0)[0]
 
 
 _LARGEST_CONVOLVED = 512
