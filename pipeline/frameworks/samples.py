@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, synthetic
-from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
 from enginesmith.pipeline.tensors import (
     BATCH,
     Array,
@@ -193,7 +193,15 @@ def feeds_for(
 ) -> dict[str, Array]:
     """Make feeds of exactly these sizes: of the data the rows of this call, else values like the example's."""
     if data is not None:
-        return resize(data.batch(call * case.batch, case.batch), signature, case.sizes)
+        given = data.batch(call * case.batch, case.batch)
+        for spec in signature.inputs:
+            shape = given[spec.name].shape
+            if any(isinstance(dim, int) and size != dim for dim, size in zip(spec.shape, shape, strict=False)):
+                raise DataError(
+                    f"{spec.name!r} of the data has the shape {list(shape)} in batches of {case.batch}, not {spec}",
+                    "samples lie along the first dimension: leave the data out, or give a model with its batch there",
+                )
+        return resize(given, signature, case.sizes)
     if batch_symbol(signature) is None:
         return resize(example, signature, case.sizes)
     drawn = synthetic(signature.inputs, example, case.sizes, case.batch, seed)
@@ -203,7 +211,10 @@ def feeds_for(
 def take_last(arrays: Feeds, specs: Sequence[TensorSpec], symbol: str) -> dict[str, Array]:
     """Take the last sample of each array along all dimensions that are the batch, ``symbol``; the others stay whole."""
     last = {spec.name: tuple(slice(-1 if dim == symbol else None, None) for dim in spec.shape) for spec in specs}
-    return {name: np.require(value[last[name]], requirements="C") for name, value in arrays.items()}
+    return {  # loops without a step leave outputs of fewer dimensions than are declared
+        name: np.require(value[last[name]] if value.ndim == len(last[name]) else value, requirements="C")
+        for name, value in arrays.items()
+    }
 
 
 def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:

@@ -235,7 +235,7 @@ def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...],
     for made in graph_passes(recipe, "torch" if resolved.source.is_torch else "onnx"):
         name = StepRef("pass", made.step_name) if made.stage == "request" else StepRef(made.step_name)
         steps.append(Step(name, Transform(step=made), {"model": parent}))
-        checks.append(verify_step(recipe, name, name, runtime, Device()))
+        checks.append(verify_step(recipe, name, name, runtime, Device(), resolved.find_threshold(runtime)))
         parent = name
     return parent, tuple(check.id for check in checks), [*steps, *checks]
 
@@ -249,7 +249,7 @@ def _engine_steps(
         check = verify_step(recipe, variant.name, LOAD, engine, device, stage="engine")
         return replace(variant, verified=(check.id,)), [check]
     steps: list[Step] = []
-    threshold, own, built = engine.arithmetic, dict[str, Any](), variant.as_built
+    threshold, own, built = resolved.find_threshold(engine), dict[str, Any](), variant.as_built
     takes_module = engine.consumes == "torch"
     if takes_module:
         graph, checks = LOAD, ()

@@ -69,13 +69,16 @@ def prosecute_step(
     """
     by_id = {step.id: step for step in steps}
     given, chain = _list_graphs(by_id, variant)
-    kind = KINDS[variant.lowering].threshold if variant.lowering else variant.engine.arithmetic
+    kind = KINDS[variant.lowering].threshold if variant.lowering else resolved.find_threshold(variant.engine)
+    runtime = baseline("onnx")
     reference = by_id[variant.verified[-1]].inputs[REFERENCE] if variant.verified else REFERENCE
     needs = {"model": variant.artifact, GIVEN: given, REFERENCE: reference}
     optional, stages = dict[str, StepRef](), list[GraphStage]()
     for number, ref in enumerate(chain):
         role, made = f"graph {number}", by_id[ref]
-        stage = GraphStage(role=role, name=str(ref), precision=kind if _lowers(made) else "fp32")
+        stage = GraphStage(
+            role=role, name=str(ref), precision=kind if _lowers(made) else resolved.find_threshold(runtime)
+        )
         if isinstance(made.task, Transform):
             takes = {each: f"{role}: {each}" for each in (*made.inputs, *made.optional_inputs)}
             stage = stage.model_copy(update={"task": made.task, "takes": takes})

@@ -30,6 +30,12 @@ class ResolvedRecipe:
         source = self.source
         return model_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
 
+    def find_threshold(self, engine: Engine) -> str:
+        """Name the row of fidelity thresholds for a graph in the model's own precision, as an engine runs it."""
+        halves = ("fp16", "bf16")
+        own = engine.arithmetic
+        return self.given_precision if own == "fp32" and self.given_precision in halves else own
+
     @functools.cached_property
     def given_opset(self) -> int:
         """The opset of the float graph: that of an ONNX file, or what is exported with."""

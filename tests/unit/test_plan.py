@@ -293,6 +293,21 @@ def test_what_a_benchmark_cannot_cast_is_refused(values: dict[str, Any], said: s
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(("kind", "row"), [("FLOAT16", "fp16"), ("BFLOAT16", "bf16"), ("FLOAT", "fp32")])
+def test_files_in_half_precision_are_held_to_its_thresholds(tmp_path: Path, kind: str, row: str) -> None:
+    """As the graphs made of them are, and the inputs beside the samples."""
+    dtype = getattr(TensorProto, kind)
+    x, y = (helper.make_tensor_value_info(name, dtype, ["batch", 4]) for name in "xy")
+    weight = helper.make_tensor("w", dtype, [4, 4], np.ones(16))
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    tasks = [step.task for step in planned(model=str(tmp_path / "m.onnx")).steps]
+    checks = [task for task in tasks if isinstance(task, Verify) and task.stage != "source"]
+    assert {task.precision for task in checks} == {row}
+    (prosecuted,) = (task for task in tasks if isinstance(task, Prosecute))
+    assert {prosecuted.precision, *(graph.precision for graph in prosecuted.graphs)} == {row}
+
+
 def test_an_onnx_file_is_held_against_itself(tmp_path: Path) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     onnx.save(helper.make_model(helper.make_graph([], "g", [value], [value])), tmp_path / "m.onnx")

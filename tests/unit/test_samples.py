@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enginesmith.calibration.dataset import Dataset
-from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
@@ -97,6 +97,23 @@ def test_feeds_are_rows_of_the_data_cut_to_the_sizes() -> None:
     longer = samples.feeds_for(Case(sizes={"batch": 1, "length": 6}, batch=1), TEXT, {}, data, 0)
     assert longer["ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
     assert longer["ids"].flags.c_contiguous
+
+
+def test_data_are_not_fed_where_the_batch_is_another_dimension() -> None:
+    """As the state of a recurrent layer, [layers, batch, ...]: its layers would be cut or repeated."""
+    state = TensorSpec(name="state", dtype="float32", shape=(2, "n", 3))
+    given = Signature(inputs=(TensorSpec.parse("x:float32:batch,3"), state), outputs=())
+    data = Dataset("d", {"x": np.ones((5, 3), np.float32), "state": np.ones((5, 2, 3), np.float32)})
+    case = Case(sizes={"batch": 1, "n": 1}, batch=1)
+    with pytest.raises(DataError, match=r"'state' of the data has the shape \[1, 2, 3\].*, not state:float32:2,n,3"):
+        samples.feeds_for(case, given, {}, data, 0)
+
+
+def test_arrays_of_another_rank_than_declared_stay_whole() -> None:
+    spec = TensorSpec.parse("y:float32:batch,3")
+    arrays = {"y": np.ones((4, 3), np.float32)}
+    assert samples.take_last(arrays, [spec], "batch")["y"].shape == (1, 3)
+    assert samples.take_last({"y": np.ones(0, np.float32)}, [spec], "batch")["y"].shape == (0,)
 
 
 def test_without_data_feeds_look_like_the_example() -> None:

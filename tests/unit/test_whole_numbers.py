@@ -11,6 +11,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import infer
 from enginesmith.pipeline.engines.base import BuildRequest
 from enginesmith.pipeline.engines.openvino.engine import OpenVINO
+from enginesmith.pipeline.engines.openvino.profiler import Audit
 from enginesmith.pipeline.engines.openvino.session import compile_options
 from enginesmith.pipeline.engines.openvino.whole_numbers import find_whole_numbers
 from enginesmith.pipeline.errors import ModelError
@@ -54,6 +55,14 @@ def test_products_of_whole_numbers_are_found_unless_they_are_indices(
     nodes: list[tuple[str, str, str]], products: list[str]
 ) -> None:
     assert list(find_whole_numbers(graph(*nodes)).products) == products
+
+
+@pytest.mark.parametrize(("dtype", "clipped"), [("UINT8", ("make_y",)), ("INT8", ("make_y",)), ("INT16", ())])
+def test_sums_of_8_bits_are_found(dtype: str, clipped: tuple[str, ...]) -> None:
+    made = graph(("Add", "x x", "y"), dtype=getattr(onnx.TensorProto, dtype))
+    assert find_whole_numbers(made).clipped == clipped
+    cautions = Audit(layers={}, products={}, whole_numbers=find_whole_numbers(made)).cautions
+    assert bool(cautions) is bool(clipped)
 
 
 @pytest.mark.parametrize("dtype", [onnx.TensorProto.INT64, onnx.TensorProto.INT32])

@@ -58,7 +58,8 @@ LEVELS: dict[Level, str] = {
     "all": "ORT_ENABLE_ALL",
 }
 _ERROR_SEVERITY = 3
-_EXTERNAL_ABOVE_BYTES = 1024
+_EXTERNAL_ABOVE_BYTES = 1 << 16
+"""Sizes and axes have to be in the graph itself: ONNX Runtime does not read others when it works out shapes."""
 _WARM_CALLS = 2
 """Calls before a graph is captured: the first ones allocate, and pick kernels by timing them."""
 _NO_CAPTURE = -1
