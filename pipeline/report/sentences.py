@@ -323,7 +323,7 @@ def _list_fallbacks(run: Run) -> Iterator[str]:
 def _warn_of_labels(run: Run) -> Iterator[str]:
     """Say that the model is right less often than one that looks at nothing."""
     quality = run.baseline.quality
-    if quality and quality.value < (guess := quality.guess or 0.0):
+    if quality and (guess := quality.guess) is not None and quality.value < guess:
         yield (
             f"{run.baseline.id} has a {quality.title} of {format_value(quality.value)}, and the most frequent label as "
             f"every answer would have {format_value(guess)}: labels may not belong to the samples (their order, or how "

@@ -203,6 +203,20 @@ def test_means_and_extremes_by_place_are_those_of_pytorch(tmp_path: Path, dtype:
         np.testing.assert_allclose(value, wanted.numpy(), 1e-6)
 
 
+@pytest.mark.parametrize(("divisor", "factor", "told"), [(4, 2.0, "(length % 4) == 0"), (1, 2.0, ""), (4, 1.0, "")])
+def test_sizes_that_a_module_decides_by_are_named(tmp_path: Path, divisor: int, factor: float, told: str) -> None:
+    """Unless the answers are the same on both ways."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.sum(1) if x.shape[1] % divisor == 0 else factor * x.sum(1)
+
+    model = loaded(Module(), {"x": torch.ones(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch"])
+    notes = exported(tmp_path, model, exporter="dynamo").notes
+    words = f"the graph is right only where {told}: with length = 7, the module answers otherwise"
+    assert notes == ((words,) if told else ())
+
+
 def test_values_are_put_into_buckets_as_in_pytorch(tmp_path: Path) -> None:
     class Module(torch.nn.Module):
         def forward(self, rows: Any, x: Any, number: Any) -> Any:

@@ -270,6 +270,12 @@ def test_a_model_that_is_right_less_often_than_one_that_looks_at_nothing_is_a_no
         assert all(line.startswith("eager has a top1 of 0.9950, and ") and " 0.9960:" in line for line in told)
 
 
+def test_of_metrics_without_a_guess_nothing_is_said_of_labels() -> None:
+    quality = Quality(metric="own.py:error", value=-0.09, baseline=-0.09, drop=0.0, samples=200)
+    shown = small(record("eager", 2.0, 1.0).model_copy(update={"quality": quality}))
+    assert not [line for line in sentences.list_warnings(shown) if "labels may not belong" in line]
+
+
 def test_a_reference_that_failed_is_a_note() -> None:
     """It is no failure in the terminal, in junit.xml and at the exit code."""
     broken = record("compiled-bf16", 1.0, 2.0).model_copy(

@@ -17,6 +17,7 @@ from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
+from enginesmith.pipeline.passes.export.sizes import COMPARISONS, describe_other_sizes, resize_example
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.passes.simplify import require_exact_constants
 from enginesmith.pipeline.units import AddedOption
@@ -112,15 +113,15 @@ def _capture(
         if failures and isinstance(failures[0], FixedDimension) and not _runs_at_other_sizes(loaded):
             break
         try:
-            model = make(loaded, out, options.opset, progress)
+            model, notes = make(loaded, out, options.opset, progress)
             _name_values(model, loaded.signature)
         except ExportError as error:
             failures.append(error)
             continue
         if not failures:
-            return model, title, []
+            return model, title, notes
         note = f"fell back to the {title} exporter (opset {model.opset_imports['']}): {failures[0].message}"
-        return model, title, [note, "its trace keeps the path through the code that the example took"]
+        return model, title, [note, *notes, "its trace keeps the path through the code that the example took"]
     first, last = failures[0], failures[-1]
     if first.message == last.message:
         raise first from first.__cause__
@@ -183,8 +184,8 @@ class FixedDimension(ExportError):
     """The graph holds at one size only of a dimension that was to be dynamic."""
 
 
-def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> "ir.Model":
-    """Export through ``torch.export``.
+def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
+    """Export through ``torch.export``; return notes on the sizes that the graph is not for, too.
 
     Raises:
         FixedDimension: a dynamic dimension would come out fixed.
@@ -225,7 +226,13 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         _rms_normalization.fuse_rms_normalization(program.model)
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
-    return program.model
+    assert program.exported_program is not None
+    others = ""
+    if any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
+        progress("looking for sizes that the module decides by")
+        with contextlib.suppress(ExportError):  # torch.onnx drops the guards, so that it is captured again
+            others = describe_other_sizes(capture_program(loaded), loaded)
+    return program.model, [others] if others else []
 
 
 def _round_folded_weights(model: "ir.Model") -> None:
@@ -325,7 +332,7 @@ def _check_inputs(shapes: Iterable[Iterable[Any]], signature: "Signature") -> No
                 )
 
 
-def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> "ir.Model":
+def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
     """Export by tracing; the file passes through a folder below ``out``.
 
     Raises:
@@ -359,7 +366,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         ir.external_data.load_to_model(model)
     common.ShapeInferencePass(strict_mode=False)(model)  # the trace has no types
     convert_opset(model, opset)
-    return model
+    return model, []
 
 
 # Tracing keeps what was a Python number, so the graph may not hold at other sizes than those of its example.
@@ -397,17 +404,9 @@ def _format_sizes(loaded: "LoadedModel") -> str:
 
 def _resize(loaded: "LoadedModel", step: int = 0) -> "dict[str, Tensor]":
     """Make feeds one longer than the example along its first dynamic dimension, and ``step`` more along each next."""
-    import torch
-
     longer = {symbol: size + 1 + step * index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
-    feeds = {}
-    for spec in loaded.signature.inputs:
-        value = loaded.example[spec.name]
-        for axis, dim in enumerate(spec.shape):
-            if isinstance(dim, str):
-                value = value.index_select(axis, torch.arange(longer[dim]) % value.shape[axis])
-        feeds[spec.name] = value
-    return feeds
+    names = (spec.name for spec in loaded.signature.inputs)
+    return dict(zip(names, resize_example(loaded, longer), strict=True))
 
 
 def _runs_at_other_sizes(loaded: "LoadedModel") -> bool:

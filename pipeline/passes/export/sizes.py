@@ -1,0 +1,97 @@
+"""Find sizes at which a captured program answers otherwise than its module.
+
+``torch.export`` keeps the path through the code that the example's sizes took. What it took for granted about them is
+in the program's guards: ``if length % 4 == 0`` holds at the example's length, and is dropped.
+"""
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.export import ExportedProgram
+
+    from enginesmith.pipeline.frameworks.torch.module import LoadedModel
+
+COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+"""Functions that are left of decisions in a program's graph."""
+_LARGEST_TRIED = 64
+"""Sizes of a dimension that are tried at least up to here."""
+_TRIALS = 3
+"""Sizes of a dimension at which a guard is broken, and module and program are compared."""
+_TOLERANCE = 1e-3
+"""Of the output's range: another path through the code is off by far more."""
+_SIZE = re.compile(r"L\['\w+'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
+_FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
+
+
+def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> str:
+    """Name what the program takes for granted about sizes, with one at which it is wrong; empty where none is found."""
+    names = [spec.shape for spec in loaded.signature.inputs]
+
+    def name(size: re.Match[str]) -> str:
+        return str(names[int(size[1] or 0)][int(size[2])])
+
+    guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
+    example = loaded.dynamic_sizes
+    for symbol, given in example.items():
+        trials = 0
+        for size in sorted(range(1, max(_LARGEST_TRIED, 2 * given) + 1), key=lambda size: abs(size - given)):
+            sizes = {**example, symbol: size}
+            broken = next((guard for guard in guards if not _holds(guard, sizes)), None)
+            if broken is None or trials == _TRIALS:
+                continue
+            trials += 1
+            if _differ(program, loaded, sizes):
+                return f"the graph is right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+    return ""
+
+
+def _holds(guard: str, sizes: Mapping[str, int]) -> bool:
+    """Evaluate a guard; one that uses anything but numbers holds."""
+    try:
+        return bool(eval(guard, {"__builtins__": {}}, dict(sizes)))
+    except Exception:  # noqa: BLE001 (it is code of torch's, in a form of its own)
+        return True
+
+
+def _differ(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
+    """Tell whether program and module answer differently, or the program alone cannot answer."""
+    import torch
+
+    feeds = resize_example(loaded, sizes)
+    with torch.inference_mode():
+        try:
+            expected = [value.numpy() for value in loaded.module(*feeds)]
+        except _FAILURES:
+            return False  # such sizes are not for this module
+        try:
+            found: Any = program.module(check_guards=False)(*feeds)
+        except _FAILURES:
+            return True
+    return any(not _are_close(value.numpy(), wanted) for value, wanted in zip(found, expected, strict=True))
+
+
+def _are_close(value: Any, wanted: Any) -> bool:
+    if value.shape != wanted.shape:
+        return False
+    scale = float(np.ptp(wanted)) if wanted.size and np.isfinite(wanted).all() and wanted.dtype != bool else 0.0
+    return bool(np.allclose(value, wanted, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True))
+
+
+def resize_example(loaded: "LoadedModel", sizes: Mapping[str, int]) -> list["Tensor"]:
+    """Cut or repeat the example along its dynamic dimensions, in the order of the inputs."""
+    import torch
+
+    feeds = []
+    for spec in loaded.signature.inputs:
+        value = loaded.example[spec.name]
+        for axis, dim in enumerate(spec.shape):
+            if isinstance(dim, str):
+                value = value.index_select(axis, torch.arange(sizes[dim]) % value.shape[axis])
+        feeds.append(value)
+    return feeds
