@@ -14,6 +14,8 @@ from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
 from enginesmith.pipeline.frameworks.samples import save_vector
+from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package import package as bundle
@@ -117,6 +119,16 @@ def test_a_failed_variant_is_packaged_by_name_with_a_caution(made: ExampleRun, t
     assert "it was rejected: of unknown loss" in found.cautions
     assert any("not the run's winner" in text for text in found.cautions)
     assert any("it failed" in text for text in manifest.read(tmp_path / "b").cautions)
+
+
+def test_the_manifest_states_no_speed_up_that_is_too_noisy(made: ExampleRun, tmp_path: Path) -> None:
+    wide, narrow = Interval(median=500.0, low=20.0, high=1100.0), Interval(median=4.0, low=3.9, high=4.1)
+    rows = [LatencyRow(batch=batch, p50_ms=1.0, speedup=speedup) for batch, speedup in ((1, wide), (8, narrow))]
+    made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph, latency=tuple(rows))]
+    package(made.write(), "bundle", tmp_path / "b")
+    noisy, clear = manifest.read(tmp_path / "b").measured.latency
+    assert (noisy.speedup, noisy.reasons["speedup"]) == (None, "too noisy to tell")
+    assert (clear.speedup, "speedup" in clear.reasons) == (4.0, False)
 
 
 @pytest.mark.usefixtures("with_script")

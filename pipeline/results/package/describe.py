@@ -13,6 +13,7 @@ from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.fidelity import Thresholds, find_thresholds
+from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.plan import REFERENCE
 from enginesmith.pipeline.planning.variants import device_for
@@ -240,8 +241,9 @@ def _summary(record: VariantRecord) -> Summary:
                 p50_ms=row.p50_ms,
                 p99_ms=row.p99_ms,
                 throughput_per_s=row.throughput_per_s,
-                speedup=row.speedup.median if row.speedup else None,
-                reasons={name: row.reasons[name] for name in Measured.model_fields if name in row.reasons},
+                speedup=row.speedup.median if row.speedup and not row.speedup_too_noisy else None,
+                reasons={name: row.reasons[name] for name in Measured.model_fields if name in row.reasons}
+                | ({"speedup": TOO_NOISY} if row.speedup_too_noisy else {}),
             )
             for row in record.latency
         ),
