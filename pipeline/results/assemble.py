@@ -96,6 +96,7 @@ def make_record(
     untried = unfinished in LATE
     if unfinished == NO_TIME and (build or race):
         unfinished = NO_TIME_TO_MEASURE
+    reason = failure or unfinished or variant.unavailable or _partial_failure(rows)
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
         for steps in (variant.pruned, variant.recovered)
@@ -114,7 +115,7 @@ def make_record(
         rounds_to_tf32=variant.engine.rounds_to_tf32,
         reference=variant.reference,
         status=status,
-        reason=failure or unfinished or variant.unavailable or _partial_failure(rows),
+        reason=reason,
         failure=kind or None,
         artifact=StoredArtifact(path=str(file), sha256=own.sha256, bytes=own.bytes) if own and file else None,
         history=own.history if own else (),
@@ -136,7 +137,9 @@ def make_record(
         search=_search(variant, outcomes, assignment),
         prosecution=next(iter(read_models(artifact_of(outcomes, variant.prosecuted), Prosecution)), None),
         synthetic_calibration=_has_synthetic_ranges(variant, outcomes),
-        reasons=_explain_missing(variant, plan, outcomes, measurements) | reasons | _explain_cut(variant, outcomes),
+        reasons=_explain_missing(variant, plan, outcomes, measurements, reason)
+        | reasons
+        | _explain_cut(variant, outcomes),
     )
 
 
@@ -152,9 +155,12 @@ def _measurements(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[
 
 
 def _explain_missing(
-    variant: Variant, plan: Plan, outcomes: Outcomes, measurements: Mapping[str, Any]
+    variant: Variant, plan: Plan, outcomes: Outcomes, measurements: Mapping[str, Any], ended: str
 ) -> dict[str, str]:
-    """Explain by the step that was to make them why measurements are missing."""
+    """Explain by the step that was to make them why measurements are missing.
+
+    Of a step that measured others, ``ended`` tells why this variant was not among them.
+    """
     made_by = {
         "quality": variant.quality,
         "memory": variant.memory,
@@ -162,7 +168,11 @@ def _explain_missing(
         "profile": variant.profile,
         "limits": variant.work and plan.limits,
     }
-    return {name: why_missing(step, outcomes) for name, step in made_by.items() if not measurements[name]}
+    return {
+        name: (ended if artifact_of(outcomes, step) else "") or why_missing(step, outcomes)
+        for name, step in made_by.items()
+        if not measurements[name]
+    }
 
 
 def read_device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:

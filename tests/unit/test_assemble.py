@@ -130,8 +130,11 @@ def test_a_variant_that_was_dropped_has_its_own_reason(outcomes: Outcomes) -> No
     """A step that it shares with others tells of the first of them."""
     outcomes.put("race", [{"variant": "onnxruntime-fp32", "lap": 1, "dropped": "int8 is faster"}])
     outcomes.found["build-fp32"] = Outcome("build-fp32", "skipped", reason="dropped: another one is out of the race")
+    outcomes.put(LATENCY, [latency("eager", 10), latency("onnxruntime-int8", 2)])
+    (outcomes.folder / LATENCY / "environment.json").write_text("{}")
     record = outcomes.record(FLOAT)
     assert (record.status, record.reason) == ("skipped", "dropped: int8 is faster")
+    assert record.reasons["latency"] == "dropped: int8 is faster"
     outcomes.found["build-fp32"] = Outcome("build-fp32", "failed", reason="it crashed")
     assert outcomes.record(FLOAT).reason == "build-fp32: it crashed"
 
