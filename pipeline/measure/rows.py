@@ -93,7 +93,7 @@ class RaceRow(BaseModel, frozen=True):
     lap: int
     """Counted from 1; 0 before the first lap, for a variant that lost too much accuracy on the samples for choosing."""
     kept: bool = False
-    """True for one that was measured in full in an earlier state of the run, and is not dropped."""
+    """True for one that is not dropped: it was measured in full in an earlier state of the run, or failed then."""
     speedup: Interval | None = None
     """Against the first variant of the race; None where it was not measured, or in too few rounds."""
     disturbed: bool = False

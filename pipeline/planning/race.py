@@ -88,9 +88,18 @@ def plan_race(
     return [staying.get(variant.id, variant) for variant in variants], made
 
 
-def leave_out(planned: Plan, dropped: Sequence[RaceRow]) -> Plan:
-    """Plan races without the variants that dropped out of an earlier one on this machine, whose rows tell why."""
-    known = {"earlier": tuple(dropped)}
+def race_again(planned: Plan, dropped: Sequence[RaceRow], failed: Mapping[str, str]) -> Plan:
+    """Plan races that go on from earlier ones of the run.
+
+    Variants that ``dropped`` out on this machine, whose rows tell why, stay out. Nobody is dropped for those that
+    ``failed`` after they had stayed: instead, all others are that share the stage which is named as their fault.
+    """
+    for stage in sorted({*failed.values()}):
+        sharing = [v for v in planned.variants if not v.reference and stage in planned.leading_to([v.artifact])]
+        blamed = next(name for name, fault in failed.items() if fault == stage)
+        why = f"{stage} is wrong, as {blamed} showed"
+        dropped = [*dropped, *(RaceRow(variant=v.id, lap=0, dropped=why) for v in sharing if v.id not in failed)]
+    known = {"earlier": tuple(dropped), "failed": tuple(failed)}
     races = {step.id: step.task.model_copy(update=known) for step in planned.steps if isinstance(step.task, Race)}
     return replace(planned, steps=tuple(replace(step, task=races.get(step.id, step.task)) for step in planned.steps))
 

@@ -398,6 +398,26 @@ def find_workarounds(run: Run) -> list[Workaround]:
     return list(found.values())[: _MOST_WORKAROUNDS - len(run.workarounds)]
 
 
+def find_late_failures(run: Run) -> dict[str, str]:
+    """List the variants that stayed in the race and failed afterwards, each with the stage that is its fault.
+
+    The stage is empty where it is not known.
+    """
+    late = {}
+    for record in run.requested:
+        if record.status == "failed" and record.race and not any(row.dropped or row.failure for row in record.race):
+            finding = record.prosecution.finding if record.prosecution else None
+            late[record.id] = finding.guilty if finding else ""
+    return late
+
+
+def needs_another_race(run: Run) -> bool:
+    """Tell whether variants dropped out of a race, perhaps for one that has failed since it was measured there."""
+    failed = find_late_failures(run)
+    raced = any(row.speedup for record in run.requested if record.id in failed for row in record.race)
+    return raced and run.complete and any(row.dropped for record in run.requested for row in record.race)
+
+
 def find_record(run: Run, name: str) -> VariantRecord:
     """Look up the baseline or a variant by name.
 

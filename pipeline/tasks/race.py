@@ -75,8 +75,12 @@ class Race(Measurement):
     speed. Those that take long to make still are not made where they cannot be nearly as fast."""
     kept: tuple[str, ...] = ()
     """Variants that are not dropped: they were measured in full before others could be tried."""
+    failed: tuple[str, ...] = ()
+    """Variants that stayed in an earlier race of the run, and failed afterwards: nobody is dropped for them."""
     earlier: tuple[RaceRow, ...] = Field((), exclude=True)
     """Rows that dropped variants in an earlier race of the run on this machine: their engines are not measured again.
+
+    One without a digest is of what is wrong whatever the engine is.
 
     No part of the key, which has the machine and the engines.
     """
@@ -106,7 +110,7 @@ class Race(Measurement):
         out_before = [
             row.model_copy(update={"speedup": None})  # against the first variant of another race
             for row in self.earlier
-            if row.variant in new and row.engine_sha256 == inputs[row.variant].sha256
+            if row.variant in new and row.engine_sha256 in ("", inputs[row.variant].sha256)
         ]
         rows += out_before
         fresh = [name for name in verified if name not in {row.variant for row in rows}]
@@ -115,8 +119,9 @@ class Race(Measurement):
         rows += [
             row for name in self.engines if name in unmade and (row := self._judge_drop(name, inputs, PRUNED_CHOICE))
         ]
-        rows += [RaceRow(variant=name, lap=0, kept=True) for name in fresh if name in self.kept]
-        running = [name for name in verified if name not in {row.variant for row in rows if row.dropped or row.failure}]
+        rows += [RaceRow(variant=name, lap=0, kept=True) for name in fresh if name in (*self.kept, *self.failed)]
+        ended = {*self.failed, *(row.variant for row in rows if row.dropped or row.failure)}
+        running = [name for name in verified if name not in ended]
         if self._needs_laps(running, fresh, rows):
             running = [*self._order(running), *self.originals]
             candidates = [Candidate(name, self.engines[name], inputs[name], self.device) for name in running]
@@ -125,12 +130,12 @@ class Race(Measurement):
             with logs_in_own_log() as logs, LatencyBenchmark(candidates, self._settings, logs, progress) as benchmark:
                 benchmark.end_in(min(HANG_SECONDS, self.measuring_seconds), self.grace_seconds)
                 before = max((row.lap for row in rows), default=0)
-                safe = [name for name in verified if self._hardly_loses(name, inputs)]
+                safe = [name for name in running if self._hardly_loses(name, inputs)]
                 laps = self._run_laps(benchmark, running, safe, batch, feeds[batch], progress)
                 digests = {name: {"engine_sha256": inputs[name].sha256} for name in running}
                 rows += [row.model_copy(update={"lap": before + row.lap, **digests[row.variant]}) for row in laps]
         reasons = {name: explain_unmade(rows, others, self.originals) for name, others in self.unmade.items()}
-        left = set(verified) - {row.variant for row in rows if row.dropped or row.failure}
+        left = set(verified) - {*self.failed, *(row.variant for row in rows if row.dropped or row.failure)}
         for name, dense in self.dense.items():
             if name not in self.engines and dense not in left:
                 reasons[name] = f"it was not made: {dense} is out of the race"

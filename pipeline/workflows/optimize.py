@@ -33,7 +33,7 @@ from enginesmith.pipeline.measure.quality import explain_few_samples
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
-from enginesmith.pipeline.planning.race import leave_out, searching_seconds
+from enginesmith.pipeline.planning.race import race_again, searching_seconds
 from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
@@ -46,6 +46,7 @@ from enginesmith.pipeline.results.differences import compare_devices
 from enginesmith.pipeline.results.run import Run, VariantRecord, Workaround, remove_workarounds
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.machine import Environment
+from enginesmith.pipeline.tasks.race import Race
 from enginesmith.pipeline.units import format_seconds
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
@@ -59,6 +60,9 @@ from enginesmith.pipeline.workflows.run_directory import (
     save_handoff,
     work_where_begun,
 )
+
+_MOST_ROUNDS = 8
+"""Times that runs are carried out, each time without what was found wrong before."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,9 @@ class OptimizeJob:
             with self._record_errors(request):
                 request = self._requests[index] = _restore_workarounds(request)
                 planned = plan(request.resolved(), here=settings.executor == "local", kept=_list_kept(request))
-                if settings.reuse:
-                    planned = leave_out(planned, _list_dropped(request, self._environment))
+                if settings.reuse and (earlier := _read_earlier_search(request)):
+                    dropped = _list_dropped(earlier, self._environment)
+                    planned = race_again(planned, dropped, runs.find_late_failures(earlier))
                 if request.place is None and settings.executor == "local":
                     begin_on(planned.baseline.device, request.recipe, settings.listener, planned.steps[0])
                 self._plans[request.name] = planned
@@ -217,6 +222,9 @@ class OptimizeJob:
             made = assign_machines(made, place, executor.why_unavailable(place))
         for workaround in request.workarounds:
             self._settings.listener(Event("note", made.steps[0], workaround.sentence))
+        if failed := next((step.task.failed for step in made.steps if isinstance(step.task, Race)), ()):
+            text = f"raced without {', '.join(failed)}, which failed: what was dropped for being slower has its chance"
+            self._settings.listener(Event("note", made.steps[0], text))
         directory = RunDirectory(
             request.out, request.recipe, made, self._environment, len(self._plans), request.workarounds
         )
@@ -357,7 +365,7 @@ def _restore_workarounds(request: RunRequest) -> RunRequest:
 
 
 def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
-    """Carry out requests, and again with the options that mend engines which were wrong, until none lacks one.
+    """Carry out requests, and again where engines were wrong: with the options that mend them, else without them.
 
     Steps that requests share are done once, and none of them stops another.
 
@@ -366,31 +374,33 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str
     """
     results, begun, spent = dict[str, RunResult](), time.monotonic(), 0.0
     limit = settings.time_limit_seconds
-    while requests:
+    for _ in range(_MOST_ROUNDS):
         job = OptimizeJob(requests, replace(settings, time_limit_seconds=None if limit is None else limit - spent))
         results |= {request.name: result for request, result in zip(requests, job.run(), strict=True)}
         spent = time.monotonic() - begun
-        if limit is not None and limit < 2 * spent:
+        settings = replace(settings, reuse=True)  # what has just been made
+        again = (_request_again(request, results[request.name].run, spent, limit) for request in requests)
+        requests = [request for request in again if request]
+        if not requests or (limit is not None and limit < 2 * spent):
             break
-        mended = (_add_workarounds(request, results[request.name].run, spent, limit) for request in requests)
-        requests = [request for request in mended if request]
     return results
 
 
-def _add_workarounds(
+def _request_again(
     request: RunRequest, run: Run | None, spent: float, instead: float | None = None
 ) -> RunRequest | None:
-    """Request a run again with the options that mend wrong engines; None without one, or without the time for it.
+    """Request a run again with the options that mend wrong engines, or with a race in which they drop nobody.
 
-    ``instead`` is the time that this process was given, where that is not the recipe's.
+    It is None without a reason, or without the time for it. ``instead`` is the time that this process was given, where
+    that is not the recipe's.
     """
     found = runs.find_workarounds(run) if run and run.complete else []
-    if run is None or not found:
+    if run is None or not (found or runs.needs_another_race(run)):
         return None
     recipe, left = run.recipe, None
     if recipe.time_seconds is not None:
         left = (recipe.time_seconds if instead is None else instead) - spent
-        if left < max(spent, LEAST_SECONDS):  # it takes about as long again
+        if left < max(spent if found else 0.0, LEAST_SECONDS):  # with other options, it takes about as long again
             return None
     for workaround in found:
         recipe = recipe.with_option(workaround.option)
@@ -413,15 +423,18 @@ def _list_kept(request: RunRequest) -> list[str]:
     """
     if (run := _read_earlier_search(request)) is None:
         return []
-    again = any(record.untried for record in run.requested) or any(step.status == "failed" for step in run.steps)
+    again = runs.needs_another_race(run) or any(record.untried for record in run.requested)
+    again = again or any(step.status == "failed" for step in run.steps)
     measured = (record for record in run.requested if record.status == "measured")
     return [record.id for record in measured if again or any(row.kept for row in record.race)]
 
 
-def _list_dropped(request: RunRequest, machine: Environment) -> list[RaceRow]:
-    """List the rows with which variants dropped out of the race of an earlier state of a run, on such a machine."""
-    run = _read_earlier_search(request)
-    if run is None or not _is_of_machine(run, machine):
+def _list_dropped(run: Run, machine: Environment) -> list[RaceRow]:
+    """List the rows with which engines dropped out of a race on such a machine.
+
+    There are none where that may have been for a variant that has failed since.
+    """
+    if not _is_of_machine(run, machine) or runs.needs_another_race(run):
         return []
     return [row for record in run.requested for row in record.race if row.dropped and row.engine_sha256]
 
@@ -466,6 +479,8 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None 
     reasons, others = _list_reasons(run.asked_for or (run.baseline,)), _list_other_engines(run, outcomes)
     words = " or ".join(f"--engine {name}" for name in others)
     remedy = f"{words} runs the module without an ONNX graph; " if others else ""
+    if runs.needs_another_race(run):
+        remedy = f"`{again}` tries what was dropped for being slower than what is wrong; "
     return ModelError(f"no usable variant is left:\n{reasons}", f"{remedy}the logs folder of the run has the details")
 
 
@@ -534,6 +549,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
+    late = late or runs.needs_another_race(run)
     return run.complete and _is_of_machine(run, environment()) and not (failed or older or late or cut) and whole
 
 

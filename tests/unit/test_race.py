@@ -175,6 +175,20 @@ def test_what_dropped_out_of_an_earlier_race_stays_out_while_its_engine_is_the_s
     assert task.identity == task.model_copy(update={"earlier": ()}).identity
 
 
+def test_what_failed_after_an_earlier_race_is_not_measured_and_drops_nobody(tmp_path: Path) -> None:
+    record = scratch_artifact("record", tmp_path / RECORDS, None)
+    shared = RaceRow(variant="b", lap=0, dropped="export is wrong, as a showed")
+    engines = dict.fromkeys("abc", engine_class("onnxruntime")())
+    task = Race(engines=engines, lossless=("a", "b", "c"), seconds=1, most=1,
+                max_drop=None, largest=False, device=Device(), failed=("a",), earlier=(shared,),
+                unmade={"d": ("a", "b")})  # fmt: skip
+    inputs = dict.fromkeys(["a", "b", "a verified", "b verified"], record)
+    effect = task.run(inputs, tmp_path, print)
+    assert read_models(record, RaceRow) == [shared, RaceRow(variant="a", lap=0, kept=True)]
+    assert effect.summary == "0 of 2 variants are measured in full; 1 had dropped out of an earlier race"
+    assert task.identity != task.model_copy(update={"failed": ()}).identity
+
+
 def test_what_no_time_was_left_for_is_started_before_what_was_measured_in_full() -> None:
     task = Race(engines={}, lossless=(), seconds=1, most=2, max_drop=None, largest=False, device=Device(),
                 kept=("a", "c", "d"))  # fmt: skip

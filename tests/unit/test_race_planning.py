@@ -16,7 +16,7 @@ from enginesmith.pipeline.execution.events import Outcome, Status
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.race import leave_out
+from enginesmith.pipeline.planning.race import race_again
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.assemble import explain_end
@@ -351,8 +351,18 @@ def test_what_was_measured_earlier_is_kept() -> None:
 def test_races_know_what_dropped_out_of_earlier_ones() -> None:
     rows = [RaceRow(variant="openvino-fp32", lap=1, dropped="slower", engine_sha256="ab")]
     made = planned(data="digits", budgets={"max_drop": 0.01})
-    races = {step.id: step.task for step in leave_out(made, rows).steps if isinstance(step.task, Race)}
+    races = {step.id: step.task for step in race_again(made, rows, {}).steps if isinstance(step.task, Race)}
     assert {name: task.earlier for name, task in races.items()} == {"race-first": (*rows,), RACE: (*rows,)}
+
+
+@pytest.mark.parametrize(("guilty", "out"), [("export", True), ("engine", False), ("", False)])
+def test_all_variants_drop_out_that_share_a_stage_which_is_wrong(guilty: str, out: bool) -> None:
+    made = race_again(planned(time_seconds=60), [], {"onnxruntime-fp32": guilty})
+    race = next(step.task for step in made.steps if step.id == RACE)
+    assert isinstance(race, Race)
+    assert race.failed == ("onnxruntime-fp32",)
+    reasons = {row.variant: row.dropped for row in race.earlier}
+    assert reasons == ({"openvino-fp32": "export is wrong, as onnxruntime-fp32 showed"} if out else {})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.measure.rows import RaceRow, Tuning
+from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
@@ -18,10 +19,11 @@ from enginesmith.pipeline.units import AddedOption
 from enginesmith.pipeline.workflows.optimize import (
     OptimizeJob,
     RunRequest,
-    _add_workarounds,
     _limit_time,
     _list_dropped,
     _list_kept,
+    _read_earlier_search,
+    _request_again,
     _restore_workarounds,
     _why_unusable,
     is_finished,
@@ -81,20 +83,20 @@ def test_each_option_that_the_recipe_lacks_is_found_once() -> None:
 def test_a_run_is_requested_again_where_there_is_time(tmp_path: Path) -> None:
     request = RunRequest("demo", RECIPE, tmp_path, replace=True)
     run = run_of(wrong("a", without("DivMulFusion")))
-    again = _add_workarounds(request, run, spent=1000.0)
+    again = _request_again(request, run, spent=1000.0)
     assert again
     assert again.recipe.onnxruntime.disabled_optimizers == ("PadFusion", "DivMulFusion")
     assert (again.requested_recipe, again.replace, again.seconds) == (RECIPE, False, None)
-    assert _add_workarounds(request, None, spent=1.0) is None
-    assert _add_workarounds(request, run_of(wrong("a", None)), spent=1.0) is None
-    assert _add_workarounds(request, run.model_copy(update={"complete": False}), spent=1.0) is None
+    assert _request_again(request, None, spent=1.0) is None
+    assert _request_again(request, run_of(wrong("a", None)), spent=1.0) is None
+    assert _request_again(request, run.model_copy(update={"complete": False}), spent=1.0) is None
     limited = run.model_copy(update={"recipe": RECIPE.model_copy(update={"time_seconds": 100.0})})
-    left = _add_workarounds(request, limited, spent=40.0)
+    left = _request_again(request, limited, spent=40.0)
     assert left
     assert left.seconds == 60.0
     assert left.recipe.time_seconds == 100.0
-    assert _add_workarounds(request, limited, spent=51.0) is None
-    longer = _add_workarounds(request, limited, spent=120.0, instead=300.0)  # resume --time
+    assert _request_again(request, limited, spent=51.0) is None
+    longer = _request_again(request, limited, spent=120.0, instead=300.0)  # resume --time
     assert longer
     assert longer.seconds == 180.0
 
@@ -118,14 +120,49 @@ def test_what_dropped_out_of_a_race_is_left_out_on_the_same_machine_alone(tmp_pa
     others = (variant("b", status="skipped", race=(row,)), variant("c", status="skipped", race=(unmade,)))
     run = run_of(variant("a"), *others, recipe=recipe)
     runs.write(run.model_copy(update={"environment": here.model_dump(mode="json")}), tmp_path)
-    assert _list_dropped(request, here) == [row]
-    assert _list_dropped(replace(request, replace=True), here) == []
-    assert _list_dropped(replace(request, recipe=RECIPE), here) == []
-    assert _list_dropped(request, here.model_copy(update={"processor": "another"})) == []
+    earlier = _read_earlier_search(request)
+    assert earlier
+    assert _list_dropped(earlier, here) == [row]
+    assert _list_dropped(earlier, here.model_copy(update={"processor": "another"})) == []
+    assert _read_earlier_search(replace(request, replace=True)) is None
+    assert _read_earlier_search(replace(request, recipe=RECIPE)) is None
     for reuse, earlier in ((True, (row,)), (False, ())):
         job = OptimizeJob([request], Settings(store=tmp_path / "store", reuse=reuse))
         races = {step.id: step.task.earlier for step in job._plans["demo"].steps if isinstance(step.task, Race)}
         assert races == {"race-first": earlier, "race": earlier}
+
+
+def test_what_was_dropped_for_a_variant_that_is_wrong_is_tried_after_all(tmp_path: Path) -> None:
+    recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 100})
+    speed = Interval(median=1, low=1, high=1)
+    dropped = RaceRow(variant="b", lap=1, speedup=speed, dropped="a is faster", engine_sha256="ab")
+    late = wrong("a", None).model_copy(update={"race": (RaceRow(variant="a", lap=1, speedup=speed),)})
+    early = variant("d", status="failed", race=(RaceRow(variant="d", lap=1, failure="it hangs"),))
+    others = (variant("b", status="skipped", race=(dropped,)), variant("c"), early)
+    here = environment().model_dump(mode="json")
+    run = run_of(late, *others, recipe=recipe).model_copy(update={"environment": here})
+    runs.write(run, tmp_path)
+    request = RunRequest("demo", recipe, tmp_path)
+    assert runs.find_late_failures(run) == {"a": "engine"}
+    assert (_list_kept(request), _list_dropped(run, environment()), is_finished(run, tmp_path)) == (["c"], [], False)
+    again = _request_again(request, run, spent=69.0)
+    assert again
+    assert (again.recipe, again.seconds) == (recipe, 31.0)
+    assert _request_again(request, run, spent=71.0) is None
+    job = OptimizeJob([again], Settings(store=tmp_path / "store"))
+    assert {step.task.failed for step in job._plans["demo"].steps if isinstance(step.task, Race)} == {("a",)}
+    error = _why_unusable(run_of(late, *others[:1]), {}, "enginesmith resume run")
+    assert error is not None
+    assert error.remedy is not None
+    assert error.remedy.startswith("`enginesmith resume run` tries what was dropped for being slower")
+
+    kept = (RaceRow(variant="a", lap=0, kept=True),)
+    second = run.model_copy(update={"variants": (late.model_copy(update={"race": kept}), *others)})
+    assert runs.find_late_failures(second) == {"a": "engine"}
+    assert _request_again(request, second, spent=1.0) is None
+    assert _list_dropped(second, environment()) == [dropped]
+    nobody = run.model_copy(update={"variants": (late, variant("c"))})
+    assert _request_again(request, nobody, spent=1.0) is None
 
 
 def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> None:
