@@ -99,7 +99,6 @@ TRIALS: Mapping[str, Trial] = {
     "smooth, multiplications": Trial(Smooth(insert=True), "fp32"),
     "awq": Trial(Smooth(mode="awq", insert=True), "fp32"),
     "fp16": _precision("fp16", "fp16"),
-    "fp16, inputs and outputs too": _precision("fp16", "fp16", keep_io_types=False),
     "bf16": _precision("bf16", "bf16"),
     "fp8": _precision("fp8", "fp8"),
     "int8, tensorrt_rtx": _precision("int8", "int8", placement="inputs"),
@@ -118,7 +117,7 @@ CHEAP = ("simplify", "sparsify 2:4", "equalise", "smooth, multiplications", "fp1
 _SPARSE = "sparsify 2:4"
 _KEEP_ZEROS = ("simplify", "smooth, multiplications", "fp16", "int8, tensorrt_rtx", "int8, onnxruntime", "int8+fp16")
 _PACKAGE = "package"
-_BUILT = {"simplify": "sm86", "fp16, inputs and outputs too": "sm89", "int8, tensorrt_rtx": "sm86", "fp8": "sm89"}
+_BUILT = {"simplify": "sm86", "int8, tensorrt_rtx": "sm86", "fp8": "sm89"}
 """Passes whose graphs are built by TensorRT-RTX, with the target."""
 
 
@@ -199,7 +198,7 @@ class Subject:
         given = Answerer(path, emulated=trial.precision not in ("", "fp32"))
         assert self.artifact.signature is not None
         sides = self.artifact.signature, model_file.signature(path)
-        if trial.step.model_dump().get("keep_io_types", True) and sides[0] != sides[1]:
+        if sides[0] != sides[1]:
             return f"the signature became {sides[1]}"
         precision = trial.precision or "int4"
         judge = make_judge(self.artifact.signature, precision, find_spans(self.wanted))

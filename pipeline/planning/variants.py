@@ -94,7 +94,7 @@ def list_variants(
                     continue
                 runnable = config.engine.runnable(variant.device) if here and engine.kinds == ("cuda",) else None
                 unavailable = "" if runnable is None or runnable.ok else runnable.reason
-                as_it_is = asked == "fp32" or (cast and asked in engine.casts and not recipe.quantisation.convert_io)
+                as_it_is = asked == "fp32" or (cast and asked in engine.casts)
                 yield replace(variant, unavailable=unavailable, lowering=None if as_it_is else asked)
 
 

@@ -140,9 +140,6 @@ class QuantisationOptions(Part):
     bias_correction: Annotated[bool, _QUANTISING] = Field(
         False, description="correct biases by the mean error that quantized weights cause"
     )
-    convert_io: Annotated[bool, _QUANTISING] = Field(
-        False, description="also convert the inputs and outputs of fp16 and bf16 graphs to that type"
-    )
     search_steps: Annotated[int, _QUANTISING] = Field(
         16, ge=1, le=64, description="largest number of trials to find the groups that stay in floating point"
     )

@@ -306,18 +306,6 @@ def test_a_graph_that_is_low_already_is_refused(dtype: str, numpy_dtype: Any) ->
         lower(parsed(text, w=weights(8, 8).astype(numpy_dtype)), "fp16")
 
 
-def test_inputs_and_outputs_can_go_low_too(tmp_path: Path) -> None:
-    model = parsed(NET, **NET_WEIGHTS)
-    low = lower(model, "fp16", keep_io=False)
-    path = saved(model, tmp_path)
-    assert low.casts == ("d_fp32", "e_fp16")
-    signature = model_file.signature(path)
-    assert [(spec.name, spec.dtype) for spec in (*signature.inputs, *signature.outputs)] == [
-        ("x", "float16"),
-        ("y", "float16"),
-    ]
-
-
 def test_an_output_that_goes_on_inside_keeps_its_name(tmp_path: Path) -> None:
     text = "(float[N,8] x) => (float[N,8] a, float[N,8] s) { a = MatMul(x, w) b = MatMul(a, w) s = Softmax(b) }"
     low, path = hold(tmp_path, parsed(text, w=weights(8, 8)), {"x": weights(3, 8)})

@@ -224,13 +224,6 @@ def test_an_assignment_may_correct_biases(artifact: Artifact, tmp_path: Path) ->
     assert np.abs(biases[1] - biases[0]).max() > 1e-6
 
 
-def test_outputs_may_be_lowered_too(artifact: Artifact, tmp_path: Path) -> None:
-    step = Precision(precision="int8+fp16", keep_io_types=False)
-    _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
-    kinds = [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)]
-    assert kinds == [onnx.TensorProto.FLOAT16] * 2
-
-
 def test_of_a_graph_too_old_for_bfloat16_only_the_rest_is_lowered(tmp_path: Path) -> None:
     artifact = written(tmp_path, NET, opset=21)
     _, model, groups = apply(Precision(precision="bf16"), artifact, tmp_path / "as-it-is")

@@ -52,17 +52,12 @@ class Lowered:
 
 
 def lower(
-    model: "ir.Model",
-    dtype: Half,
-    *,
-    keep_io: bool = True,
-    keep: Collection[str] = (),
-    largest: Mapping[str, float] = _NOTHING,
+    model: "ir.Model", dtype: Half, *, keep: Collection[str] = (), largest: Mapping[str, float] = _NOTHING
 ) -> Lowered:
     """Lower a float32 graph, or one with Q/DQ pairs, in place; constants are converted when it is saved.
 
-    ``keep_io`` leaves inputs and outputs in float32, ``keep`` names nodes that are to stay. ``largest`` is the largest
-    magnitude of values on real data, by name: in float16, nodes around one that may get beyond 65504 stay (``bounds``).
+    Its inputs and outputs stay in float32. ``keep`` names nodes that are to stay. ``largest`` is the largest magnitude
+    of values on real data, by name: in float16, nodes around one that may get beyond 65504 stay (``bounds``).
 
     Raises:
         UsageError: ``keep`` names a node that is not there.
@@ -71,13 +66,13 @@ def lower(
     target = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
     _prepare(model, keep)
     judged = judge(model.graph, model.opset_imports.get("", 1), target.name.lower(), keep, largest)
-    low = judged.low | choose(model.graph, judged, keep_io=keep_io)
+    low = judged.low | choose(model.graph, judged)
     order = [node for node in model.graph if node in low]
     kept = {node.name or "": reason for node, reason in judged.kept.items()}
     kept |= {node.name or "": _CHEAP for node in judged.free if node not in low}
     _fit_scales(model.graph, low, target)
     retyper = _Retyper(model.graph, Judged({node: judged.slots[node] for node in order}), target)
-    retyper.run(keep_io=keep_io)
+    retyper.run()
     names = tuple(node.name or "" for node in order if node.graph is not None)
     return Lowered(dtype, names, kept, tuple(retyper.casts), tuple(retyper.clips))
 
@@ -149,7 +144,7 @@ class _Retyper:
         self.casts: list[str] = []
         self.clips: list[str] = []
 
-    def run(self, *, keep_io: bool) -> None:
+    def run(self) -> None:
         """Convert everything."""
         for value in list(self._graph.initializers.values()):
             if is_float(value):
@@ -157,11 +152,11 @@ class _Retyper:
         nodes = list(self._graph)
         for value in list(self._graph.inputs):
             if is_float(value):
-                self._change_value(value, low=not keep_io, outside_low=not keep_io)
+                self._change_value(value, low=False)
         for node in nodes:
             for index, value in enumerate(node.outputs):
                 if is_float(value):
-                    self._change_value(value, low=self._low.makes_low(node, index), outside_low=not keep_io)
+                    self._change_value(value, low=self._low.makes_low(node, index))
         for node in self._low.slots:
             if self._low.slots[node].outputs:
                 self._change_attributes(node)
@@ -186,10 +181,10 @@ class _Retyper:
         for node, index in low:
             node.replace_input_with(index, new)
 
-    def _change_value(self, value: "ir.Value", *, low: bool, outside_low: bool) -> None:
+    def _change_value(self, value: "ir.Value", *, low: bool) -> None:
         """Set a value's type, and cast it once for all that want the other."""
         others = [(node, index) for node, index in value.uses() if self._low.takes_low(node, index) != low]
-        leaves = value.is_graph_output() and not value.is_graph_input() and outside_low != low
+        leaves = low and value.is_graph_output()
         if low:
             value.dtype = self._dtype
         if not others and not leaves:

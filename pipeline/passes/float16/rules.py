@@ -339,20 +339,19 @@ class CastNetwork:
         return frozenset(networkx.node_connected_component(rest, SINK))
 
 
-def choose(graph: "ir.Graph", judged: Judged, *, keep_io: bool) -> "dict[ir.Node, None]":
-    """Choose the free nodes that compute in the low type."""
+def choose(graph: "ir.Graph", judged: Judged) -> "dict[ir.Node, None]":
+    """Choose the free nodes that compute in the low type; the graph's inputs and outputs are in float32."""
     network = CastNetwork()
     vertices = {node: network.add_vertex() for node in judged.free} | dict.fromkeys(judged.low, SINK)
-    outside = SOURCE if keep_io else SINK
 
     def readers(value: "ir.Value") -> list[int]:
         """Return vertices of all that read a value, each once; bodies of loops and branches read in float32."""
         uses = [vertices[node] if judged.takes_low(node, index) else SOURCE for node, index in value.uses()]
-        return list(dict.fromkeys([outside, *uses] if value.is_graph_output() else uses))
+        return list(dict.fromkeys([SOURCE, *uses] if value.is_graph_output() else uses))
 
     for value in graph.inputs:
         if is_float(value):
-            network.add_value(outside, readers(value))
+            network.add_value(SOURCE, readers(value))
     for node in graph:
         for index, value in enumerate(node.outputs):
             if is_float(value):
@@ -362,11 +361,11 @@ def choose(graph: "ir.Graph", judged: Judged, *, keep_io: bool) -> "dict[ir.Node
             network.add_value(vertices.get(node, SOURCE), halves)
     kept, linked = network.source_side(), network.connected_to_sink()
     low = {node: None for node in judged.free if vertices[node] not in kept and vertices[node] in linked}
-    _save_casts(low, judged, keep_io=keep_io)
+    _save_casts(low, judged)
     return low
 
 
-def _save_casts(low: "dict[ir.Node, None]", judged: Judged, *, keep_io: bool) -> None:
+def _save_casts(low: "dict[ir.Node, None]", judged: Judged) -> None:
     """Take QuantizeLinear back where it alone makes a cast down necessary, DequantizeLinear where it makes one up."""
     everything = low | judged.low
     for node in [node for node in low if node.op_type in (QUANTISE, DEQUANTISE)]:
@@ -377,7 +376,6 @@ def _save_casts(low: "dict[ir.Node, None]", judged: Judged, *, keep_io: bool) ->
             made_low = maker in everything and value.index() in judged.slots[maker].outputs
             alone = not made_low and all(user.op_type == QUANTISE for user, _ in value.uses() if user in everything)
         else:
-            leaves_low = value.is_graph_output() and not keep_io
-            alone = not leaves_low and not any(user in everything for user, _ in value.uses())
+            alone = not any(user in everything for user, _ in value.uses())
         if alone:
             del low[node]

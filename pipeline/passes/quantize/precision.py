@@ -98,8 +98,6 @@ class Precision(PrecisionPass):
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
     weight_bits: Literal[7, 8] = 8
     """Bits of int8 weights; 7 where the processor would saturate."""
-    keep_io_types: bool = True
-    """Inputs and outputs stay in float32."""
     bias_correction: bool = False
     """Biases make up for the mean error of rounded weights; needs ranges with statistics by channel."""
     inputs_only: bool = False
@@ -115,7 +113,6 @@ class Precision(PrecisionPass):
             "placement": request.placement,
             "method": "mse" if asked.ranges == "auto" else asked.ranges,
             "weight_bits": asked.weight_bits or request.weight_bits,
-            "keep_io_types": not asked.convert_io,
             "bias_correction": asked.bias_correction,
             "external_data_bytes": options["export"].external_data_bytes,
         }
@@ -221,7 +218,7 @@ class Precision(PrecisionPass):
             return None
         known = ranges.tensors.items() if ranges else ()
         largest = {name: max(-span.minimum, span.maximum) if span.finite else math.inf for name, span in known}
-        lowered = lower(model, low, keep_io=self.keep_io_types, keep=chosen.floating, largest=largest)
+        lowered = lower(model, low, keep=chosen.floating, largest=largest)
         if not self._low and not lowered.nodes:
             shown = _count_reasons(lowered.kept.values()) or "there are no such nodes"
             raise ModelError(
