@@ -284,10 +284,8 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
         steps.append(check)
         label = _distinct(variant.name, variants)
         variants.append(replace(variant, name=label, device=device, verified=(check.id,)))
-    graphs = [variant.artifact for variant in variants if variant.engine.shows_graph]
-    for index, variant in enumerate(variants):
-        graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
-        variants[index], more = measurements(recipe, variant, graph, again)
+    for index, variant in enumerate(variants):  # a graph beside a module may be another model's
+        variants[index], more = measurements(recipe, variant, None, again)
         steps += more
     return complete_plan(recipe, steps, variants, again)
 

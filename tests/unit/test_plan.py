@@ -258,6 +258,15 @@ def test_a_benchmark_takes_the_module_in_other_forms_too() -> None:
     assert [variant.id for variant in benchmarked("digits").variants] == []
 
 
+def test_no_other_model_s_graph_stands_for_a_module_in_a_benchmark(tmp_path: Path) -> None:
+    for name in ("a.onnx", "b.onnx"):
+        (tmp_path / name).touch()
+    others = [str(tmp_path / name) for name in ("a.onnx", "b.onnx")]
+    found = benchmarked("digits", *others, engines=["compiled"], measure={"limits": True})
+    counted = {step.id: step.inputs["model"] for step in found.steps if step.id.kind == "work"}
+    assert counted == {"work-a.onnx": "load-1", "work-b.onnx": "load-2"}
+
+
 def test_an_engine_that_is_compiled_from_the_module_needs_no_graph() -> None:
     found = planned(engines=["aotinductor", "eager"], precisions=["fp32", "bf16", "int8"], prune=["30%"])
     names = ["aotinductor-fp32", "aotinductor-bf16", "eager-bf16"]
