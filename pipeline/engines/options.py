@@ -1,9 +1,9 @@
 """Declare what a recipe can say about engines; each engine reads the fields that concern it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.pipeline.engines import can_use_cuda
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
@@ -16,12 +16,6 @@ DEFAULT_ENGINES = ("onnxruntime",)
 GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 CudaGraphs = Literal["off", "on", "both"]
 _GRAPH_MODES: Mapping[CudaGraphs, tuple[bool, ...]] = {"off": (False,), "on": (True,), "both": (False, True)}
-MOVED_FIELDS = {
-    "eager.cuda_graphs": "cuda_graphs",
-    "tensorrt_run.cuda_graphs": "cuda_graphs",
-    "quantisation.search_limit_seconds": "time_seconds",
-}
-"""Fields of earlier versions → the field that replaces them."""
 _MOST_BYTES = 1 << 50
 
 
@@ -96,15 +90,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_moved_fields(cls, values: Any) -> Any:
-        """Drop what earlier versions wrote into every run.json, where it was not asked for."""
-        for part, name in (old.split(".") for old in MOVED_FIELDS) if isinstance(values, dict) else ():
-            if isinstance(own := values.get(part), dict) and own.get(name) is False:
-                values = {**values, part: {key: value for key, value in own.items() if key != name}}
-        return values
 
     @field_validator("cuda_graphs", mode="before")
     @classmethod

@@ -99,7 +99,7 @@ class BuildRecord(BaseModel, frozen=True):
     engine_bytes: int
     layers: dict[str, int] | None = None
     cautions: tuple[str, ...] = ()
-    """On which numbers the engine's answers would be wrong; empty in earlier files."""
+    """On which numbers the engine's answers would be wrong."""
     reasons: dict[str, str] = {}
 
 
