@@ -96,7 +96,7 @@ def simplify_shapes(model: "ir.Model") -> None:
     """Replace computed shapes by constants, in place; what is unused afterwards is left to the next pass."""
     known: dict[ir.Value, list[Dim]] = {}
     for node in model.graph:
-        if node.domain not in ("", "ai.onnx"):
+        if node.domain:
             continue
         if node.op_type in _FOLLOWED and (dims := _evaluate(node, known)) is not None:
             known[node.outputs[0]] = dims
@@ -218,7 +218,7 @@ def pool_means(model: "ir.Model") -> int:
 
 def _is_pooling(node: "ir.Node") -> bool:
     """Tell whether a node is a mean over all axes behind the channels, and not of a normalization."""
-    value = node.inputs[0] if node.op_type == "ReduceMean" and node.domain in ("", "ai.onnx") else None
+    value = node.inputs[0] if node.op_type == "ReduceMean" and not node.domain else None
     if value is None or value.dtype != ir.DataType.FLOAT or value.shape is None:
         return False
     rank = len(value.shape)

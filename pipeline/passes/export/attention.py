@@ -52,7 +52,7 @@ class DecomposeAttention(Pass):
 
 def _list_attention_nodes(model: "ir.Model") -> "Iterator[ir.Node]":
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "Attention" and not node.domain:
             yield node
 
 

@@ -72,7 +72,7 @@ def find(model: "ir.Model") -> Iterator[StoredWeight]:
 
 def _weight(node: "ir.Node") -> StoredWeight | None:
     form = _FORMS.get(node.op_type)
-    if form is None or (node.op_type == "Attention" and node.domain in ("", "ai.onnx")):
+    if form is None or (node.op_type == "Attention" and not node.domain):
         return None
     value = _input(node, form.weight)
     if value is None:

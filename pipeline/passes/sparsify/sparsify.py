@@ -160,7 +160,6 @@ def _bin(counts: Array, rank: int) -> tuple[int, int]:
     return index, int(total[index] - counts[index])
 
 
-_STANDARD = ("", "ai.onnx")
 _LAYOUT = ("Cast", "Identity", "Transpose")
 _QUANTISED = ("DequantizeLinear", "QuantizeLinear")
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
@@ -199,7 +198,7 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
     """Find the weights of all products of a graph and its subgraphs, in the order in which they are first read."""
     candidates: dict[ir.Value, Candidate] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.domain not in _STANDARD or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
+        if node.domain or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
             continue
         weight = node.inputs[1]
         if weight is None:
@@ -225,7 +224,7 @@ def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
     """
     while not value.is_initializer():
         node = value.producer()
-        if node is None or node.domain not in _STANDARD or node.op_type not in (*_LAYOUT, *_QUANTISED):
+        if node is None or node.domain or node.op_type not in (*_LAYOUT, *_QUANTISED):
             return None
         source = node.inputs[0]
         if source is None:
