@@ -112,6 +112,7 @@ class OnnxRuntime(Engine):
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf", "qat")
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
+    has_infer_script: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     replays_in: ClassVar[tuple[str, ...]] = ("bundle",)
     package_caution: ClassVar[str] = (
@@ -232,10 +233,6 @@ class OnnxRuntime(Engine):
             session_options=tuned,
             without=left_out,
         )
-
-    @classmethod
-    def infer_script(cls) -> Path:
-        return Path(__file__).parents[1] / "infer.py"
 
     @classmethod
     def triton(cls) -> TritonBackend | None:
