@@ -65,7 +65,7 @@ def write_issue(finding: "Finding", evidence: "Evidence") -> str:
         *_describe(finding, differences),
         *_list_differences(finding, evidence, differences),
         *_list_inputs(finding, evidence.feeds),
-        *_reproduce(finding, evidence),
+        *_explain_files(evidence),
         *(_write_graph(evidence.model) if evidence.model is not None else ()),
         "## Versions\n",
         *(f"- {name}: {version}" for name, version in finding.versions.items()),
@@ -173,7 +173,7 @@ def _name_family(walk: str, notes: Sequence[str]) -> str:
     return f"{walk} ({'; '.join(notes)})" if walk in _LISTED_FAMILIES else walk
 
 
-def _reproduce(finding: "Finding", evidence: "Evidence") -> Iterator[str]:
+def _explain_files(evidence: "Evidence") -> Iterator[str]:
     yield "## To reproduce\n"
     if not evidence.program:
         files = "`model.onnx`, `inputs.npz` and" if evidence.model is not None else "`inputs.npz` and"

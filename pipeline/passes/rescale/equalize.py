@@ -68,7 +68,7 @@ class EqualizationResult:
     """Ties that were left alone for a Clip in them."""
 
 
-def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> EqualizationResult:
+def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None) -> EqualizationResult:
     """Equalise the channels between the products of a graph, in place."""
     ties, clipped = _find_ties(model, ranges)
     magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
