@@ -21,12 +21,7 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import cuda_allocator
-from enginesmith.pipeline.engines.base import (
-    BuildRequest,
-    Configuration,
-    Engine,
-    PackageFacts,
-)
+from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, PackageFacts
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.onnxruntime import profiler, providers
 from enginesmith.pipeline.engines.onnxruntime.providers import Provider

@@ -16,19 +16,10 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
-from enginesmith.pipeline.measure.prosecution.judging import (
-    find_tolerance,
-)
+from enginesmith.pipeline.measure.prosecution.judging import find_tolerance
 from enginesmith.pipeline.measure.prosecution.mending import find_option
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement
-from enginesmith.pipeline.measure.prosecution.stages import (
-    Reduced,
-    Stage,
-    Stages,
-    differ,
-    is_wrong,
-    open_engine,
-)
+from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stage, Stages, differ, is_wrong, open_engine
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.machine import environment

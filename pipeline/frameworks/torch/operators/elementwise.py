@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.torch.operators.attributes import (
-    Compute,
-    Make,
-    read_float,
-    refuse,
-)
+from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, read_float, refuse
 
 
 def _divide(first: Tensor, second: Tensor) -> Tensor:
