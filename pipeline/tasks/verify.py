@@ -46,6 +46,7 @@ class Sample(Task):
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
+    other_tools: ClassVar[tuple[str, ...]] = ("numpy",)
 
     engine: SerializeAsAny[Engine]
     ranges: dict[str, ShapeRange]
@@ -57,10 +58,6 @@ class Sample(Task):
     seed: int
     metric: str | None = None
     """Metric of the data that is tried on two rows; None where none is asked for."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*self.engine.tools, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
@@ -381,14 +378,11 @@ class Audit(Task):
 
     title: ClassVar[str] = "audit"
     produces: ClassVar[Kind] = "record"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
 
     engine: SerializeAsAny[Engine] | None = None
     """None for a graph that is still to be built."""
     device: Device = Device()
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("onnx", *super().tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
@@ -421,12 +415,9 @@ class Answers(Task):
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
+    other_tools: ClassVar[tuple[str, ...]] = ("numpy",)
 
     engine: SerializeAsAny[Engine]
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*self.engine.tools, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         given = inputs["reference"].folder
