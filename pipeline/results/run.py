@@ -4,6 +4,7 @@ A number that could not be had is null, and a reason stands beside it.
 """
 
 import difflib
+import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -238,6 +239,18 @@ class VariantRecord(BaseModel, frozen=True):
     def judged_fidelity(self) -> tuple[StageFidelity, ...]:
         """Return the comparisons with the reference that judge, without those of stages that change the model."""
         return tuple(entry for entry in self.fidelity if not (entry.passed and entry.reason))
+
+    @property
+    def lowest_sqnr_db(self) -> dict[str, float]:
+        """Look up the lowest SQNR of all shapes by stage that judges, in order."""
+        known = [(entry.stage, entry.sqnr_db) for entry in self.judged_fidelity if entry.sqnr_db is not None]
+        return {stage: min(sqnr for name, sqnr in known if name == stage) for stage, _ in known}
+
+    @property
+    def falls_db(self) -> list[tuple[float, str, float, float]]:
+        """List the falls of the lowest SQNR from stage to stage: how far, at which, from and to what."""
+        pairs = itertools.pairwise(self.lowest_sqnr_db.items())
+        return [(before - after, stage, before, after) for (_, before), (stage, after) in pairs if after < before]
 
     @property
     def peak_bytes(self) -> int | None:
