@@ -146,15 +146,20 @@ class BuildRequest:
     progress: Callable[[str], None] = lambda text: None
 
 
-class EngineFacts(BaseModel, frozen=True):
+class MemoryFigures(BaseModel, frozen=True):
+    """List the memory that a builder reports; None where it does not."""
+
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    """Memory that one inference at the largest shape works in, scratch memory included."""
+    scratch_bytes: int | None = None
+    build_device_peak_bytes: int | None = None
+
+
+class EngineFacts(MemoryFigures):
     """Record what a built engine says of itself; None where it does not say."""
 
     workspace_limit_bytes: int | None = None
-    weights_bytes: int | None = None
-    activation_bytes: int | None = None
-    """Memory that one inference at the largest shape works in."""
-    scratch_bytes: int | None = None
-    build_device_peak_bytes: int | None = None
     layers: dict[str, int] | None = None
     """Kernels by the precision that they run in."""
     cautions: tuple[str, ...] = ()

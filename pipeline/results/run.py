@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
@@ -86,22 +87,13 @@ class StoredArtifact(BaseModel, frozen=True):
     bytes: int
 
 
-class BuildRecord(BaseModel, frozen=True):
+class BuildRecord(EngineFacts):
     """Record what building the engine took and gave."""
 
     seconds: float
     host_peak_bytes: int | None
-    workspace_limit_bytes: int | None = None
-    weights_bytes: int | None = None
-    activation_bytes: int | None = None
-    """Memory that one inference at the largest shape works in, scratch memory included."""
-    scratch_bytes: int | None = None
-    build_device_peak_bytes: int | None = None
     engine_bytes: int
-    layers: dict[str, int] | None = None
-    cautions: tuple[str, ...] = ()
-    """On which numbers the engine's answers would be wrong."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, str] = Field({})
 
 
 class Assignment(BaseModel, frozen=True):
