@@ -45,8 +45,6 @@ from enginesmith.pipeline.errors import MissingCapability, UsageError, install_c
 from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.passes.float16.emulation import emulate
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
-from enginesmith.pipeline.passes.sparsify import sparsify
-from enginesmith.pipeline.passes.sparsify.check import follow
 from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
@@ -335,11 +333,8 @@ class OnnxRuntime(Engine):
         summary = f"optimized at level {level!r}: {old.total()} → {new.total()} nodes"
         if made := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
             summary += f" (new: {made})"
-        notes = [f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"]
-        if sparsify.of(model_file.skeleton(artifact.path)) == sparsify.TWO_OF_FOUR:
-            zeros = follow(artifact.path, file)  # in weights that are repacked and fused: a loss is told, no failure
-            notes.append(f"in the optimized graph, {zeros}; there are no sparse kernels for it here")
-        return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
+        note = f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"
+        return Effect(file=_MODEL, summary=summary, notes=(note,), signature=artifact.signature)
 
     def _saves(self, device: Device) -> bool:
         """Tell whether the engine is the optimised graph; never on CUDA, where that may not load elsewhere."""
