@@ -162,15 +162,12 @@ def _list_inputs(finding: "Finding", feeds: Feeds) -> Iterator[str]:
     yield f"They are what the whole model computes there for this input: {tried}.\n" if finding.nodes else f"{tried}.\n"
     if finding.right_on:
         of = " of the whole model" if finding.nodes else ""
-        listed = (_name_family(walk, notes) for walk, notes in finding.right_on.items())
+        families = finding.right_on.items()
+        listed = (f"{walk} ({'; '.join(notes)})" if walk in _LISTED_FAMILIES else walk for walk, notes in families)
         yield f"Other inputs{of} were answered right: {', '.join(listed)}.\n"
     for told, wrong in (("wrong, too", True), ("right", False)):
         if kinds := [kind for kind, seen in finding.elsewhere.items() if seen == wrong]:
             yield f"With other numbers in the same shapes, the result is {told}: {', '.join(kinds)}.\n"
-
-
-def _name_family(walk: str, notes: Sequence[str]) -> str:
-    return f"{walk} ({'; '.join(notes)})" if walk in _LISTED_FAMILIES else walk
 
 
 def _explain_files(evidence: "Evidence") -> Iterator[str]:

@@ -75,7 +75,8 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
     else:
         precision = stage.precision if shown.witness == MODEL else known.own_precision
         found = shown.found if is_engine else _answer(stage, shown.feeds)
-        model, tolerance = _read_whole(stage.graph or _last_graph(known)), find_tolerance(precision)
+        last = next((each.graph for each in reversed(known.stages) if each.graph), None)
+        model, tolerance = _read_whole(stage.graph or last), find_tolerance(precision)
         evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
     write_evidence(folder, finding, evidence)
     return finding
@@ -86,10 +87,6 @@ def _answer(stage: Stage, feeds: Feeds) -> dict[str, Array] | None:
         return stage.answer(feeds)
     except EnginesmithError:
         return None
-
-
-def _last_graph(known: Stages) -> Path | None:
-    return next((stage.graph for stage in reversed(known.stages) if stage.graph), None)
 
 
 def _read_whole(graph: Path | None) -> "onnx.ModelProto | None":

@@ -28,10 +28,6 @@ def _mean(*values: Tensor) -> Tensor:
     return functools.reduce(torch.add, values) / len(values)
 
 
-def _where(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return torch.where(condition, first, second)
-
-
 def _clip(node: "ir.Node", opset: int) -> Compute:
     least = read_float(node, "min", -math.inf) if opset < 11 else None
     most = read_float(node, "max", math.inf) if opset < 11 else None
@@ -132,7 +128,7 @@ PLAIN: dict[str, Compute] = {
     "Less": torch.lt,
     "GreaterOrEqual": torch.ge,
     "LessOrEqual": torch.le,
-    "Where": _where,
+    "Where": torch.where,
     "IsNaN": torch.isnan,
     "Gelu": _gelu,
     "QuickGelu": _with_alpha(_swish, 1.702),
