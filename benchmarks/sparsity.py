@@ -4,8 +4,8 @@
 
 Each model is exported, simplified, and made 2:4 twice. SQNR of the outputs is against the dense graph on one set of
 feeds, run unoptimised; of digits, the share of test images that are recognised, too. The other models of the zoo have
-random weights, so their outputs say little of trained ones. The pattern is followed into float16 and into the graph
-that ONNX Runtime saves. Writes results/sparsity.json and results/sparsity.md.
+random weights, so their outputs say little of trained ones. The pattern is followed into float16. Writes
+results/sparsity.json and results/sparsity.md.
 """
 
 import argparse
@@ -22,8 +22,6 @@ import onnxruntime
 from enginesmith.calibration.dataset import embedded
 from enginesmith.models import MODELS
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
-from enginesmith.pipeline.engines.base import BuildRequest
-from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, load
@@ -34,7 +32,6 @@ from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
 from enginesmith.pipeline.passes.sparsify import check
 from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
-from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 
 ZOO = ("digits", "resnet18", "resnet50", "vit_b16", "bert_base")
@@ -57,7 +54,7 @@ def main() -> None:
 
 
 def _measure(name: str, folder: Path) -> dict[str, Any]:
-    for word in ("raw", "simple", "sparse", "fp16", "engine"):
+    for word in ("raw", "simple", "sparse", "fp16"):
         (folder / word).mkdir()
     loaded = load(resolve(name), LoadOptions())
     exported = export_module(loaded, folder / "raw", Export(), _quiet)
@@ -68,7 +65,6 @@ def _measure(name: str, folder: Path) -> dict[str, Any]:
     facts = check.sparse_weights(folder / "sparse" / edit.FILE)
     sparse = _artifact(folder / "sparse" / edit.FILE)
     lower = run_pass(Precision(precision="fp16"), sparse, folder / "fp16", _quiet)
-    built = OnnxRuntime().build(BuildRequest(sparse, folder / "engine", Device(), {}, _quiet))
     return {
         "model": name,
         "weights": len(facts),
@@ -78,7 +74,6 @@ def _measure(name: str, folder: Path) -> dict[str, Any]:
         **row,
         "top1_dense": _top1(dense, name),
         "after_fp16": _counts(check.follow(sparse.path, folder / "fp16" / lower.file)),
-        "after_onnxruntime": _counts(check.follow(sparse.path, folder / "engine" / built.file)),
     }
 
 
@@ -138,7 +133,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "One-shot 2:4 by magnitude, without training. Only digits is trained.\n\n"
         "| model | 2:4 weights | zeros | SQNR of weights | SQNR of outputs "
         "| top-1 dense, 2:4 "
-        "| seconds | held in fp16, in ONNX Runtime's graph |\n"
+        "| seconds | held in fp16 |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
     return head + "".join(_row(row) for row in rows)
@@ -147,7 +142,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _row(row: dict[str, Any]) -> str:
     weights = row["summary"].partition("SQNR of the weights ")[2].partition(" dB")[0]
     top = [row["top1_dense"], row["top1"]]
-    kept = [f"{row[name]['held']} of {row['two_of_four']}" for name in ("after_fp16", "after_onnxruntime")]
     cells = (
         row["model"],
         f"{row['two_of_four']} of {row['weights']}",
@@ -156,7 +150,7 @@ def _row(row: dict[str, Any]) -> str:
         f"{row['sqnr_outputs_db']:.1f} dB",
         "–" if None in top else ", ".join(f"{value:.3f}" for value in top),
         f"{row['seconds']:.1f}",
-        ", ".join(kept),
+        f"{row['after_fp16']['held']} of {row['two_of_four']}",
     )
     return f"| {' | '.join(map(str, cells))} |\n"
 

@@ -245,7 +245,7 @@ def open_dataset(
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
 
 
-def take_part(data: Dataset, options: PartOptions, *, splits: bool = False) -> Dataset:
+def take_part(data: Dataset, options: PartOptions, *, splits: bool) -> Dataset:
     """Take the rows of one part; of an embedded set, which comes in ``splits``, calibration has one of its own.
 
     Raises:

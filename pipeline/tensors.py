@@ -203,6 +203,11 @@ _PIECE = 1 << 20
 _LEAST_FILL, _FILL_WIDTH, _LEAST_NUMBER, _LARGEST_SHARE = 1000.0, 0.05, 0.01, 0.01
 
 
+def format_sizes(sizes: Mapping[str, int]) -> str:
+    """Write sizes for people: ``batch 7, length 13``."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
+
+
 def find_fill(arrays: Sequence[Array]) -> float:
     """Find the magnitude from which numbers fill masked places, such as -1e9 or a dtype's least; inf if none do.
 

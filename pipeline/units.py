@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from enginesmith.pipeline.errors import UsageError
@@ -169,6 +169,8 @@ def _of_text(read: Callable[[str], Any]) -> BeforeValidator:
 
 COMMA_LIST = _of_text(lambda text: [part.strip() for part in text.split(",")])
 """Annotates lists that may be written as ``1,8,64``."""
+UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+"""Annotates lists that have each entry once."""
 SIZE = _of_text(parse_bytes)
 DURATION = _of_text(parse_seconds)
 

@@ -146,15 +146,20 @@ class BuildRequest:
     progress: Callable[[str], None] = lambda text: None
 
 
-class EngineFacts(BaseModel, frozen=True):
+class MemoryFigures(BaseModel, frozen=True):
+    """List the memory that a builder reports; None where it does not."""
+
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    """Memory that one inference at the largest shape works in, scratch memory included."""
+    scratch_bytes: int | None = None
+    build_device_peak_bytes: int | None = None
+
+
+class EngineFacts(MemoryFigures):
     """Record what a built engine says of itself; None where it does not say."""
 
     workspace_limit_bytes: int | None = None
-    weights_bytes: int | None = None
-    activation_bytes: int | None = None
-    """Memory that one inference at the largest shape works in."""
-    scratch_bytes: int | None = None
-    build_device_peak_bytes: int | None = None
     layers: dict[str, int] | None = None
     """Kernels by the precision that they run in."""
     cautions: tuple[str, ...] = ()
@@ -257,6 +262,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """True if it has :meth:`executed`."""
     loads_graph: ClassVar[bool] = False
     """True if it also loads the graph that it builds from, which then runs on machines that the engine does not."""
+    has_infer_script: ClassVar[bool] = False
+    """True if ``infer.py`` can run it from a bundle."""
     only_running: ClassVar[frozenset[str]] = frozenset()
     """Fields that change how it runs and not what is built."""
 
@@ -394,7 +401,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     @classmethod
     def infer_script(cls) -> Path | None:
         """Name the script that runs a bundle with the engine's own package alone; None if there is none."""
-        return None
+        return Path(__file__).with_name("infer.py") if cls.has_infer_script else None
 
     def variations(self) -> "Iterator[tuple[AddedOption, Engine]]":
         """Yield the options that may mend a wrong answer, each with the engine that has it."""

@@ -1,27 +1,21 @@
 """Declare what a recipe can say about engines; each engine reads the fields that concern it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.pipeline.engines import can_use_cuda
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.units import COMMA_LIST, Option, Seconds, parse_bytes
+from enginesmith.pipeline.units import COMMA_LIST, UNIQUE, Option, Seconds, parse_bytes
 
 DEFAULT_ENGINES = ("onnxruntime",)
 """Engines that a model is made into where none is named."""
 GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 CudaGraphs = Literal["off", "on", "both"]
 _GRAPH_MODES: Mapping[CudaGraphs, tuple[bool, ...]] = {"off": (False,), "on": (True,), "both": (False, True)}
-MOVED_FIELDS = {
-    "eager.cuda_graphs": "cuda_graphs",
-    "tensorrt_run.cuda_graphs": "cuda_graphs",
-    "quantisation.search_limit_seconds": "time_seconds",
-}
-"""Fields of earlier versions → the field that replaces them."""
 _MOST_BYTES = 1 << 50
 
 
@@ -54,7 +48,7 @@ class OnnxRuntimeOptions(BaseModel, frozen=True, extra="forbid"):
 class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     """The fields of a recipe that engines read."""
 
-    engines: Annotated[tuple[str, ...], Option("Variants", "--engine", everyday=True)] = Field(
+    engines: Annotated[tuple[str, ...], UNIQUE, Option("Variants", "--engine", everyday=True)] = Field(
         DEFAULT_ENGINES,
         min_length=1,
         description="engines, each a variant (`enginesmith engines`); with no list of variants, all that run here",
@@ -81,30 +75,16 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     threads: Annotated[int, Option("Where and how it runs")] = Field(
         0, ge=0, description="CPU threads of each session; 0 means one per core"
     )
-    targets: Annotated[tuple[str, ...], Option("Building engines", "--target", everyday=True)] = Field(
+    targets: Annotated[tuple[str, ...], UNIQUE, Option("Building engines", "--target", everyday=True)] = Field(
         (), description="GPUs that TensorRT-RTX builds for, present or not: sm86, portable …; by default the GPU here"
     )
     workspace: Annotated[
-        tuple[str, ...], COMMA_LIST, Option("Building engines", everyday=True, metavar="SIZE,SIZE")
+        tuple[str, ...], COMMA_LIST, UNIQUE, Option("Building engines", everyday=True, metavar="SIZE,SIZE")
     ] = Field((), description="workspace of TensorRT: 64MiB, max; sweep tries many")
     tensorrt: BuildOptions = BuildOptions()
     tensorrt_run: RunOptions = RunOptions()
     eager: ModuleOptions = ModuleOptions()
     onnxruntime: OnnxRuntimeOptions = OnnxRuntimeOptions()
-
-    @field_validator("engines", "targets", "workspace")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(value))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_moved_fields(cls, values: Any) -> Any:
-        """Drop what earlier versions wrote into every run.json, where it was not asked for."""
-        for part, name in (old.split(".") for old in MOVED_FIELDS) if isinstance(values, dict) else ():
-            if isinstance(own := values.get(part), dict) and own.get(name) is False:
-                values = {**values, part: {key: value for key, value in own.items() if key != name}}
-        return values
 
     @field_validator("cuda_graphs", mode="before")
     @classmethod

@@ -78,7 +78,9 @@ def graph_passes(recipe: Any, kind: "Kind") -> "Iterator[Pass]":
 def _make(kind: "type[Pass]", recipe: Any, request: "PrecisionRequest | None") -> "Iterator[Pass]":
     from enginesmith.pipeline.passes.base import PrecisionRequest
 
-    yield from kind.requested({field: getattr(recipe, field) for field in kind.reads}, request or PrecisionRequest())
+    size = {"external_data_bytes": recipe.export.external_data_bytes}
+    for step in kind.requested({field: getattr(recipe, field) for field in kind.reads}, request or PrecisionRequest()):
+        yield step.model_copy(update=size) if size.keys() <= kind.model_fields.keys() else step
 
 
 def _requestable() -> str:

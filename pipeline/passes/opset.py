@@ -6,29 +6,27 @@ from typing import Any, ClassVar, Self
 
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 
 _OPSET_OF_COORDINATES = 11
 """The first opset whose Resize says how it takes coordinates; before, it was always asymmetric."""
 
 
-class ConvertOpset(Pass):
+class ConvertOpset(GraphPass):
     """Convert a graph to at least an opset; one that cannot be converted is passed on as it was."""
 
     name: ClassVar[str] = "opset"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "opset"
-    reads: ClassVar[tuple[str, ...]] = ("export",)
 
     opset: int
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make the one to the opset that the precision needs."""
-        external = options["export"].external_data_bytes
-        return (cls(opset=KINDS[request.precision].opset, external_data_bytes=external),)
+        return (cls(opset=KINDS[request.precision].opset),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Convert, or say that it is not possible: the precision then refuses the graph, or does without."""
@@ -38,7 +36,7 @@ class ConvertOpset(Pass):
         if not convert_opset(model, self.opset):
             note = f"the graph cannot be converted from opset {given} to {self.opset}"
             return edit.pass_on(artifact.path, out, note)
-        return edit.save_with_summary(model, out, self.external_data_bytes, f"opset {given} → {self.opset}")
+        return self.save(model, out, f"opset {given} → {self.opset}")
 
 
 def convert_opset(model: "ir.Model", opset: int) -> bool:

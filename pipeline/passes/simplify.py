@@ -19,6 +19,7 @@ from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import AddedOption
 
@@ -26,20 +27,18 @@ from enginesmith.pipeline.units import AddedOption
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 
-class Simplify(Pass):
+class Simplify(GraphPass):
     """Rewrite a graph into fewer nodes that compute the same."""
 
     name: ClassVar[str] = "simplify"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "graph"
-    reads: ClassVar[tuple[str, ...]] = ("simplify", "export")
-
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+    reads: ClassVar[tuple[str, ...]] = ("simplify",)
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one, unless the recipe wants the graph as it is."""
-        return (cls(external_data_bytes=options["export"].external_data_bytes),) if options["simplify"] else ()
+        return (cls(),) if options["simplify"] else ()
 
     def list_other_options(self) -> Iterable[tuple[AddedOption, Pass | None]]:
         """List the one that leaves the graph as it is."""
@@ -96,7 +95,7 @@ def simplify_shapes(model: "ir.Model") -> None:
     """Replace computed shapes by constants, in place; what is unused afterwards is left to the next pass."""
     known: dict[ir.Value, list[Dim]] = {}
     for node in model.graph:
-        if node.domain not in ("", "ai.onnx"):
+        if node.domain:
             continue
         if node.op_type in _FOLLOWED and (dims := _evaluate(node, known)) is not None:
             known[node.outputs[0]] = dims
@@ -218,7 +217,7 @@ def pool_means(model: "ir.Model") -> int:
 
 def _is_pooling(node: "ir.Node") -> bool:
     """Tell whether a node is a mean over all axes behind the channels, and not of a normalization."""
-    value = node.inputs[0] if node.op_type == "ReduceMean" and node.domain in ("", "ai.onnx") else None
+    value = node.inputs[0] if node.op_type == "ReduceMean" and not node.domain else None
     if value is None or value.dtype != ir.DataType.FLOAT or value.shape is None:
         return False
     rank = len(value.shape)

@@ -51,7 +51,7 @@ def plan_race(
     steps: Sequence[Step],
     graphs: Mapping[StepRef, StepRef],
     judge: Callable[[Variant], Step | None],
-    kept: Collection[str] = (),
+    kept: Collection[str],
 ) -> tuple[list[Variant], list[Step]]:
     """Plan the race of variants that run here, the first being eager, and what follows it for those that stay.
 

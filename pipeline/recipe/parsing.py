@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from enginesmith.calibration import file_formats, user_code
 from enginesmith.calibration.sources import Request
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.options import DEFAULT_ENGINES, MOVED_FIELDS
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import check_metric
 from enginesmith.pipeline.passes import requested_pass
@@ -129,9 +129,6 @@ def plain_words(message: str) -> str:
 
 def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
     *above, name = (str(key) for key in place)
-    if new := MOVED_FIELDS.get(".".join((*above, name))):
-        told = f"the recipe's field {'.'.join((*above, name))} is {new} now, at the top level"
-        return UsageError(told, f"write {new}, which `enginesmith init MODEL` describes, or omit it")
     for step in above:
         inner = part.model_fields[step].annotation
         assert isinstance(inner, type)

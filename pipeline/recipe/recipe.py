@@ -25,7 +25,7 @@ from enginesmith.pipeline.recipe.options import (
     QuantisationOptions,
 )
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec, to_word
-from enginesmith.pipeline.units import AddedOption, Heading, Option, Seconds, SecondsOrNone
+from enginesmith.pipeline.units import UNIQUE, AddedOption, Heading, Option, Seconds, SecondsOrNone
 
 _INPUTS: Heading = "Model and inputs"
 _DATA: Heading = "Data and accuracy"
@@ -62,9 +62,9 @@ class ModelOptions(Part):
 class Recipe(EngineOptions, ModelOptions):
     """All that ``optimize`` is asked to do."""
 
-    precisions: Annotated[tuple[Name, ...], Option("Variants", "--precision", everyday=True, metavar="NAME")] = Field(
-        ("fp32",), min_length=1, description=f"precision of the variants: {', '.join(KINDS)}"
-    )
+    precisions: Annotated[
+        tuple[Name, ...], UNIQUE, Option("Variants", "--precision", everyday=True, metavar="NAME")
+    ] = Field(("fp32",), min_length=1, description=f"precision of the variants: {', '.join(KINDS)}")
     variants: Literal["listed", "found"] = Field(
         "listed", description="listed by hand; or found: engines and precisions that can pay on this machine"
     )
@@ -92,7 +92,7 @@ class Recipe(EngineOptions, ModelOptions):
     )
     data_options: DataOptions = AS_FOUND
     quantisation: QuantisationOptions = QuantisationOptions()
-    prune: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="TARGET")] = Field(
+    prune: Annotated[tuple[str, ...], UNIQUE, Option("Variants", everyday=True, metavar="TARGET")] = Field(
         (), description="what to prune: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
     )
     pruning: PruneOptions = PruneOptions()
@@ -102,7 +102,7 @@ class Recipe(EngineOptions, ModelOptions):
         "module:function",
     )
     recovery: RecoverOptions = RecoverOptions()
-    sparsity: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="PATTERN")] = Field(
+    sparsity: Annotated[tuple[str, ...], UNIQUE, Option("Variants", everyday=True, metavar="PATTERN")] = Field(
         (), description="weights to set to zero: 2:4, or unstructured=0.5"
     )
     sparsifying: SparsifyOptions = SparsifyOptions()
@@ -162,11 +162,6 @@ class Recipe(EngineOptions, ModelOptions):
         """Accept numbers: ``0.3`` in YAML is no text."""
         parts = value if isinstance(value, (list, tuple)) else [value]
         return [str(part) if isinstance(part, float) else part for part in parts]
-
-    @field_validator("precisions", "prune", "sparsity")
-    @classmethod
-    def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(value))
 
     def for_other_machines(self) -> Self:
         """Name the CPU as the device where only the GPU of this machine made it cuda: other machines may have none."""

@@ -16,6 +16,7 @@ from enginesmith.pipeline.report.tables import (
     time_cell,
 )
 from enginesmith.pipeline.results import verdicts
+from enginesmith.pipeline.results.comparison import warn_of_chance
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
 from enginesmith.pipeline.units import format_seconds, ms, name_some
 
@@ -31,8 +32,6 @@ _STATUSES: dict[EntryStatus, tuple[str, str, Tone]] = {
 """Status → its word in tables, its words in the sentence that counts those that are not done, and its tone."""
 _CHANGES: dict[str, Tone] = {"slower": "bad", "faster": "good"}
 _MOST_NAMED = 8
-_EXPECTED = 20
-"""Intervals of 95 % from which one is expected to leave out what is true by chance."""
 
 
 def summarize(record: FleetRecord) -> str:
@@ -171,14 +170,8 @@ def describe_last(record: FleetRecord) -> Iterator[str]:
             notes.setdefault(note, []).append(entry.name)
     for note, names in notes.items():
         yield f"{name_some(names, _MOST_NAMED)}: {note}"
-    count = sum(
-        row.change.basis is not None and row.change.low is not None
-        for entry in record.entries
-        for variant in (entry.since_last.compared if entry.since_last else ())
-        for row in variant.latency
-    )
-    if count >= _EXPECTED:
-        yield f"of {count} intervals of 95 %, {count / _EXPECTED:.0f} are expected to leave out no change by chance"
+    changes = (entry.since_last for entry in record.entries if entry.since_last)
+    yield from warn_of_chance(variant for change in changes for variant in change.compared)
 
 
 def _list_notes(change: EntryChange | None) -> Iterator[str]:

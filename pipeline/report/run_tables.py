@@ -493,15 +493,9 @@ def _find_fall(record: VariantRecord) -> dict[str, str]:
 
     Stages that change the model on purpose are left out. Empty where no stage has an SQNR.
     """
-    lowest: dict[str, float] = {}
-    for entry in record.judged_fidelity:
-        if entry.sqnr_db is not None:
-            lowest[entry.stage] = min(entry.sqnr_db, lowest.get(entry.stage, entry.sqnr_db))
-    if not lowest:
+    if not (lowest := record.lowest_sqnr_db):
         return {}
-    pairs = itertools.pairwise(lowest.items())
-    falls = [(before - after, stage, before, after) for (_, before), (stage, after) in pairs]
-    fall, stage, before, after = max(falls, default=(0.0, "", 0.0, 0.0))
+    fall, stage, before, after = max(record.falls_db, default=(0.0, "", 0.0, 0.0))
     large = fall >= _NOTHING_DB
     return {
         "largest fall at": stage if large else f"none of {_NOTHING_DB:g} dB or more",

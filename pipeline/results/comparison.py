@@ -4,7 +4,7 @@ The first run is the reference of all others.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeGuard
 
@@ -396,6 +396,15 @@ def compare_variants(before: Run, after: Run, earlier: VariantRecord, later: Var
     )
 
 
+def warn_of_chance(variants: Iterable[VariantComparison]) -> Iterator[str]:
+    """Tell how many of many intervals leave out what is true by chance."""
+    count = sum(
+        row.change.basis is not None and row.change.low is not None for each in variants for row in each.latency
+    )
+    if count >= _MANY:
+        yield f"of {count} intervals of 95 %, {count / _MANY:.0f} are expected to leave 1 out by chance"
+
+
 def _cautions(before: Side, after: Side, old: Run, other: Run, variants: Sequence[VariantComparison]) -> Iterator[str]:
     """List what has to be known before any number is believed, the gravest first."""
     if is_same_model(old, other) is False:
@@ -413,9 +422,7 @@ def _cautions(before: Side, after: Side, old: Run, other: Run, variants: Sequenc
         shared = {row.batch for variant in variants for row in variant.latency if row.change.basis or row.change.median}
         if side.measured and (alone := sorted(batches - shared)):
             yield f"batch {', '.join(map(str, alone))} was measured in {side.path} alone"
-    judged = [row.change for variant in variants for row in variant.latency if row.change.basis and row.change.low]
-    if len(judged) >= _MANY:
-        yield f"of {len(judged)} intervals of 95 %, {len(judged) / 20:.0f} are expected to leave 1 out by chance"
+    yield from warn_of_chance(variants)
     for side, run in ((before, old), (after, other)):
         for warning in run.environment.get("warnings", ()):
             yield f"{side.path}: {warning}"

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from enginesmith.pipeline.engines.options import MOVED_FIELDS
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.units import format_bytes, shorten
 
@@ -59,8 +58,7 @@ def require_known(path: Path, unknown: Sequence[str], again: str) -> None:
         UsageError: it does.
     """
     if unknown:
-        replaced = {f"recipe.{old}": f" ({new} now)" for old, new in MOVED_FIELDS.items()}
-        names = ", ".join(f"{name}{replaced.get(name, '')}" for name in unknown[:MOST_NAMED])
+        names = ", ".join(unknown[:MOST_NAMED])
         raise UsageError(
             f"{path} has fields that this version of enginesmith does not have: {names}",
             f"begin a new run: `{again}`, or resume this one with the enginesmith that wrote it",

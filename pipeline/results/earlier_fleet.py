@@ -117,7 +117,7 @@ def path_from(out: Path, folder: Path) -> str:
     return os.path.relpath(folder.resolve(), out.resolve())
 
 
-def compare_fleets(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
+def compare_fleets(earlier: Earlier, now: Earlier, *, any_device: bool) -> FleetRecord:
     """Compare a fleet with another one than when it was made."""
     entries = []
     for entry in now.record.entries:

@@ -1,7 +1,7 @@
 """Measure the engines of two runs again, side by side: two stored runs, apart in time, are never as sharp.
 
-Each iteration measures several launches of both, interleaved as everywhere (``measure/race.py``). After each one
-the ratio over all launches so far is judged; where it is not clear, another iteration follows, up to a limit.
+Each iteration measures several launches of both, interleaved as everywhere (``measure/latency/benchmark.py``). After
+each one the ratio over all launches so far is judged; where it is not clear, another iteration follows, up to a limit.
 """
 
 import tempfile

@@ -4,6 +4,7 @@ A number that could not be had is null, and a reason stands beside it.
 """
 
 import difflib
+import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
@@ -85,22 +87,13 @@ class StoredArtifact(BaseModel, frozen=True):
     bytes: int
 
 
-class BuildRecord(BaseModel, frozen=True):
+class BuildRecord(EngineFacts):
     """Record what building the engine took and gave."""
 
     seconds: float
     host_peak_bytes: int | None
-    workspace_limit_bytes: int | None = None
-    weights_bytes: int | None = None
-    activation_bytes: int | None = None
-    """Memory that one inference at the largest shape works in, scratch memory included."""
-    scratch_bytes: int | None = None
-    build_device_peak_bytes: int | None = None
     engine_bytes: int
-    layers: dict[str, int] | None = None
-    cautions: tuple[str, ...] = ()
-    """On which numbers the engine's answers would be wrong; empty in earlier files."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, str] = Field({})
 
 
 class Assignment(BaseModel, frozen=True):
@@ -238,6 +231,18 @@ class VariantRecord(BaseModel, frozen=True):
     def judged_fidelity(self) -> tuple[StageFidelity, ...]:
         """Return the comparisons with the reference that judge, without those of stages that change the model."""
         return tuple(entry for entry in self.fidelity if not (entry.passed and entry.reason))
+
+    @property
+    def lowest_sqnr_db(self) -> dict[str, float]:
+        """Look up the lowest SQNR of all shapes by stage that judges, in order."""
+        known = [(entry.stage, entry.sqnr_db) for entry in self.judged_fidelity if entry.sqnr_db is not None]
+        return {stage: min(sqnr for name, sqnr in known if name == stage) for stage, _ in known}
+
+    @property
+    def falls_db(self) -> list[tuple[float, str, float, float]]:
+        """List the falls of the lowest SQNR from stage to stage: how far, at which, from and to what."""
+        pairs = itertools.pairwise(self.lowest_sqnr_db.items())
+        return [(before - after, stage, before, after) for (_, before), (stage, after) in pairs if after < before]
 
     @property
     def peak_bytes(self) -> int | None:

@@ -30,7 +30,7 @@ OTHER_TORCH = (
 )
 """For a torch without CUDA. It satisfies every requirement, so that installing alone leaves it as it is; and pip takes
 ``2.13.0+cpu`` for newer than ``2.13.0``, wherever it finds both."""
-OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
 """For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of
 minimum driver versions (Linux)."""
 _CUDA_OF = re.compile(r"^\s*cuda(?:_version)?\b[^=\n]*=\s*['\"]([\d.]+)['\"]", re.MULTILINE)

@@ -110,7 +110,7 @@ class Worker:
             raise self._explain_end() from None
         return self.receive(on_progress, timeout_seconds)
 
-    def receive(self, on_progress: Progress | None = None, timeout_seconds: float | None = None) -> Any:
+    def receive(self, on_progress: Progress | None, timeout_seconds: float | None) -> Any:
         """Wait for one answer; errors as in :func:`run`."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:

@@ -37,6 +37,8 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     """True where nothing else may run on the machine at the same time."""
     in_process: ClassVar[bool] = False
     """True where it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
+    other_tools: ClassVar[tuple[str, ...]] = ()
+    """Distributions whose versions decide what comes out, besides those of its engines."""
 
     time_share: float = Field(1.0, exclude=True)
     """Share that it may take of the time left when it begins; after that it counts as hanging. No part of the key."""
@@ -90,9 +92,9 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Distributions whose versions decide what comes out: by default those of the task's engine."""
-        engine = getattr(self, "engine", None)
-        return engine.tools if engine else ()
+        """Distributions whose versions decide what comes out."""
+        engines = [getattr(self, "engine", None), *getattr(self, "engines", {}).values()]
+        return tuple(dict.fromkeys((*(tool for each in engines if each for tool in each.tools), *self.other_tools)))
 
     @property
     def environment_key(self) -> dict[str, Any]:

@@ -151,13 +151,10 @@ class Calibrate(Task):
 
     title: ClassVar[str] = "calibrate"
     produces: ClassVar[Kind] = "record"
+    other_tools: ClassVar[tuple[str, ...]] = (*evaluator.TOOLS, "numpy")
 
     feeder: Feeder
     percentile: float = Field(PERCENTILE, gt=50, le=100)
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*evaluator.TOOLS, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]

@@ -52,6 +52,7 @@ class Recover(ResumableTask):
     title: ClassVar[str] = "recover"
     produces: ClassVar[Kind] = "torch"
     exclusive: ClassVar[bool] = True
+    other_tools: ClassVar[tuple[str, ...]] = ("torch", "numpy")
     """The number of steps is planned by the clock."""
     teacher_word: ClassVar[str] = "dense"
     """Names the model that is learnt from."""
@@ -100,10 +101,6 @@ class Recover(ResumableTask):
     @property
     def machine_specific(self) -> bool:
         return bool(self.gpus)
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("torch", "numpy")
 
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
         size = self.options.processes or 1
@@ -234,14 +231,11 @@ class TrainGraph(Recover):
     title: ClassVar[str] = "train"
     produces: ClassVar[Kind] = "onnx"
     teacher_word: ClassVar[str] = "float"
+    other_tools: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-ir", "numpy")
 
     stays_float: bool = False
     """True for a sparse graph, whose weights have further to go than those that were rounded."""
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("torch", "onnx", "onnx-ir", "numpy")
 
     @property
     def subject(self) -> Subject:

@@ -107,10 +107,6 @@ class Latency(Measurement):
     def expected_seconds(self) -> float | None:
         return self.batches * self.settings.time_limit_seconds if self.most is None else None
 
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(tool for engine in self.engines.values() for tool in engine.tools))
-
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         candidates = [
             Candidate(name, engine, inputs[name], self.device)
@@ -289,6 +285,7 @@ class Quality(EngineCheck):
     """Compute the metric of one variant on labeled data, and its drop against the baseline on the same samples."""
 
     title: ClassVar[str] = "quality"
+    other_tools: ClassVar[tuple[str, ...]] = ("numpy",)
 
     data: str
     data_options: SerializeAsAny[DataOptions]
@@ -306,10 +303,6 @@ class Quality(EngineCheck):
     @property
     def identity(self) -> dict[str, Any]:
         return {**super().identity, **quality.identify_metric(self.metric)}
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*self.engine.tools, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with self.engine.load(inputs["model"], self.device) as session:
@@ -460,10 +453,7 @@ class DeviceRates(Measurement):
     """Measure what a device can do at best, once on a machine."""
 
     title: ClassVar[str] = "limits"
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("torch", *evaluator.TOOLS)
+    other_tools: ClassVar[tuple[str, ...]] = ("torch", *evaluator.TOOLS)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         limits = measure_limits(self.device, progress)
@@ -484,13 +474,10 @@ class CountWork(Task):
 
     title: ClassVar[str] = "work"
     produces: ClassVar[Kind] = "record"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
 
     engine: SerializeAsAny[Engine]
     device: Device
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("onnx", *self.engine.tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model, shown = inputs["model"], self.engine.shows_graph
@@ -524,15 +511,12 @@ class ProfileVariant(Measurement):
     """Profile one variant by module, at its smallest batch; the ``graph`` is taken where there is one."""
 
     title: ClassVar[str] = "profile"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
 
     variant: str
     engine: SerializeAsAny[Engine]
     calls: int = Field(20, ge=1)
     """Inferences that are profiled."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("onnx", *self.engine.tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds = measured_feeds(inputs["reference"])

@@ -239,13 +239,7 @@ class Search(Task):
                 _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
                 judged, reads = self.goal.judge(self.goal.simulation, graph, Device(), inputs, progress)
         trial = Trial(
-            phase=candidate.phase,
-            form=candidate.form,
-            signed=candidate.signed,
-            method=candidate.method,
-            corrected=candidate.corrected,
-            kept=tuple(sorted(candidate.kept)),
-            why=candidate.why,
+            **{**vars(candidate), "kept": tuple(sorted(candidate.kept))},
             speedup=speedup,
             seconds=round(time.monotonic() - start, 3),
             **judged.model_dump(),

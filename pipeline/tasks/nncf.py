@@ -49,7 +49,7 @@ class QuantizeWithNncf(Task):
 
     title: ClassVar[str] = "pass"
     produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = (_NAME, *evaluator.TOOLS, "numpy", "onnx", "onnx-ir")
+    other_tools: ClassVar[tuple[str, ...]] = (_NAME, *evaluator.TOOLS, "numpy", "onnx", "onnx-ir")
 
     feeder: Feeder
     weight_bits: Literal[7, 8]

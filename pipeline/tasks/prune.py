@@ -39,6 +39,7 @@ class Prune(Task):
 
     title: ClassVar[str] = "prune"
     produces: ClassVar[Kind] = "torch"
+    other_tools: ClassVar[tuple[str, ...]] = ("torch", "torch-pruning", "numpy")
 
     target: PruneTarget
     options: PruneOptions = PruneOptions()
@@ -46,10 +47,6 @@ class Prune(Task):
     """Source of samples for ``taylor``."""
     seed: int = 0
     """Seed of random importance."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("torch", "torch-pruning", "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         """Prune, check that the module runs and keeps its signature, and save it.

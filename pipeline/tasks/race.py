@@ -99,10 +99,6 @@ class Race(Measurement):
     def expected_seconds(self) -> float:
         return self.seconds
 
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(tool for engine in self.engines.values() for tool in engine.tools))
-
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         rows = read_models(inputs.get(EARLIER), RaceRow)
         verified = [name for name in self.engines if f"{name} {VERIFIED}" in inputs]

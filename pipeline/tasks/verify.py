@@ -27,7 +27,7 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import EngineCheck, try_metric
-from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, format_sizes
 from enginesmith.pipeline.units import count_words
 
 _T = TypeVar("_T")
@@ -46,6 +46,7 @@ class Sample(Task):
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
+    other_tools: ClassVar[tuple[str, ...]] = ("numpy",)
 
     engine: SerializeAsAny[Engine]
     ranges: dict[str, ShapeRange]
@@ -57,10 +58,6 @@ class Sample(Task):
     seed: int
     metric: str | None = None
     """Metric of the data that is tried on two rows; None where none is asked for."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*self.engine.tools, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
@@ -148,7 +145,7 @@ class Sample(Task):
             samples.write_arrays(out, "feeds", index, feeds)
             before = odd.total(), sizes.total()
             for call in range(case.calls):
-                progress(f"running {self.engine.name} at {_format_sizes(case.sizes)}")
+                progress(f"running {self.engine.name} at {format_sizes(case.sizes)}")
                 if call:
                     feeds = samples.feeds_for(case, session.signature, given, data, self.seed, call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
@@ -158,7 +155,7 @@ class Sample(Task):
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 samples.write_arrays(out, "outputs", index, outputs, call)
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
-                lost.append(_format_sizes(case.sizes))
+                lost.append(format_sizes(case.sizes))
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
 
 
@@ -191,7 +188,7 @@ def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -
     except ModelError as error:
         single = "; if the model takes no single sample, measure other batches: --batch 2,8"
         single = single if case.batch == 1 and samples.batch_symbol(session.signature) else ""
-        message = f"{error.message}, at {_format_sizes(case.sizes)}"
+        message = f"{error.message}, at {format_sizes(case.sizes)}"
         raise ModelError(message, f"{error.remedy}{advice}{single}") from error
 
 
@@ -269,13 +266,13 @@ class Verify(EngineCheck):
         names: dict[str, str] = {}
         with self.engine.load(inputs["model"], self.device) as session:
             for case, feeds, expected in samples.read_calls(reference):
-                progress(f"comparing at {_format_sizes(case.sizes)}")
+                progress(f"comparing at {format_sizes(case.sizes)}")
                 names = names or _pair_by_position(session.signature, feeds[0], expected[0])
                 feeds, expected = ([_rename(each, names) for each in calls] for calls in (feeds, expected))
                 found = self._compare(session, case, feeds, expected, _rename(known.spans, names), made_up)
                 entries += found
                 if not failed and found and not found[0].passed:
-                    failed = f"{found[0].point} ({_format_sizes(case.sizes)}): {found[0].reason}"
+                    failed = f"{found[0].point} ({format_sizes(case.sizes)}): {found[0].reason}"
         write_records(out, entries)
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
             failed += _BY_SIZE
@@ -373,10 +370,6 @@ def _count_not_finite(value: Array) -> int:
     return int((~np.isfinite(value)).sum()) if np.issubdtype(value.dtype, np.floating) else 0
 
 
-def _format_sizes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
-
-
 class Audit(Task):
     """Compute the shares of work and weights by precision, of a graph or of what an engine really runs.
 
@@ -385,14 +378,11 @@ class Audit(Task):
 
     title: ClassVar[str] = "audit"
     produces: ClassVar[Kind] = "record"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
 
     engine: SerializeAsAny[Engine] | None = None
     """None for a graph that is still to be built."""
     device: Device = Device()
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return ("onnx", *super().tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
@@ -425,12 +415,9 @@ class Answers(Task):
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
+    other_tools: ClassVar[tuple[str, ...]] = ("numpy",)
 
     engine: SerializeAsAny[Engine]
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*self.engine.tools, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         given = inputs["reference"].folder

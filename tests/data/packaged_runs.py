@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from enginesmith.pipeline.artifact import file_digest, folder_digest
-from enginesmith.pipeline.engines.tensorrt.build_log import Figures
+from enginesmith.pipeline.engines.base import MemoryFigures
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest, path_beside
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.recipe import make
@@ -83,7 +83,7 @@ class ExampleRun:
                 "signature": SIGNATURE,
                 "audit": None,
                 "profiles": ({"x": ((1, 4), (1, 4), (8, 4))},),
-                "figures": Figures(),
+                "figures": MemoryFigures(),
             }
         )
         path_beside(path).write_text(made.model_dump_json())

@@ -300,8 +300,6 @@ def test_fields_of_a_later_version_are_left_out_and_named(tmp_path: Path) -> Non
 def test_a_recipe_that_is_not_known_as_a_whole_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"does not have: recipe\.colour\n.*optimize digits … .*--replace"):
         read(tmp_path, lambda found: found["recipe"].update(colour="red"), to_go_on=True)
-    with pytest.raises(UsageError, match=r"recipe\.eager\.cuda_graphs \(cuda_graphs now\)\n"):
-        read(tmp_path, lambda found: found["recipe"]["eager"].update(cuda_graphs=True), to_go_on=True)
     assert read(tmp_path, lambda found: found.update(mood="good"), to_go_on=True).name == "demo"
 
 

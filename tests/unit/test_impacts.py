@@ -29,14 +29,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.calibrate import Feeder
-from enginesmith.pipeline.tasks.graph_forms import (
-    MODEL,
-    RANGES,
-    REFERENCE,
-    SENSITIVITY,
-    Sensitivity,
-    measure_impacts,
-)
+from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, Sensitivity, measure_impacts
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tensors import ShapeRange
 from graphs import NOWHERE, parse_graph, run_model

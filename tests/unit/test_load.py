@@ -18,12 +18,7 @@ from onnx import TensorProto, helper
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.errors import (
-    FidelityError,
-    ShapeError,
-    SignatureError,
-    UsageError,
-)
+from enginesmith.pipeline.errors import FidelityError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.torch.module import describe_structure
 from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.system.device import Device

@@ -42,13 +42,7 @@ def run(
         passed, error, speedup = judge(candidate)
         trials.append(
             Trial(
-                phase=candidate.phase,
-                form=candidate.form,
-                signed=candidate.signed,
-                method=candidate.method,
-                corrected=candidate.corrected,
-                kept=tuple(sorted(candidate.kept)),
-                why=candidate.why,
+                **{**vars(candidate), "kept": tuple(sorted(candidate.kept))},
                 passed=passed,
                 error=error,
                 speedup=speedup,

@@ -18,16 +18,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import race
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, DROP_HIGH
-from enginesmith.pipeline.tasks.race import (
-    CHOICE,
-    EARLIER,
-    PRUNED_CHOICE,
-    RACE,
-    Race,
-    Stay,
-    drop_slow,
-    explain_unmade,
-)
+from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, Race, Stay, drop_slow, explain_unmade
 from runs import small, variant
 
 

@@ -127,8 +127,6 @@ def test_data_is_shared_by_the_parts_that_have_none_of_their_own(
         ({"eager": {"tf32": True}}, "eager.tf32 has no effect on onnxruntime.*\n.*--engine eager"),
         ({"onnxruntime": {"tf32": True}, "engines": ["compiled"]}, "onnxruntime.tf32 has no effect on compiled"),
         ({"eager": {"amp": True}}, "no field 'amp' in eager.*\n.*tf32"),
-        ({"eager": {"cuda_graphs": True}}, "eager.cuda_graphs is cuda_graphs now.*\n.*write cuda_graphs"),
-        ({"tensorrt_run": {"cuda_graphs": "yes"}}, "tensorrt_run.cuda_graphs is cuda_graphs now"),
         ({"cuda_graphs": "maybe"}, "cuda_graphs: .*'off', 'on' or 'both'"),
         ({"metric": "top5", "model": "resnet18"}, "top5 needs labeled data.*\n.*--eval"),
         ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labeled data"),
@@ -202,11 +200,8 @@ def test_what_is_judged_has_to_be_measured(values: dict[str, Any], off: str, opt
         make({"model": "digits", **given}, given if options else None, listed=True)
 
 
-def test_runs_of_earlier_versions_that_asked_for_no_graphs_can_be_read() -> None:
-    """Each of their run.json has the two fields that became one."""
-    plain = make({"model": "digits", "eager": {"cuda_graphs": False}, "tensorrt_run": {"cuda_graphs": False}})
-    assert plain == make({"model": "digits"})
-    assert make({"model": "digits", "cuda_graphs": False}).cuda_graphs == "off"  # YAML's word off
+def test_off_is_no_text_in_yaml() -> None:
+    assert make({"model": "digits", "cuda_graphs": False}).cuda_graphs == "off"
 
 
 def test_a_model_is_needed() -> None:

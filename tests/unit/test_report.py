@@ -15,15 +15,7 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, St
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.report import (
-    junit,
-    markdown,
-    run_tables,
-    sentences,
-    tables,
-    terminal,
-    training_tables,
-)
+from enginesmith.pipeline.report import junit, markdown, run_tables, sentences, tables, terminal, training_tables
 from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, Run, SearchStep, StepRecord, VariantRecord, Verdict

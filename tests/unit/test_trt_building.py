@@ -14,10 +14,11 @@ import torch
 from onnx import TensorProto, helper
 
 from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.engines.base import MemoryFigures
 from enginesmith.pipeline.engines.tensorrt import builder as building
 from enginesmith.pipeline.engines.tensorrt import builder as timing
 from enginesmith.pipeline.engines.tensorrt import parser, versions
-from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, Figures, logger
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, logger
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, build_error
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.parser import _refusal, _Refused, plain
@@ -406,15 +407,15 @@ def infos(text: str) -> BuildLog:
 
 
 def test_of_several_profiles_the_largest_figure_counts() -> None:
-    expected = Figures(weights_bytes=98560, activation_bytes=8224768, scratch_bytes=8224768)
+    expected = MemoryFigures(weights_bytes=98560, activation_bytes=8224768, scratch_bytes=8224768)
     assert infos(TWO_PROFILES).figures == expected
     assert infos("\n".join(reversed(TWO_PROFILES.splitlines()))).figures == expected
 
 
 def test_what_the_builder_did_not_say_is_unknown_and_its_own_peak_is_read_in_bytes() -> None:
-    assert taken(("INFO", "Compiler backend is used during engine build.")).figures == Figures()
+    assert taken(("INFO", "Compiler backend is used during engine build.")).figures == MemoryFigures()
     line = "[MemUsageStats] Peak memory usage of TRT CPU/GPU memory allocators: CPU 3 MiB, GPU 17 MiB"
-    assert infos(line).figures == Figures(build_device_peak_bytes=17 << 20)
+    assert infos(line).figures == MemoryFigures(build_device_peak_bytes=17 << 20)
 
 
 def test_times_and_the_machine_are_left_out_of_the_log() -> None:

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, file_digest
+from enginesmith.pipeline.engines.base import MemoryFigures
 from enginesmith.pipeline.engines.tensorrt import manifest, versions
-from enginesmith.pipeline.engines.tensorrt.build_log import Figures
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
@@ -53,7 +53,7 @@ def record(file: Path | None = None, **changes: object) -> EngineManifest:
         "options": BuildOptions(),
         "profiles": ({"x": ((4,), (4,), (4,))},),
         "signature": SIGNATURE,
-        "figures": Figures(weights_bytes=8, activation_bytes=512),
+        "figures": MemoryFigures(weights_bytes=8, activation_bytes=512),
         "audit": None,
     }
     return EngineManifest.model_validate(values | changes)

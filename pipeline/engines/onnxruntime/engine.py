@@ -21,12 +21,7 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import cuda_allocator
-from enginesmith.pipeline.engines.base import (
-    BuildRequest,
-    Configuration,
-    Engine,
-    PackageFacts,
-)
+from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, PackageFacts
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.onnxruntime import profiler, providers
 from enginesmith.pipeline.engines.onnxruntime.providers import Provider
@@ -50,8 +45,6 @@ from enginesmith.pipeline.errors import MissingCapability, UsageError, install_c
 from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.passes.float16.emulation import emulate
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
-from enginesmith.pipeline.passes.sparsify import sparsify
-from enginesmith.pipeline.passes.sparsify.check import follow
 from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
@@ -112,6 +105,7 @@ class OnnxRuntime(Engine):
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf", "qat")
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
+    has_infer_script: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     replays_in: ClassVar[tuple[str, ...]] = ("bundle",)
     package_caution: ClassVar[str] = (
@@ -234,10 +228,6 @@ class OnnxRuntime(Engine):
         )
 
     @classmethod
-    def infer_script(cls) -> Path:
-        return Path(__file__).parents[1] / "infer.py"
-
-    @classmethod
     def triton(cls) -> TritonBackend | None:
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
             wrong = ", ".join(_list_wrong(engine["options"]))
@@ -343,11 +333,8 @@ class OnnxRuntime(Engine):
         summary = f"optimized at level {level!r}: {old.total()} → {new.total()} nodes"
         if made := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
             summary += f" (new: {made})"
-        notes = [f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"]
-        if sparsify.of(model_file.skeleton(artifact.path)) == sparsify.TWO_OF_FOUR:
-            zeros = follow(artifact.path, file)  # in weights that are repacked and fused: a loss is told, no failure
-            notes.append(f"in the optimized graph, {zeros}; there are no sparse kernels for it here")
-        return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
+        note = f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"
+        return Effect(file=_MODEL, summary=summary, notes=(note,), signature=artifact.signature)
 
     def _saves(self, device: Device) -> bool:
         """Tell whether the engine is the optimised graph; never on CUDA, where that may not load elsewhere."""

@@ -254,7 +254,7 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
         verdict = f"has no CPU kernels for what is in {file}"
         remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
-    elif lacking and _has_bfloat16(path):
+    elif lacking and "bfloat16" in model_file.summary(path).weight_dtypes:
         verdict = f"has no kernels on the CPU for bfloat16, in which {file} computes"
         remedy = (
             "take fp32 or int8 here; a module that computes in bfloat16 by itself is to be given in float32: "
@@ -267,11 +267,6 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         verdict = f"does not support what is in {file}"
         remedy = UNKNOWN_OPERATOR.format("onnxruntime")
     return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
-
-
-def _has_bfloat16(path: Path) -> bool:
-
-    return "bfloat16" in model_file.summary(path).weight_dtypes
 
 
 _CHECK_INPUT = "check that the model takes this shape and these values"

@@ -51,6 +51,7 @@ class OpenVINO(Engine):
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf", "qat")
     casts: ClassVar[tuple[str, ...]] = ("bf16",)  # it fuses what follows a product first, and then rounds less often
     kinds: ClassVar[tuple[str, ...]] = ("cpu",)
+    has_infer_script: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = (f"{session.__name__}:load_openvino", __name__)
     reads: ClassVar[tuple[str, ...]] = ("tune_seconds",)
     only_running: ClassVar[frozenset[str]] = frozenset({"session_options", "fixed_batches"})
@@ -130,10 +131,6 @@ class OpenVINO(Engine):
         tuned = (f"{session.THREADS}={threads}",) if threads else ()
         floats, fixed = options.get("INFERENCE_PRECISION_HINT", "f32"), tuple(options.get(_FIXED, ()))
         return cls(floats=floats, session_options=tuned, fixed_batches=fixed[:_MOST_FIXED])
-
-    @classmethod
-    def infer_script(cls) -> Path:
-        return Path(__file__).parents[1] / "infer.py"
 
     def reproduce(self, device: Device) -> str:
         return _REPRODUCE.format(floats=self.floats)

@@ -77,8 +77,6 @@ def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
 
     clipped = [node for node in graph.node if node.op_type in _CLIPPED and short.intersection(node.output)]
     products = [node for node in products if not all(map(is_index, node.output))]
-    return WholeNumbers(*(tuple(map(_name, nodes)) for nodes in (products, quotients, clipped)))
-
-
-def _name(node: "onnx.NodeProto") -> str:
-    return node.name or node.output[0]
+    return WholeNumbers(
+        *(tuple(node.name or node.output[0] for node in nodes) for nodes in (products, quotients, clipped))
+    )

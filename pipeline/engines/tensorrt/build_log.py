@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
-
+from enginesmith.pipeline.engines.base import MemoryFigures
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 
@@ -33,16 +32,6 @@ _WITHOUT_DRIVER = "catchCudaError"
 """In messages that follow another one where there is no driver, and say nothing of the model."""
 
 
-class Figures(BaseModel, frozen=True):
-    """List the builder's own figures, in bytes; what it did not say is None."""
-
-    weights_bytes: int | None = None
-    activation_bytes: int | None = None
-    """Memory of one execution context: activations and scratch; of several profiles the largest."""
-    scratch_bytes: int | None = None
-    build_device_peak_bytes: int | None = None
-
-
 class BuildLog:
     """Take the builder's messages. Everything up to INFO goes to standard error, which is the step's log."""
 
@@ -60,9 +49,9 @@ class BuildLog:
         return "".join(f"{_VOLATILE.sub('…', line)}\n" for line in self._lines)
 
     @property
-    def figures(self) -> Figures:
-        """The figures that have been seen so far."""
-        return Figures.model_validate(self._bytes)
+    def figures(self) -> MemoryFigures:
+        """The figures that have been seen so far, of several profiles the largest."""
+        return MemoryFigures.model_validate(self._bytes)
 
     def take(self, severity: str, text: str) -> None:
         """Take a message of severity INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE."""

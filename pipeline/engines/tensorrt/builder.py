@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.artifact import file_digest, write_whole
-from enginesmith.pipeline.engines.base import PORTABLE, EngineFacts
+from enginesmith.pipeline.engines.base import PORTABLE, EngineFacts, MemoryFigures
 from enginesmith.pipeline.engines.cuda_allocator import CudaAllocationTracker
 from enginesmith.pipeline.engines.tensorrt import parser
-from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, Figures, listening
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, listening
 from enginesmith.pipeline.engines.tensorrt.loader import allocator, ledger_of
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.parser import NetworkTensor, node_name, plain, read_tensors
@@ -238,7 +238,7 @@ class Built:
     """The most that the builder had of the device at once, as its allocator counted; None where it had no device."""
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> MemoryFigures:
         """The builder's own figures; its peak on the device is the exact one where that was counted."""
         if self.device_peak_bytes is None:
             return self.log.figures

@@ -99,6 +99,7 @@ class TensorRT(WorkspaceEngine):
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
     times_kernels: ClassVar[bool] = True
+    has_infer_script: ClassVar[bool] = True
     memory_from_torch: ClassVar[bool] = True
     only_running: ClassVar[frozenset[str]] = frozenset({"run", "cuda_graphs"})
     replays_in: ClassVar[tuple[str, ...]] = ("triton",)
@@ -193,10 +194,6 @@ class TensorRT(WorkspaceEngine):
     @classmethod
     def needs_trust(cls, options: Mapping[str, Any]) -> bool:
         return bool(options.get("host_code"))
-
-    @classmethod
-    def infer_script(cls) -> Path:
-        return Path(__file__).parents[1] / "infer.py"
 
     @classmethod
     def triton(cls) -> TritonBackend | None:

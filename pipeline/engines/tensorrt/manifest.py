@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import file_digest
-from enginesmith.pipeline.engines.tensorrt.build_log import Figures
+from enginesmith.pipeline.engines.base import MemoryFigures
 from enginesmith.pipeline.engines.tensorrt.layers import Audit
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.versions import FlavourName, installed_version
@@ -47,7 +47,7 @@ class EngineManifest(BaseModel, frozen=True):
     profiles: tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]], ...]
     """Input → smallest, usual and largest shape, for each profile."""
     signature: Signature
-    figures: Figures
+    figures: MemoryFigures
     audit: Audit | None
     notes: tuple[str, ...] = ()
 

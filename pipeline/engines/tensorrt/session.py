@@ -25,13 +25,7 @@ from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
 from enginesmith.pipeline.engines.tensorrt.layers import Layer, read_layers
-from enginesmith.pipeline.engines.tensorrt.loader import (
-    Opened,
-    Room,
-    activation_memory,
-    open_context,
-    output_allocator,
-)
+from enginesmith.pipeline.engines.tensorrt.loader import Opened, Room, activation_memory, open_context, output_allocator
 from enginesmith.pipeline.engines.tensorrt.options import SessionOptions
 from enginesmith.pipeline.engines.tensorrt.parser import DTYPES
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError

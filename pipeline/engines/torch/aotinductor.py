@@ -176,6 +176,7 @@ class AOTInductor(Engine):
     modules: ClassVar[tuple[str, ...]] = ("torch", "torch._inductor.package", __name__)
     native_code: ClassVar[bool] = True
     times_kernels: ClassVar[bool] = True
+    has_infer_script: ClassVar[bool] = True
     memory_from_torch: ClassVar[bool] = True
 
     dtype: DType = "float32"
@@ -203,10 +204,6 @@ class AOTInductor(Engine):
     @property
     def arithmetic(self) -> str:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-
-    @classmethod
-    def infer_script(cls) -> Path:
-        return Path(__file__).parents[1] / "infer.py"
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = read_record(main.parent)

@@ -15,30 +15,20 @@ _LONGEST_ANSWER = 30
 """Tokens, as in SQuAD's evaluation of BERT."""
 
 
-def _count_errors(output: Array, labels: Array) -> Array:
-    """Count letters that have to be changed, and those that there should be, [samples, 2].
+def _count_errors(output: Array, labels: Array, space: int | None = None) -> Array:
+    """Count letters that have to be changed, and those that there should be, [samples, 2]; or words, with ``space``.
 
     An output with scores of letters is decoded as of CTC: the best at each step, repeated ones once, without blanks.
     """
     jiwer = import_library("jiwer")
-    counts = []
-    for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
-        if not (text := _spell(wanted)):
-            raise SampleError("the text of {} is empty", "leave such samples out", number)
-        judged = jiwer.process_characters(text, _spell(given))
-        counts.append((judged.substitutions + judged.deletions + judged.insertions, len(text)))
-    return np.asarray(counts)
-
-
-def _count_word_errors(output: Array, labels: Array, space: int) -> Array:
-    """Count words that have to be changed, and those that there should be, [samples, 2]; ``space`` is between words."""
-    jiwer = import_library("jiwer")
+    compare, lack = (jiwer.process_characters, "is empty") if space is None else (jiwer.process_words, "has no word")
     counts = []
     for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
         if not (text := " ".join(_spell(wanted, space).split())):
-            raise SampleError("the text of {} has no word", "leave such samples out", number)
-        judged = jiwer.process_words(text, _spell(given, space))
-        counts.append((judged.substitutions + judged.deletions + judged.insertions, text.count(" ") + 1))
+            raise SampleError(f"the text of {{}} {lack}", "leave such samples out", number)
+        judged = compare(text, _spell(given, space))
+        errors = judged.substitutions + judged.deletions + judged.insertions
+        counts.append((errors, len(text if space is None else text.split())))
     return np.asarray(counts)
 
 
@@ -169,4 +159,4 @@ METRICS: dict[str, OwnMetric] = {
 
 def make_word_errors(space: int) -> OwnMetric:
     """Make the word error rate, for texts with the letter ``space`` between words."""
-    return OwnMetric(partial(_count_word_errors, space=space), _are_letters, _TEXTS, _divide_errors, sign=-1.0)
+    return OwnMetric(partial(_count_errors, space=space), _are_letters, _TEXTS, _divide_errors, sign=-1.0)

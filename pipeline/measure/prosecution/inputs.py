@@ -14,7 +14,7 @@ import numpy as np
 
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.finding import SAMPLES
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, rows_first
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, format_sizes, rows_first
 
 _SIZES = (1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257)
 """Sizes at which kernels change: ends of tiles, one more and one less, and primes."""
@@ -179,11 +179,6 @@ def _fits(space: InputSpace, sizes: Mapping[str, int]) -> bool:
     elements = max((int(np.prod(spec.resolve(sizes))) for spec in space.signature.inputs), default=0)
     ends = all(size in (space.ranges[name].min, space.ranges[name].max) for name, size in sizes.items())
     return elements <= _MOST_ELEMENTS or ends
-
-
-def format_sizes(sizes: Mapping[str, int]) -> str:
-    """Write sizes for people: ``batch 7, length 13``."""
-    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
 
 
 # Values

@@ -65,7 +65,7 @@ def write_issue(finding: "Finding", evidence: "Evidence") -> str:
         *_describe(finding, differences),
         *_list_differences(finding, evidence, differences),
         *_list_inputs(finding, evidence.feeds),
-        *_reproduce(finding, evidence),
+        *_explain_files(evidence),
         *(_write_graph(evidence.model) if evidence.model is not None else ()),
         "## Versions\n",
         *(f"- {name}: {version}" for name, version in finding.versions.items()),
@@ -162,18 +162,15 @@ def _list_inputs(finding: "Finding", feeds: Feeds) -> Iterator[str]:
     yield f"They are what the whole model computes there for this input: {tried}.\n" if finding.nodes else f"{tried}.\n"
     if finding.right_on:
         of = " of the whole model" if finding.nodes else ""
-        listed = (_name_family(walk, notes) for walk, notes in finding.right_on.items())
+        families = finding.right_on.items()
+        listed = (f"{walk} ({'; '.join(notes)})" if walk in _LISTED_FAMILIES else walk for walk, notes in families)
         yield f"Other inputs{of} were answered right: {', '.join(listed)}.\n"
     for told, wrong in (("wrong, too", True), ("right", False)):
         if kinds := [kind for kind, seen in finding.elsewhere.items() if seen == wrong]:
             yield f"With other numbers in the same shapes, the result is {told}: {', '.join(kinds)}.\n"
 
 
-def _name_family(walk: str, notes: Sequence[str]) -> str:
-    return f"{walk} ({'; '.join(notes)})" if walk in _LISTED_FAMILIES else walk
-
-
-def _reproduce(finding: "Finding", evidence: "Evidence") -> Iterator[str]:
+def _explain_files(evidence: "Evidence") -> Iterator[str]:
     yield "## To reproduce\n"
     if not evidence.program:
         files = "`model.onnx`, `inputs.npz` and" if evidence.model is not None else "`inputs.npz` and"

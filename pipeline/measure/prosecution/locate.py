@@ -16,19 +16,10 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
-from enginesmith.pipeline.measure.prosecution.judging import (
-    find_tolerance,
-)
+from enginesmith.pipeline.measure.prosecution.judging import find_tolerance
 from enginesmith.pipeline.measure.prosecution.mending import find_option
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement
-from enginesmith.pipeline.measure.prosecution.stages import (
-    Reduced,
-    Stage,
-    Stages,
-    differ,
-    is_wrong,
-    open_engine,
-)
+from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stage, Stages, differ, is_wrong, open_engine
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.machine import environment
@@ -84,7 +75,8 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
     else:
         precision = stage.precision if shown.witness == MODEL else known.own_precision
         found = shown.found if is_engine else _answer(stage, shown.feeds)
-        model, tolerance = _read_whole(stage.graph or _last_graph(known)), find_tolerance(precision)
+        last = next((each.graph for each in reversed(known.stages) if each.graph), None)
+        model, tolerance = _read_whole(stage.graph or last), find_tolerance(precision)
         evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
     write_evidence(folder, finding, evidence)
     return finding
@@ -95,10 +87,6 @@ def _answer(stage: Stage, feeds: Feeds) -> dict[str, Array] | None:
         return stage.answer(feeds)
     except EnginesmithError:
         return None
-
-
-def _last_graph(known: Stages) -> Path | None:
-    return next((stage.graph for stage in reversed(known.stages) if stage.graph), None)
 
 
 def _read_whole(graph: Path | None) -> "onnx.ModelProto | None":

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.prosecution.inputs import OUTLIER, Attempt, InputSpace, format_sizes, generate
+from enginesmith.pipeline.measure.prosecution.inputs import OUTLIER, Attempt, InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
     OWN_GRAPH,
@@ -30,7 +30,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     measure_sensitivity,
     take_row,
 )
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, format_sizes
 
 MODEL, GRAPH, ALONE = "model", "graph", "alone"
 """Sources of the right answer: the given model, the graph that it was built from, itself on one sample alone."""

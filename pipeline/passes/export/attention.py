@@ -4,15 +4,16 @@ Shapes are those of the operator: B batch, H heads, L queries, S keys, E head si
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records
+from enginesmith.pipeline.passes.base import Progress, Records
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -25,34 +26,23 @@ _MASK = 3
 """Position of the mask among the inputs."""
 
 
-class DecomposeAttention(Pass):
+class DecomposeAttention(GraphPass):
     """Replace every ``Attention`` node by matrix products and a softmax, for engines that refuse it."""
 
     name: ClassVar[str] = "decompose-attention"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
-    reads: ClassVar[tuple[str, ...]] = ("export",)
-
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
-
-    @classmethod
-    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
-        """Make one."""
-        return (cls(external_data_bytes=options["export"].external_data_bytes),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, weights untouched."""
-
         model = edit.load(artifact.path)
         count = decompose_attention(model)
         progress("writing")
-        return edit.save_with_summary(
-            model, out, self.external_data_bytes, f"{count} Attention nodes written out, {edit.node_count(model)} nodes"
-        )
+        return self.save(model, out, f"{count} Attention nodes written out, {edit.node_count(model)} nodes")
 
 
 def _list_attention_nodes(model: "ir.Model") -> "Iterator[ir.Node]":
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+        if node.op_type == "Attention" and not node.domain:
             yield node
 
 

@@ -390,16 +390,13 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     try:
         for what, feeds in trials:
             if not _agrees(path, loaded, feeds):
+                sizes = ", ".join(f"{name} = {size}" for name, size in loaded.dynamic_sizes.items())
                 raise ExportError(
-                    f"the trace holds only {what} of the example ({_format_sizes(loaded)})",
+                    f"the trace holds only {what} of the example ({sizes or 'all sizes fixed'})",
                     "remove from the model's code what depends on values or turns sizes into Python numbers",
                 )
     except MissingCapability:
         _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
-
-
-def _format_sizes(loaded: "LoadedModel") -> str:
-    return ", ".join(f"{name} = {size}" for name, size in loaded.dynamic_sizes.items()) or "all sizes fixed"
 
 
 def _resize(loaded: "LoadedModel", step: int = 0) -> "dict[str, Tensor]":

@@ -31,7 +31,7 @@ def compare_whole_numbers(model: "ir.Model") -> int:
         has_body = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
         if node.op_type in model_file.COUNTING or (not has_body and all(_is_small(value, small) for value in read)):
             small.update(node.outputs)
-        elif node.outputs[0].dtype == ir.DataType.INT64 and node.domain in ("", "ai.onnx"):
+        elif node.outputs[0].dtype == ir.DataType.INT64 and not node.domain:
             count += _replace(node)
     return count
 

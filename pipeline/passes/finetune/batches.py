@@ -60,15 +60,11 @@ class Order:
     def at(self, step: int) -> Array:
         """Return rows of a step, int64 of shape (batch,); fewer only if there are fewer."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        order = _shuffle(len(self.rows), self.seed, epoch)[index * self.batch : (index + 1) * self.batch]
-        return np.asarray(self.rows, np.int64)[order]
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        return np.asarray(self.rows, np.int64)[order[index * self.batch : (index + 1) * self.batch]]
 
 
 @functools.lru_cache(maxsize=2)
-def _shuffle(count: int, seed: int, epoch: int) -> Array:
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
 @dataclass(frozen=True)
 class SplitData:
     """A data set in two: rows to learn from, and rows that only the metric sees."""

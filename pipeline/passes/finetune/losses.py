@@ -125,11 +125,6 @@ def _scale(value: Tensor) -> float:
     return max(float(finite.var(correction=0)), _LEAST_SCALE) if len(finite) else 1.0
 
 
-def _is_masked(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Find the places where both models answer with the same infinity: there is nothing to learn there."""
-    return (ours == theirs) & ~theirs.isfinite()
-
-
 @torch.no_grad()
 def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
     """Choose ends of stages: of the values with a shape in common, the last of each shape; of one shape only, some.
@@ -207,7 +202,7 @@ class Distil:
         ours, theirs = ours.float(), theirs.float()
         if target.kind == "maps":
             return (_map(ours) - _map(theirs)).square().sum(1).mean()
-        masked = _is_masked(ours, theirs)
+        masked = (ours == theirs) & ~theirs.isfinite()  # the same infinity: there is nothing to learn there
         filler = 0.0 if target.kind == "values" else _MASKED
         ours, theirs = (value.masked_fill(masked, filler) for value in (ours, theirs))
         if target.kind == "values":

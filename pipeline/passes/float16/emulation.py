@@ -15,7 +15,7 @@ import numpy as np
 from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names
 from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
-from enginesmith.pipeline.passes.float16.rules import has_body, is_standard
+from enginesmith.pipeline.passes.float16.rules import has_body
 
 _EXACT = frozenset(
     {
@@ -53,7 +53,7 @@ def emulate(model: "ir.Model") -> bool:
 def _is_wide(node: "ir.Node") -> bool:
     """Tell whether a node with half-precision values is to compute in float32; bodies and foreign operators are not."""
     tensors = all(value is None or isinstance(value.type, ir.TensorType) for value in (*node.inputs, *node.outputs))
-    return is_standard(node) and node.op_type not in _AS_THEY_ARE and not has_body(node) and tensors
+    return not node.domain and node.op_type not in _AS_THEY_ARE and not has_body(node) and tensors
 
 
 class _Rewriter:

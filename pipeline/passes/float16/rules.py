@@ -42,11 +42,6 @@ def is_float(value: "ir.Value | None") -> bool:
     return value is not None and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
 
 
-def is_standard(node: "ir.Node") -> bool:
-    """Tell whether it is an operator of ONNX itself."""
-    return node.domain in ("", "ai.onnx")
-
-
 def find_slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
     """List what can change its type to ``dtype``, ONNX's name; nothing, if the schema is unknown.
 
@@ -54,7 +49,7 @@ def find_slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
     """
     import onnx
 
-    if not is_standard(node) or not onnx.defs.has(node.op_type, opset, ""):
+    if node.domain or not onnx.defs.has(node.op_type, opset, ""):
         return Slots()
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     able = {kind.type_param_str for kind in schema.type_constraints if f"tensor({dtype})" in kind.allowed_type_strs}
@@ -237,7 +232,7 @@ def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> 
     """Explain why the operator stays in float32; empty if that is no reason."""
     if has_body(node):
         return "has a body of its own"
-    if not is_standard(node):
+    if node.domain:
         return f"its types are not known: it is of the domain {node.domain!r}"
     if node.op_type in _REASONS:
         return _REASONS[node.op_type]
@@ -261,7 +256,7 @@ def is_product(node: "ir.Node") -> bool:
 
     An outer product (a contraction over one number, as in rotary embeddings) is none.
     """
-    if not is_standard(node):
+    if node.domain:
         return False
     if node.op_type == "Gather":
         table = node.inputs[0]

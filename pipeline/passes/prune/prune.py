@@ -368,7 +368,7 @@ def prune(
     return Pruned(changes, first, counter.cost(), width, now, whole, notes)
 
 
-def find_prunable(model: nn.Module, run: Run, options: PruneOptions, progress: Progress = lambda _: None) -> Prunable:
+def find_prunable(model: nn.Module, run: Run, options: PruneOptions, progress: Progress) -> Prunable:
     """Return the groups of a module that can lose units; each is tried.
 
     Attention of torch.nn is replaced where its heads may go; the module answers as before.

@@ -9,7 +9,7 @@ from typing import Any
 
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import evaluator, ir, model_file
-from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS, STANDARD
+from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS
 from enginesmith.pipeline.tensors import Array, Feeds
 
 
@@ -136,7 +136,7 @@ def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
     products: set[str] = set()
     channels: dict[str, int] = {}
     for node in graph:
-        if node.domain not in STANDARD:
+        if node.domain:
             continue
         near = [value.name for value in (*node.inputs, *node.outputs) if value is not None and value.name in floats]
         names = [same.get(name, name) for name in near if name]

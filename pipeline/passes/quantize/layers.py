@@ -23,8 +23,6 @@ SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatt
 """Operators whose output has the numbers of their input, in another shape."""
 WEIGHT, BIAS = 1, 2
 """Positions of the inputs of products."""
-STANDARD = ("", "ai.onnx")
-"""Names of ONNX's own domain."""
 ON_REQUEST = "the assignment keeps it in floating point"
 TWO_ACTIVATIONS = "a product of two activations"
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -100,7 +98,7 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
             node.name = name
             taken.add(name)
         seen.add(node.name)
-    products = (node for node in model.graph if node.domain in STANDARD)
+    products = (node for node in model.graph if not node.domain)
     return tuple(_describe_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
 

@@ -233,7 +233,7 @@ _PEAK = 40.0
 """Times the root mean square from which on single numbers take the levels of the others: normal ones stay below 6."""
 
 
-def explain_loss(node: "ir.Node", ranges: Ranges, shift: float = 0.0) -> tuple[Cause, str]:
+def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, str]:
     """Explain the loss of a product by its activations, by its weight, or by neither: the cause, and a sentence.
 
     ``shift`` is the share of its error's energy that is the error's mean by channel.

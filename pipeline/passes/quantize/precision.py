@@ -20,6 +20,7 @@ from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize import layers, qdq, weights
 from enginesmith.pipeline.passes.quantize.layers import Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
@@ -87,13 +88,13 @@ class Assignment:
         return cls(methods[0] if methods else method, signed, corrected, kept, floating, why)
 
 
-class Precision(PrecisionPass):
+class Precision(PrecisionPass, GraphPass):
     """Bring a float32 graph into another precision; ``int8`` and ``fp8`` need ``ranges`` of the same graph."""
 
     name: ClassVar[str] = "precision"
     tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "networkx", "numpy", "onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "precision"
-    reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
+    reads: ClassVar[tuple[str, ...]] = ("quantisation",)
 
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
     weight_bits: Literal[7, 8] = 8
@@ -102,7 +103,6 @@ class Precision(PrecisionPass):
     """Biases make up for the mean error of rounded weights; needs ranges with statistics by channel."""
     inputs_only: bool = False
     """Only inputs of products are rounded, and the rest is float32, so that each product's error can be measured."""
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
@@ -114,7 +114,6 @@ class Precision(PrecisionPass):
             "method": "mse" if asked.ranges == "auto" else asked.ranges,
             "weight_bits": asked.weight_bits or request.weight_bits,
             "bias_correction": asked.bias_correction,
-            "external_data_bytes": options["export"].external_data_bytes,
         }
         return (cls.model_validate(values),)
 
@@ -167,10 +166,9 @@ class Precision(PrecisionPass):
         left = done.left if done else {}
         progress("writing")
         (out / FILE).write_text(json.dumps(self._list_entries(groups, left, chosen, lowered), indent=1) + "\n")
-        return edit.save_with_summary(
+        return self.save(
             model,
             out,
-            self.external_data_bytes,
             ", ".join(self._summarize(done, lowered, total)),
             notes=by_reason("not quantized", {name: chosen.why.get(name) or why for name, why in left.items()}),
         )

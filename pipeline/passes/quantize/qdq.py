@@ -328,7 +328,7 @@ def _follow_convolutions(
             written = _find_written(node, rules)
             if rules.outputs == "all" or (written in wanted and not problem(written)):
                 plan.native[written] = None
-        if node in products or node.domain not in layers.STANDARD or not _has_kernel(node, carrying):
+        if node in products or node.domain or not _has_kernel(node, carrying):
             continue
         read, outputs = _list_operands(node), _list_rounded_outputs(node, rules)
         native = [value in plan.native for value in read]

@@ -116,7 +116,7 @@ def inputs_first(node: "ir.Node") -> bool:
 
 
 def _product(node: "ir.Node") -> Product | None:
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Conv", "ConvTranspose", *_MATRIX_PRODUCTS):
+    if node.domain or node.op_type not in ("Conv", "ConvTranspose", *_MATRIX_PRODUCTS):
         return None
     data, weight = node.inputs[:2]
     if data is None or weight is None or not edit.is_weight(weight) or weight.shape is None:
@@ -176,7 +176,7 @@ def trace(place: Place, products: Mapping["ir.Value", Product], steps: Mapping[s
         fits = place.axes == (axis,) and place.total == product.outputs and product.private
         return ScalePropagation(product=product, end=place) if fits else None
     node = place.value.producer()
-    if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in steps:
+    if node is None or node.domain or node.op_type not in steps:
         return None
     for before, addends in steps[node.op_type](node, place):
         if before is None:
@@ -378,7 +378,7 @@ class _TieSearch:
     def _list_parts(self, whole: Place) -> list[Place]:
         """List what a Concat of channels joins, in order; the value itself where none makes it."""
         node, (axis, *others) = whole.value.producer(), whole.axes
-        if node is None or node.op_type != "Concat" or node.domain not in ("", "ai.onnx") or others:
+        if node is None or node.op_type != "Concat" or node.domain or others:
             return [whole]
         dims = [sizes(value) for value in node.inputs]
         along = node.attributes.get_int("axis", 0) % len(sizes(whole.value)) == axis
@@ -422,7 +422,7 @@ class _TieSearch:
             tie.nodes.append(node)
             self.uses.add((node, wide.value))
             return [wide]
-        if node is not None and node.domain in ("", "ai.onnx") and node.op_type in HOMOGENEOUS:
+        if node is not None and not node.domain and node.op_type in HOMOGENEOUS:
             ways = list(HOMOGENEOUS[node.op_type](node, here))
             if node.op_type == "Add" and not ways:
                 ways = [(same(here, value), ()) for value in node.inputs]
@@ -441,7 +441,7 @@ class _TieSearch:
 
 def _find_wide_operand(node: "ir.Node", here: Place) -> Place | None:
     """Find what a Mul multiplies by one number for each channel, as squeeze-and-excitation does."""
-    if node.op_type != "Mul" or node.domain not in ("", "ai.onnx") or len(here.axes) != 1:
+    if node.op_type != "Mul" or node.domain or len(here.axes) != 1:
         return None
     for wide, narrow in (node.inputs, node.inputs[::-1]):
         factors = sizes(narrow)

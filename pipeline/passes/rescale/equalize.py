@@ -23,7 +23,8 @@ from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.channels import Product, Tie
@@ -68,7 +69,7 @@ class EqualizationResult:
     """Ties that were left alone for a Clip in them."""
 
 
-def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> EqualizationResult:
+def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None) -> EqualizationResult:
     """Equalise the channels between the products of a graph, in place."""
     ties, clipped = _find_ties(model, ranges)
     magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
@@ -214,7 +215,7 @@ def _apply(ties: Sequence[Equalized]) -> None:
             clip.attributes.clear()
 
 
-class CrossLayerEqualization(Pass):
+class CrossLayerEqualization(GraphPass):
     """Scale the channels of neighbouring layers against each other; ``ranges``, where given, show how far."""
 
     name: ClassVar[str] = "equalise"
@@ -222,16 +223,12 @@ class CrossLayerEqualization(Pass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
-    reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
-
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+    reads: ClassVar[tuple[str, ...]] = ("quantisation",)
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one for a precision with ranges of activations, where the recipe wants it."""
-        if not (KINDS[request.precision].calibrated and options["quantisation"].equalise):
-            return ()
-        return (cls(external_data_bytes=options["export"].external_data_bytes),)
+        return (cls(),) if KINDS[request.precision].calibrated and options["quantisation"].equalise else ()
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite weights and biases; names stay.
@@ -254,10 +251,9 @@ class CrossLayerEqualization(Pass):
             effect = edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize")
             return effect.model_copy(update={"notes": (*effect.notes, *notes)})
         progress("writing")
-        return edit.save_with_summary(
+        return self.save(
             model,
             out,
-            self.external_data_bytes,
             f"equalized {done.ties} sets of channels between {done.products} products; "
             f"largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}",
             notes=tuple(notes),

@@ -25,7 +25,8 @@ from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
 from enginesmith.pipeline.passes.rescale import channels
@@ -330,7 +331,7 @@ class _Smoother:
             done.ratio_before, done.ratio_after = ratio, float(after.max() / np.median(after))
 
 
-class Smooth(Pass):
+class Smooth(GraphPass):
     """Scale what matrix products read; needs ``ranges`` of the same graph."""
 
     name: ClassVar[str] = "smooth"
@@ -338,7 +339,7 @@ class Smooth(Pass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
-    reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
+    reads: ClassVar[tuple[str, ...]] = ("quantisation",)
     requires: ClassVar[tuple[str, ...]] = ("ranges",)
     """With ``products``, a JSON list of nodes, only what these read is scaled."""
 
@@ -348,17 +349,15 @@ class Smooth(Pass):
     """Share of the difficulty that moves into the weights; without a number, the best for each value."""
     insert: bool = False
     """Add a multiplication where the factors do not fit into the operators that are there."""
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one for activations in few bits, or for weights in int4, where the recipe wants it."""
         asked = options["quantisation"]
-        common = {"insert": asked.smooth_insert, "external_data_bytes": options["export"].external_data_bytes}
         if KINDS[request.precision].calibrated and asked.smooth is not None:
-            yield cls(alpha=None if asked.smooth == "auto" else asked.smooth, **common)
+            yield cls(alpha=None if asked.smooth == "auto" else asked.smooth, insert=asked.smooth_insert)
         if request.precision == "int4-weights" and asked.awq:
-            yield cls(mode="awq", **common)
+            yield cls(mode="awq", insert=asked.smooth_insert)
 
     @property
     def step_name(self) -> str:
@@ -382,10 +381,9 @@ class Smooth(Pass):
         ratio = (
             f"; largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}" if self.mode == "smooth" else ""
         )
-        return edit.save_with_summary(
+        return self.save(
             model,
             out,
-            self.external_data_bytes,
             f"scaled {done.products} of {done.all_products} products{ratio}; error of their rounding, "
             f"estimated, {done.error_after / done.error_before - 1:+.0%}",
             notes=_notes(done),

@@ -1,15 +1,13 @@
 """Check that zeros are still in place: the pattern of weights in a graph, and in one made of it.
 
-Understood are the operators of ONNX behind casts, transpositions and Q/DQ pairs, and those that ONNX Runtime puts in
-their place on the CPU. A level that equals its zero point is a zero. ONNX Runtime's NCHWc convolutions have their
-channels in blocks of 8 or 16, which the file does not say: both readings are given.
+Understood are the operators of ONNX behind casts, transpositions and Q/DQ pairs. A level that equals its zero point is
+a zero.
 
 A weight is found again by its name, by the value that its product makes, or by the product's name; where all of these
 have changed, by its zeros: a weight that is zero wherever the given one was, alone or as rows of a larger one, has to
 be it, as chance would need one try in 2^n for n zeros. Elements that round to zero on the way are no loss.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,7 @@ from enginesmith.pipeline.passes.sparsify import sparsify
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import name_some
 
-_BLOCKS = (16, 8)
 _TRANSPARENT = ("Cast", "Identity")
-_NIBBLES_ZERO = 8
 
 
 @dataclass(frozen=True)
@@ -36,16 +32,13 @@ class _Form:
 
 
 _FORMS: Mapping[str, _Form] = {
-    **dict.fromkeys(("Attention", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"), _Form()),
-    **dict.fromkeys(("Conv", "FusedConv"), _Form(convolution=True)),
-    **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulInteger"), _Form(zero=3)),
-    **dict.fromkeys(("QGemm", "QLinearMatMul"), _Form(weight=3, zero=5)),
+    **dict.fromkeys(("Gemm", "MatMul"), _Form()),
+    "Conv": _Form(convolution=True),
     "ConvInteger": _Form(zero=3, convolution=True),
-    "MatMulIntegerToFloat": _Form(zero=5),
-    "QAttention": _Form(zero=7),
+    "MatMulInteger": _Form(zero=3),
     "QLinearConv": _Form(weight=3, zero=5, convolution=True),
+    "QLinearMatMul": _Form(weight=3, zero=5),
 }
-"""Operators by name, of ONNX and of ONNX Runtime alike."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +51,29 @@ class StoredWeight:
     node: str
     output: str
     """The value that the product makes."""
-    readings: Callable[[], tuple[Array, ...]]
-    """True where it is not zero, as sums × terms of a sum; more than one where its layout is not known."""
+    nonzero: Callable[[], Array]
+    """True where it is not zero, as sums × terms of a sum."""
 
 
 def find(model: "ir.Model") -> Iterator[StoredWeight]:
     """Find the constant weights of all products of a graph and its subgraphs; a shared one once for each product."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        weight = _nibbles(node) if node.op_type == "MatMulNBits" else _weight(node)
-        if weight is not None:
+        if (weight := _weight(node)) is not None:
             yield weight
 
 
 def _weight(node: "ir.Node") -> StoredWeight | None:
-    form = _FORMS.get(node.op_type)
-    if form is None or (node.op_type == "Attention" and node.domain in ("", "ai.onnx")):
-        return None
-    value = _input(node, form.weight)
-    if value is None:
+    form = None if node.domain else _FORMS.get(node.op_type)
+    value = _input(node, form.weight) if form else None
+    if form is None or value is None:
         return None
     outputs_first = form.convolution or node.attributes.get_int("transB", 0) == 1
     zero = edit.read(_input(node, form.zero))
     walked = _walk(value, 1 if outputs_first else -2, zero, 0 if outputs_first else -1)
     if walked is None:
         return None
-    blocked = node.domain == "com.microsoft.nchwc"
-    return _stored(node, walked.value, lambda: tuple(walked.readings(blocked=blocked)))
-
-
-def _stored(node: "ir.Node", value: "ir.Value", readings: Callable[[], tuple[Array, ...]]) -> StoredWeight:
-    return StoredWeight(str(value.name), node.op_type, str(node.name or ""), str(node.outputs[0].name), readings)
+    names = str(walked.value.name), node.op_type, str(node.name or ""), str(node.outputs[0].name)
+    return StoredWeight(*names, walked.nonzero)
 
 
 def _input(node: "ir.Node", index: int | None) -> "ir.Value | None":
@@ -106,17 +92,14 @@ class _Walked:
     """The axis that several zero points lie along."""
     block: int
 
-    def readings(self, *, blocked: bool) -> Iterator[Array]:
+    def nonzero(self) -> Array:
         numbers = edit.read(self.value)
         assert numbers is not None
         if numbers.dtype.kind not in "fiu":  # of ml_dtypes
             numbers = numbers.astype(np.float32)
         nonzero = np.not_equal(numbers, self._zeros(numbers.ndim))
-        if not blocked:
-            yield _rows(nonzero, self.axis % nonzero.ndim)
-            return
-        for size in _BLOCKS:
-            yield from (_rows(reading, 1) for reading in _unblock(nonzero, size))
+        terms_last = np.moveaxis(nonzero, self.axis % nonzero.ndim, -1)
+        return np.ascontiguousarray(terms_last).reshape(-1, terms_last.shape[-1])
 
     def _zeros(self, rank: int) -> Array | int:
         """Shape zero points to be compared with the numbers."""
@@ -151,41 +134,6 @@ def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _
     return _Walked(value, axis, zero, zero_axis, block)
 
 
-def _rows(nonzero: Array, axis: int) -> Array:
-    return np.ascontiguousarray(np.moveaxis(nonzero, axis, -1)).reshape(-1, nonzero.shape[axis])
-
-
-def _unblock(nonzero: Array, size: int) -> Iterator[Array]:
-    """Unpack NCHWc weights to O×I×kernel, padding included: outputs and inputs in blocks, or outputs alone.
-
-    onnxruntime, ``mlas/lib/reorder.cpp``: OIHWBiBo and OIHWBo.
-    """
-    outputs, inputs, *kernel = nonzero.shape
-    if outputs % size or len(kernel) != 2:
-        return
-    if inputs % size == 0:
-        tiles = nonzero.reshape(outputs // size, inputs // size, *kernel, size, size)
-        yield tiles.transpose(0, 5, 1, 4, 2, 3).reshape(nonzero.shape)
-    tiles = nonzero.reshape(outputs // size, inputs, *kernel, size)
-    yield tiles.transpose(0, 4, 1, 2, 3).reshape(nonzero.shape)
-
-
-def _nibbles(node: "ir.Node") -> StoredWeight | None:
-    """Unpack 4-bit MatMulNBits: outputs × blocks × bytes, the first of two inputs in the lower half of a byte."""
-    value, points = _input(node, 1), _input(node, 3)
-    packed = edit.read(value)
-    if value is None or packed is None or node.attributes.get_int("bits", 4) != 4 or points is not None:
-        return None
-    terms = node.attributes.get_int("K", 0)
-
-    def readings() -> tuple[Array, ...]:
-        both = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(len(packed), -1)
-        return (both[:, :terms] != _NIBBLES_ZERO,)
-
-    return _stored(node, value, readings)
-
-
-_SUFFIX = "_quantized"
 _NAMES = 3
 _ENOUGH_ZEROS = 64
 """Fewest zeros of a weight that is to be known by them."""
@@ -229,7 +177,7 @@ def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
     """
     facts = []
     for weight in _distinct(path):
-        nonzero = weight.readings()[0]
+        nonzero = weight.nonzero()
         zeros, pattern = int(nonzero.size - np.count_nonzero(nonzero)), sparsify.holds(nonzero, 1)
         facts.append(WeightFacts(weight.name, weight.operator, weight.node, int(nonzero.size), zeros, pattern))
     return tuple(facts)
@@ -249,42 +197,26 @@ def follow(before: Path, after: Path) -> Followed:
     Raises:
         InvalidGraph: one of the files cannot be read.
     """
-    later = _Later(tuple(find(edit.load(after))))
+    later = tuple(find(edit.load(after)))
     names: dict[str, list[str]] = {"held": [], "lost": [], "missing": []}
     for weight in _distinct(before):
-        nonzero = weight.readings()[0]
+        nonzero = weight.nonzero()
         if nonzero.size and sparsify.holds(nonzero, 1):
-            names[later.state(weight, nonzero)].append(weight.name)
+            names[_find_state(weight, nonzero, later)].append(weight.name)
     return Followed(*map(tuple, names.values()))
 
 
-class _Later:
-    """The weights of the graph that was made."""
-
-    def __init__(self, weights: Sequence[StoredWeight]) -> None:
-        self._weights = weights
-        self._bits: dict[str, list[tuple[Array, tuple[int, ...]]]] = {}
-
-    def state(self, weight: StoredWeight, nonzero: Array) -> str:
-        """Return ``held``, ``lost`` or ``missing``."""
-        for other in self._weights:
-            named = other.name in (weight.name, f"{weight.name}{_SUFFIX}") or other.output == weight.output
-            if not named and not (weight.node and other.node == weight.node):
-                continue
-            readings = other.readings()
-            if len(readings) == 1 and readings[0].shape[1] == nonzero.shape[1]:
-                return "held" if sparsify.holds(readings[0], 1) else "lost"
-        if nonzero.size - np.count_nonzero(nonzero) < _ENOUGH_ZEROS:
-            return "missing"
-        held = any(_contains(reading, nonzero) for other in self._weights for reading in self._readings(other))
-        return "held" if held else "missing"
-
-    def _readings(self, other: StoredWeight) -> Iterator[Array]:
-        """Unpack readings, which are kept as bits, since many weights may be looked for in them."""
-        if other.name not in self._bits:
-            self._bits[other.name] = [(np.packbits(reading), reading.shape) for reading in other.readings()]
-        for bits, shape in self._bits[other.name]:
-            yield np.unpackbits(bits, count=math.prod(shape)).astype(bool).reshape(shape)
+def _find_state(weight: StoredWeight, nonzero: Array, later: Sequence[StoredWeight]) -> str:
+    """Return ``held``, ``lost`` or ``missing``."""
+    for other in later:
+        named = other.name in (weight.name, f"{weight.name}_quantized") or other.output == weight.output
+        if named or (weight.node and other.node == weight.node):
+            rows = other.nonzero()
+            if rows.shape[1] == nonzero.shape[1]:
+                return "held" if sparsify.holds(rows, 1) else "lost"
+    if nonzero.size - np.count_nonzero(nonzero) < _ENOUGH_ZEROS:
+        return "missing"
+    return "held" if any(_contains(other.nonzero(), nonzero) for other in later) else "missing"
 
 
 def _contains(reading: Array, nonzero: Array) -> bool:

@@ -22,7 +22,8 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
-from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage, by_reason
+from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage, by_reason
+from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.sparsify.options import Sparsity
 from enginesmith.pipeline.tensors import Array
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-class Sparsify(Sparsity, Pass):
+class Sparsify(Sparsity, GraphPass):
     """Put zeros into the weights of products."""
 
     name: ClassVar[str] = "sparsify"
@@ -40,15 +41,12 @@ class Sparsify(Sparsity, Pass):
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", evaluator.LIBRARY)
 
     stage: ClassVar[Stage] = "sparsity"
-    reads: ClassVar[tuple[str, ...]] = ("sparsities", "export")
-
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+    reads: ClassVar[tuple[str, ...]] = ("sparsities",)
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one for each pattern."""
-        size = options["export"].external_data_bytes
-        return tuple(cls(**pattern.model_dump(), external_data_bytes=size) for pattern in options["sparsities"])
+        return tuple(cls(**pattern.model_dump()) for pattern in options["sparsities"])
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Put zeros into the weights.
@@ -63,10 +61,9 @@ class Sparsify(Sparsity, Pass):
         done = sparsify(model, self)
         progress("writing")
         sqnr = "" if done.sqnr_db is None else f"; SQNR of the weights {done.sqnr_db:.1f} dB"
-        return edit.save_with_summary(
+        return self.save(
             model,
             out,
-            self.external_data_bytes,
             f"{self} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are "
             f"zero{sqnr}",
             notes=by_reason("left dense", done.left),
@@ -160,7 +157,6 @@ def _bin(counts: Array, rank: int) -> tuple[int, int]:
     return index, int(total[index] - counts[index])
 
 
-_STANDARD = ("", "ai.onnx")
 _LAYOUT = ("Cast", "Identity", "Transpose")
 _QUANTISED = ("DequantizeLinear", "QuantizeLinear")
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
@@ -199,7 +195,7 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
     """Find the weights of all products of a graph and its subgraphs, in the order in which they are first read."""
     candidates: dict[ir.Value, Candidate] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.domain not in _STANDARD or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
+        if node.domain or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
             continue
         weight = node.inputs[1]
         if weight is None:
@@ -225,7 +221,7 @@ def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
     """
     while not value.is_initializer():
         node = value.producer()
-        if node is None or node.domain not in _STANDARD or node.op_type not in (*_LAYOUT, *_QUANTISED):
+        if node is None or node.domain or node.op_type not in (*_LAYOUT, *_QUANTISED):
             return None
         source = node.inputs[0]
         if source is None:

@@ -1,6 +1,5 @@
 """Draw fidelity by stage."""
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -70,7 +69,7 @@ def _order_stages(by_id: _Worst) -> list[str]:
 
 def _draw_fidelity(cast: Cast, by_id: _Worst) -> Figure:
     stages, shown, rest = _order_stages(by_id), cast.named(by_id), cast.rest(by_id)
-    traces = draw_others([_make_line(_select_judged(by_id[record.id]), stages) for record in rest])
+    traces = draw_others([_make_line(_find_worst(record.judged_fidelity), stages) for record in rest])
     for record in shown:
         traces += _draw_stages(cast, record, by_id[record.id], stages)
     ticks = {float(place): "<br>".join(map(escape, _break_name(stage))) for place, stage in enumerate(stages)}
@@ -94,7 +93,7 @@ def _list_thresholds(cast: Cast, shown: Sequence[VariantRecord]) -> list[tuple[f
 
 def _draw_stages(cast: Cast, record: VariantRecord, each: _Stages, stages: Sequence[str]) -> list[Figure]:
     """Draw judged stages as a line, and those that change the model on purpose as markers beside it."""
-    style, judged = cast.style(record), _select_judged(each)
+    style, judged = cast.style(record), _find_worst(record.judged_fidelity)
     changed = {stage: fidelity for stage, fidelity in each.items() if stage not in judged}
     symbols = [style.symbol if fidelity.passed else "x-open" for fidelity in judged.values()]
     sizes = [style.size if fidelity.passed else 14 for fidelity in judged.values()]
@@ -122,11 +121,6 @@ def _make_line(each: _Stages, stages: Sequence[str]) -> tuple[list[float], list[
     return [float(stages.index(stage)) for stage in each], [fidelity.sqnr_db for fidelity in each.values()]
 
 
-def _select_judged(each: _Stages) -> dict[str, StageFidelity]:
-    """Leave out the stages that change the model on purpose, whose result later stages are compared with."""
-    return {stage: fidelity for stage, fidelity in each.items() if not (fidelity.passed and fidelity.reason)}
-
-
 def _describe_stage(fidelity: StageFidelity) -> str:
     sqnr = "no SQNR" if fidelity.sqnr_db is None else f"SQNR {fidelity.sqnr_db:.1f} dB"
     verdict = "passed" if fidelity.passed else "failed"
@@ -139,22 +133,13 @@ def _summarize_fidelity(cast: Cast, by_id: _Worst) -> str:
     """Describe the largest fall from one stage to the next, the winner's or else the largest of all."""
     records = cast.select(by_id)
     winner = [record for record in records if record.id == cast.run.winner]
-    falls = []
-    for record in winner or records:
-        known = [
-            (fidelity, fidelity.sqnr_db)
-            for fidelity in _select_judged(by_id[record.id]).values()
-            if fidelity.sqnr_db is not None
-        ]
-        pairs = itertools.pairwise(known)
-        falls += [(before - after, record, two, before) for (_, before), (two, after) in pairs if after < before]
+    falls = [(fall, record) for record in winner or records for fall in record.falls_db]
     failed = [record for record in records if not all(fidelity.passed for fidelity in by_id[record.id].values())]
     ends = f"{len(failed)} of {len(records)} variants failed a stage" if failed else "every stage passed"
     if not falls:
-        judged = (fidelity for each in by_id.values() for fidelity in _select_judged(each).values())
-        least = min((fidelity.sqnr_db for fidelity in judged if fidelity.sqnr_db is not None), default=None)
+        least = min((sqnr for record in records for sqnr in record.lowest_sqnr_db.values()), default=None)
         bound = "" if least is None else f": SQNR is {least:.1f} dB or more"
         return f"No stage loses accuracy against the one before it{bound}; {ends}{cast.unnamed(by_id)}."
-    fall, record, stage, before = max(falls, key=lambda fall: fall[0])
-    change = f"from {before:.1f} dB to {before - fall:.1f} dB"
-    return f"{short_name(record)} loses most at {stage.stage}, {change}; {ends}{cast.unnamed(by_id)}."
+    (_, stage, before, after), record = max(falls, key=lambda pair: pair[0][0])
+    change = f"from {before:.1f} dB to {after:.1f} dB"
+    return f"{short_name(record)} loses most at {stage}, {change}; {ends}{cast.unnamed(by_id)}."

@@ -39,7 +39,6 @@ _MADE: Mapping[str, Make] = {
     **recurrent.MADE,
     **attention.MADE,
 }
-_DOMAINS = ("", "ai.onnx")
 _MICROSOFT = ("Gelu", "FastGelu", "QuickGelu", "BiasGelu")
 """Operators of com.microsoft; others of its own have the names of standard ones, and other inputs."""
 
@@ -51,7 +50,7 @@ def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tup
         ModelError: the operator has no form in torch, or not as it is used here.
     """
     compute: Compute | None = None
-    if node.domain in _DOMAINS or (node.domain == "com.microsoft" and node.op_type in _MICROSOFT):
+    if not node.domain or (node.domain == "com.microsoft" and node.op_type in _MICROSOFT):
         if node.op_type in _PLAIN:
             compute = _bind_attributes(_PLAIN[node.op_type], node, opset)
         elif node.op_type in _MADE:

@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.torch.operators.attributes import (
-    Compute,
-    Make,
-    read_float,
-    refuse,
-)
+from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, read_float, refuse
 
 
 def _divide(first: Tensor, second: Tensor) -> Tensor:
@@ -31,10 +26,6 @@ def _fold(function: Callable[[Tensor, Tensor], Tensor]) -> Compute:
 
 def _mean(*values: Tensor) -> Tensor:
     return functools.reduce(torch.add, values) / len(values)
-
-
-def _where(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return torch.where(condition, first, second)
 
 
 def _clip(node: "ir.Node", opset: int) -> Compute:
@@ -137,7 +128,7 @@ PLAIN: dict[str, Compute] = {
     "Less": torch.lt,
     "GreaterOrEqual": torch.ge,
     "LessOrEqual": torch.le,
-    "Where": _where,
+    "Where": torch.where,
     "IsNaN": torch.isnan,
     "Gelu": _gelu,
     "QuickGelu": _with_alpha(_swish, 1.702),

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.torch.operators.attributes import (
-    Compute,
-    Make,
-    read_int,
-    read_text,
-    refuse,
-)
+from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, read_int, read_text, refuse
 
 _USUAL = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
 
