@@ -548,19 +548,21 @@ def test_calls_of_all_callers_are_counted(count: int, clocks: Clocks) -> None:
     seen: list[tuple[str, int]] = []
     served = Served(seen, clocks)
     served.together = threading.Barrier(count)
-    callers = ConcurrentClients(served, {})
+    callers = ConcurrentClients(served, {}, {})
     calls = callers.run(count, 14.5 * CALL_SECONDS)
+    callers.run(1, CALL_SECONDS)
+    assert sum(what == "closed" for what, _ in seen) == count - 1, "idle threads would slow this one down"
     callers.close()
     assert calls.calls_per_second == pytest.approx(count / CALL_SECONDS)
     np.testing.assert_allclose(calls.host_seconds, np.full(15 * count, CALL_SECONDS))
-    assert len({thread for what, thread in seen if what == "opened"}) == count
+    assert len({thread for what, thread in seen if what == "opened"}) == count - 1  # the first one is this thread
     assert {one for what, one in seen if what == "opened"} == {one for what, one in seen if what == "closed"}
     assert threading.get_ident() not in {thread for _, thread in seen}
 
 
 def test_an_error_of_a_caller_is_raised(clocks: Clocks) -> None:
     with pytest.raises(ModelError, match="does not run"):
-        ConcurrentClients(Served([], clocks, fails=True), {}).run(2, 0.01)
+        ConcurrentClients(Served([], clocks, fails=True), {}, {}).run(2, 0.01)
 
 
 def test_waiting_for_a_core_is_seen() -> None:

@@ -6,7 +6,10 @@ host some microseconds, which no sample may contain. Every few milliseconds, bet
 long the session's threads waited for a core: calls around which they did were disturbed by others.
 
 Each of several callers has a thread, a session of its own on the same weights and, on CUDA, a stream, and calls again
-as soon as it has its answer: a closed loop. Nothing is computed from latency; calls that were answered are counted.
+as soon as it has its answer: a closed loop. Nothing is computed from latency; calls that were answered are counted. The
+first caller is the thread that latency was measured with, and on a CPU no thread outlives its calls: each that calls
+PyTorch has a pool of its own, and where pools have more threads than there are cores, OpenMP no longer spins, which
+makes a lone caller 4 times as slow.
 """
 
 import contextlib
@@ -173,7 +176,7 @@ class SessionTimer:
     def call_concurrently(self, callers: int, seconds: float) -> "ConcurrentCalls":
         """Time several callers at the same time, each with a session on the same weights and the feeds made ready."""
         if self._callers is None:
-            self._callers = ConcurrentClients(self._session, self._feeds)
+            self._callers = ConcurrentClients(self._session, self._bound, self._feeds)
         calls = self._callers.run(callers, seconds)
         self._settle()
         return calls
@@ -307,10 +310,11 @@ class ConcurrentCalls:
 
 
 class ConcurrentClients:
-    """Keep threads that call a session on request; start more as they are needed."""
+    """Keep threads that call a session on request, besides this one; start more as they are needed."""
 
-    def __init__(self, session: Session, feeds: Feeds) -> None:
-        self._session, self._feeds = session, feeds
+    def __init__(self, session: Session, bound: Any, feeds: Feeds) -> None:
+        """Take the session of this thread, with ``feeds`` bound to it."""
+        self._session, self._bound, self._feeds = session, bound, feeds
         self._callers: list[_Caller] = []
 
     def run(self, count: int, seconds: float) -> ConcurrentCalls:
@@ -319,23 +323,30 @@ class ConcurrentClients:
         Raises:
             EnginesmithError: a caller's session raised it.
         """
-        while len(self._callers) < count:
+        others = count - 1
+        if self._session.cuda_stream is None:
+            self._end_callers(others)
+        while len(self._callers) < others:
             self._callers.append(_Caller(self._session, self._feeds))
             self._callers[-1].answer()
         start = threading.Barrier(count)
         with _without_collections():
-            for caller in self._callers[:count]:
+            for caller in self._callers[:others]:
                 caller.orders.put((start, seconds))
-            rates, taken = zip(*(caller.answer() for caller in self._callers[:count]), strict=True)
+            own = _call_repeatedly(self._session, self._bound, start, seconds)
+            rates, taken = zip(own, *(caller.answer() for caller in self._callers[:others]), strict=True)
         return ConcurrentCalls(sum(rates), np.concatenate(taken))
 
     def close(self) -> None:
         """Close their sessions and end the threads."""
-        for caller in self._callers:
+        self._end_callers(0)
+        self._session.release_idle_memory()
+
+    def _end_callers(self, left: int) -> None:
+        for caller in self._callers[left:]:
             caller.orders.put(None)
             caller.thread.join()
-        self._callers = []
-        self._session.release_idle_memory()
+        del self._callers[left:]
 
 
 class _Caller:
