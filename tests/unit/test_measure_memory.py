@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,15 @@ SMAPS = """\
 Rss:                 100 kB
 Anonymous:            10 kB
 7f10-7f20 r--p 00000000 08:01 12   /data/weights of mine.bin
+Size:                 80 kB
 Rss:                  50 kB
 Anonymous:             0 kB
+7f14-7f18 r--p 00000000 08:01 13   /tmp/x/model/data/aotinductor/model/c.wrapper.so
+Size:                 20 kB
+Rss:                  20 kB
+Anonymous:             0 kB
 7f20-7f30 rw-p 00000000 00:00 0
+Size:                 64 kB
 Rss:                   7 kB
 Anonymous:             5 kB
 7f30-7f40 rw-p 00000000 00:00 0    [heap]
@@ -59,8 +66,8 @@ Anonymous:             3 kB
 
 def test_smaps_are_split_by_what_is_mapped() -> None:
     found = parse_smaps(SMAPS.splitlines(keepends=True))
-    assert found == Resident(written=(10 + 7 + 3) * 1024, mapped_data=50 * 1024, libraries=90 * 1024)
-    assert found.counted == 70 * 1024
+    assert found == Resident((10 + 7 + 3) * 1024, mapped_data=70 * 1024, libraries=90 * 1024, unread=30 * 1024)
+    assert found.counted == 90 * 1024
 
 
 def test_peak_of_a_phase_is_what_was_live_at_once() -> None:
@@ -115,6 +122,14 @@ def test_weights_that_are_mapped_later_are_weights() -> None:
     assert (row.host_peak_bytes, row.lenses["load_peak"].bytes) == (380 * MIB, 30 * MIB)
     assert row.lenses["mapped_files"].bytes == 90 * MIB
     assert all(lens.source and lens.note for lens in row.lenses.values())
+
+
+def test_rows_of_a_mapped_embedding_that_no_call_has_read_count() -> None:
+    seen = phases()
+    end = replace(seen.steady.end, unread=60 * MIB)
+    row = replace(seen, base=replace(seen.base, unread=10 * MIB), steady=replace(seen.steady, end=end)).summarize()
+    assert (row["weights_bytes"], row["activation_bytes"], row["peak_bytes"]) == (150 * MIB, 40 * MIB, 190 * MIB)
+    assert (row["lenses"]["mapped_files"].bytes, row["lenses"]["unread_files"].bytes) == (140 * MIB, 50 * MIB)
 
 
 @pytest.fixture

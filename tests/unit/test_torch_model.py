@@ -295,7 +295,11 @@ def stored(folder: Path) -> Artifact:
     return Artifact(kind="torch", path=folder / saved.RECORD, sha256="", bytes=0)
 
 
-def test_what_is_stored_comes_back_with_its_weights(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part_bytes", [saved._PART_BYTES, 12])
+def test_what_is_stored_comes_back_with_its_weights(
+    part_bytes: int, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_PART_BYTES", part_bytes)
     loaded = load(Tied(), ONE)
     saved.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
     fresh = Tied()

@@ -36,6 +36,8 @@ from enginesmith.pipeline.tensors import Array, Signature
 _log = logging.getLogger(__name__)
 
 RECORD = SAVED
+_PART_BYTES = 4 << 20
+"""Part of a weight that is mapped at a time while it is read."""
 _SMALL_BYTES = 32 << 20
 """Files below this are looked at whenever a model is rebuilt; the tensors of larger ones are in the artifact."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -249,13 +251,27 @@ def _build_around(state: Path, record: _Record) -> factories.Built:
             "run optimize again, so that it is loaded again",
         )
     for name in names:
-        with safe_open(state, framework="pt") as stored:  # opened for each, as what was read stays mapped until closed
-            value = stored.get_tensor(name)
-            if 0 not in own[name].stride() or own[name].numel() <= 1:
-                own[name].copy_(value)
-            else:  # an expanded buffer: its elements share memory and cannot be written
-                put_module(model, name, value.clone())
+        if 0 not in own[name].stride() or own[name].numel() <= 1:
+            _copy_stored(state, name, own[name])
+        else:  # an expanded buffer: its elements share memory and cannot be written
+            with safe_open(state, framework="pt") as stored:
+                put_module(model, name, stored.get_tensor(name).clone())
     return built
+
+
+def _copy_stored(state: Path, name: str, target: torch.Tensor) -> None:
+    """Copy a stored tensor in parts, each of a file opened anew, as what was read stays mapped until it is closed."""
+    from safetensors import safe_open
+
+    rows = len(target) if target.ndim else 0
+    step = max(1, _PART_BYTES * rows // max(1, target.nbytes))
+    if rows <= step:
+        with safe_open(state, framework="pt") as stored:
+            target.copy_(stored.get_tensor(name))
+        return
+    for start in range(0, rows, step):
+        with safe_open(state, framework="pt") as stored:
+            target[start : start + step].copy_(stored.get_slice(name)[start : start + step])
 
 
 def _compare_files(files: Collection[Path], record: _Record) -> None:

@@ -7,7 +7,8 @@ On the CPU it is resident growth over the loaded-libraries baseline:
 3. The session is loaded, makes its first call, then some more, with the high-water mark reset before each phase.
 
 Growth counts what the process wrote and the data files that it maps, so that an engine that maps its weights and one
-that reads them compare. It leaves out pages of libraries, which are shared and needed once for any number of sessions.
+that reads them compare; also the parts of these files that the calls have not read, such as rows of embeddings. It
+leaves out pages of libraries, which are shared and needed once for any number of sessions.
 
 On CUDA it is what the allocator counts (``cuda.py``), and what a deployment takes of the device (``deployment.py``).
 """
@@ -119,15 +120,17 @@ class ResidentPhases:
         """Compute the figures of a :class:`MemoryRow`."""
         base, libraries = self.base.counted, self.steady.end.libraries
         load, first, steady = (phase.peak - base for phase in (self.load, self.first, self.steady))
-        mapped = self.steady.end.mapped_data - self.base.mapped_data
+        unread = max(0, self.steady.end.unread - self.base.unread)
+        mapped = self.steady.end.mapped_data - self.base.mapped_data + unread
         weights = self.held.written - self.base.written + mapped
-        running = max(first, steady)
+        running = max(first, steady) + unread
         dropped = "weights mapped from a file, which the kernel can drop and read again; in the peak"
         lenses = {
             "load_peak": (load, "the most while the session was loaded"),
             "first_call_peak": (first, "the most during the first call"),
             "steady_peak": (steady, f"the most during {STEADY_CALLS} more calls"),
             "mapped_files": (mapped, dropped),
+            "unread_files": (unread, "the part of these that no call has read yet: others may; in the peak"),
             "libraries": (libraries, "pages of libraries at the end; not in the peak"),
             "baseline": (base, "resident before loading, without libraries; not in the peak"),
         }

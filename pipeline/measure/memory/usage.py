@@ -96,6 +96,8 @@ def _sum_process_group(group: int) -> int:
 
 _HEADER = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)\n?")
 _ELF = b"\x7fELF"
+_COMPILED_MODELS = "/data/aotinductor/"
+"""Folder of a package of AOTInductor in which its models are."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_FROM_BYTES = 128 * 1024
 _RESET_HIGH_WATER = "5"
@@ -108,6 +110,8 @@ class Resident:
     written: int
     mapped_data: int
     libraries: int
+    unread: int = 0
+    """Bytes of data files that it maps and has not read yet: not resident."""
 
     @property
     def counted(self) -> int:
@@ -208,10 +212,12 @@ def read_trimmed() -> Resident:
 
 def parse_smaps(lines: Iterable[str]) -> Resident:
     """Sum up a smaps listing (proc_pid_smaps(5)); a page of a file that the process wrote to is anonymous."""
-    written = mapped = libraries = 0
-    inode, path, rss = "0", "", 0
+    written = mapped = libraries = unread = 0
+    inode, path, size, rss = "0", "", 0, 0
     for line in lines:
-        if line.startswith("Rss:"):
+        if line.startswith("Size:"):
+            size = kibibytes(line.removeprefix("Size:"))
+        elif line.startswith("Rss:"):
             rss = kibibytes(line.removeprefix("Rss:"))
         elif line.startswith("Anonymous:"):
             own = rss if inode == "0" else kibibytes(line.removeprefix("Anonymous:"))
@@ -220,13 +226,17 @@ def parse_smaps(lines: Iterable[str]) -> Resident:
                 libraries += rss - own
             else:
                 mapped += rss - own
+                unread += size - rss if inode != "0" else 0
         elif header := _HEADER.match(line):
             inode, path = header.groups()
-    return Resident(written, mapped, libraries)
+    return Resident(written, mapped, libraries, unread)
 
 
 @functools.cache
 def _is_library(path: str) -> bool:
+    """Tell whether a file is a library; the shared object of a model that AOTInductor compiled has its weights."""
+    if _COMPILED_MODELS in path:
+        return False
     if ".so" in Path(path).name:
         return True
     with contextlib.suppress(OSError), Path(path).open("rb") as stream:
