@@ -187,7 +187,7 @@ def _compare_with_limits(
     limits, counted = read_device_limits(plan, outcomes), artifact_of(outcomes, variant.work)
     if limits is None or counted is None:
         return ()
-    measured = {row.batch: row.median_ms.median if row.median_ms else row.p50_ms for row in rows}
+    measured = {row.batch: row.p50_ms for row in rows}
     return tuple(floor(work, limits, measured.get(batch)) for batch, work in read_work(counted).items())
 
 

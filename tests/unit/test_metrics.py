@@ -107,6 +107,12 @@ def test_by_hand() -> None:
     assert compute("auroc", np.array([0.3, 0.2, 0.1, 0.5]), np.array([1, 0, 0, 0])) == pytest.approx(2 / 3)
     # An error of 0.1 everywhere: 20 dB.
     assert compute("psnr", np.full((1, 1, 11, 11), 0.6), np.full((1, 1, 11, 11), 0.5)) == pytest.approx(20.0)
+    beyond = np.full((1, 1, 11, 11), 0.5)
+    beyond[0, 0, 0, 0] = 1.1  # of an edge, by bicubic resizing
+    assert 19 < compute("psnr", beyond.clip(0, 1) + 0.1, beyond) < 21
+    assert compute("psnr", np.ones((1, 1, 11, 11)), np.zeros((1, 1, 11, 11), np.uint8)) == pytest.approx(
+        48.13, abs=0.01
+    )
     assert compute("spearman", np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0])) == pytest.approx(0.5, abs=1e-6)
 
 

@@ -78,7 +78,8 @@ def _einsum(node: "onnx.NodeProto", shape: ShapeOf) -> int:
     for term, operand in zip(terms, map(shape, node.input), strict=True):
         before, dots, after = term.partition("...")
         hidden = [f".{index}" for index in range(len(operand) - len(before) - len(after))] if dots else []
-        sizes |= zip([*before, *reversed(hidden), *after], operand, strict=True)
+        for label, size in zip([*before, *reversed(hidden), *after], operand, strict=True):
+            sizes[label] = max(size, sizes.get(label, 0))  # 1 is repeated
     return prod(sizes.values())
 
 
@@ -115,7 +116,7 @@ def _recurrence(node: "onnx.NodeProto", shape: ShapeOf) -> int:
 
 _FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
     **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"), _convolution),
-    "ConvTranspose": _convolution,
+    **dict.fromkeys(("ConvTranspose", "DeformConv"), _convolution),
     **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "TransposeMatMul"), _matrix_product),
     **dict.fromkeys(("MatMulIntegerToFloat", "DynamicQuantizeMatMul"), _matrix_product),
     **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _matrix_product),
