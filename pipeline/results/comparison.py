@@ -236,7 +236,10 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
     sides = ((old, before.model.data), (other, after.model.data))
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         names = ((data or "unknown").partition(" (choice:")[0] for _, data in sides)  # they were judged on other rows
-        said = (f"{quality.metric} on {quality.basis} of {name} data" for (quality, _), name in zip(sides, names))
+        said = (
+            f"{quality.metric} on {quality.basis} of {name} data"
+            for (quality, _), name in zip(sides, names, strict=True)
+        )
         note = f"{' and '.join(said)} cannot be compared"
         return delta.model_copy(update={"comparable": False, "note": note})
     if old == other:
