@@ -110,8 +110,8 @@ class OnnxRuntime(Engine):
     replays_in: ClassVar[tuple[str, ...]] = ("bundle",)
     package_caution: ClassVar[str] = (
         "the package has the graph before ONNX Runtime's optimization; ONNX Runtime optimizes it again on the machine "
-        "that loads it, so its speed there may differ from the run's; loading it takes more memory than was measured, up to "
-        "the size of its weights more"
+        "that loads it, so its speed there may differ from the run's; loading it takes more memory than was measured, "
+        "by up to the size of its weights"
     )
     only_running: ClassVar[frozenset[str]] = frozenset({"tf32", "cuda_graphs", "session_options"})
 
