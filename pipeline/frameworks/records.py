@@ -47,6 +47,12 @@ class Coverage(BaseModel, frozen=True):
     The first part is the one that the engine is for. Empty where an engine has one part, or does not tell.
     """
 
+    @property
+    def work(self) -> dict[str, float]:
+        """Share of the multiply-adds by precision; of the number of products where sizes of some are not known."""
+        total = sum(self.products.values())
+        return {name: count / total for name, count in self.products.items()} if self.unknown_products else self.macs
+
     def share(self, precision: str) -> float:
         """Look up the share of multiply-adds in a precision."""
         return self.macs.get(precision, 0.0)

@@ -101,7 +101,7 @@ def _status(record: VariantRecord) -> str:
     if not record.shortfall:
         return record.status
     coverage = record.engine_coverage or record.coverage
-    shares = {} if coverage is None else coverage.weights if "weights" in record.precision else coverage.macs
+    shares = {} if coverage is None else coverage.weights if "weights" in record.precision else coverage.work
     return f"{record.status}, mostly {next(iter(shares), 'something else')}"
 
 

@@ -46,17 +46,17 @@ def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | 
     if layers and not by_weights and not layers.get(low):
         kernels = ", ".join(f"{count} {name}" for name, count in layers.items())
         return 0.0, f"none of its kernels reads {low} ({kernels}){_because(record, low, where)}"
-    if evidence is None or not (evidence.weights if by_weights else evidence.macs):
+    if evidence is None or not (shares := evidence.weights if by_weights else evidence.work):
         return None
-    shares = evidence.weights if by_weights else evidence.macs
     share = shares.get(low, 0.0)
     if share >= _ENOUGH:
         return None
     amount = "none" if not share else "less than 1 %" if share < 0.01 else f"only {format_percent(share)}"
-    verb = f"of the weights is stored in {low}" if by_weights else f"of the multiply-adds is computed in {low}"
+    counted = "products, some of unknown size," if evidence.unknown_products else "multiply-adds"
+    verb = f"of the weights is stored in {low}" if by_weights else f"of the {counted} is computed in {low}"
     rest = {name: other for name, other in shares.items() if name != low}
     left = format_shares(rest)
-    if not by_weights:  # such as fp32: Attention 30 %, LSTM 9 %
+    if not by_weights and not evidence.unknown_products:  # such as fp32: Attention 30 %, LSTM 9 %
         most = {precision: dict(list(evidence.operators[precision].items())[:_SHOWN]) for precision in rest}
         left = "; ".join(f"{precision}: {format_shares(shares)}" for precision, shares in most.items())
     return share, f"{amount} {verb}; the rest is {left}{_because(record, low, where)}"

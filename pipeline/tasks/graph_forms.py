@@ -90,7 +90,7 @@ class Sensitivity(Task):
                 name=group.name,
                 module=group.module,
                 kind=kinds[group.name],
-                macs=work.get(group.name, 0),
+                macs=work.get(group.name, group.parameters),  # of unknown size: one sample at least
                 sqnr_db=ratios.get(group.name),
                 reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
                 cause=causes[group.name][1] if group.name in causes else "",

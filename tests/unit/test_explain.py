@@ -54,6 +54,16 @@ def test_what_is_covered_is_left_alone() -> None:
     assert judge_precision(record("int8"), CPU) == record("int8"), "nothing is known of it"
 
 
+def test_products_of_unknown_size_are_judged_by_their_number() -> None:
+    """Such as those of experts, which are given as many rows as the data choose: only the others can be counted."""
+    most = coverage({"fp32": 1.0}).model_copy(update={"products": {"int8": 8, "fp32": 2}, "unknown_products": 8})
+    assert judge_precision(record("int8", engine_coverage=most), CPU).shortfall == ""
+    few = most.model_copy(update={"products": {"int8": 2, "fp32": 8}})
+    assert judge_precision(record("int8", engine_coverage=few), CPU).shortfall == (
+        "only 20 % of the products, some of unknown size, is computed in int8; the rest is fp32 80 %"
+    )
+
+
 def test_fp16_that_runs_in_fp32_is_failed_in_words() -> None:
     given = record("fp16", coverage=coverage({"fp16": 1.0}), engine_coverage=coverage({"fp32": 1.0}, casts=2))
     found = judge_precision(given, CPU)
