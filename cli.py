@@ -1,10 +1,13 @@
 """Run the command line: list the commands, and end with a message and an exit code. Nothing heavy is imported here."""
 
+import io
 import json
+import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -62,6 +65,7 @@ class _Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args
+        _prepare_output()
         try:
             result = super().main(args, **{**kwargs, "standalone_mode": False})
             sys.exit(result if isinstance(result, int) else 0)
@@ -93,6 +97,14 @@ class _Commands(click.Group):
             if flag not in own and owners and not set(owners) & set(re.findall(r"[\w-]+", remedy)):
                 said.append(f"{flag} is an option of {', '.join(owners)}")
         return f" ({'; '.join(said)})" if said else ""
+
+
+def _prepare_output() -> None:
+    """Have output that was closed go nowhere, and escape what the terminal's encoding lacks."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _list_options(command: click.Command) -> set[str]:

@@ -19,7 +19,7 @@ from enginesmith.pipeline.report.tables import (
 )
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.differences import device_kind
-from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.run import Run, VariantRecord, find_record
 from enginesmith.pipeline.system.machine import BUSY
 from enginesmith.pipeline.system.software import numbers
 from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms, name_some
@@ -115,7 +115,7 @@ def summarize(run: Run) -> str:
     """Sum up the run in one sentence."""
     if run.winner is None:
         return mark(run, f"No winner{'' if run.complete else ' yet'}: {shorten_reason(run.winner_reason, 300)}.")
-    record = next(record for record in run.records if record.id == run.winner)
+    record = find_record(run, run.winner)
     row = record.row(run.deciding_batch) or next((row for row in record.latency if row.p50_ms is not None), None)
     beside = _compare_with_reference(run)
     if row is None or record.id == run.baseline.id:

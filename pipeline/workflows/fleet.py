@@ -228,6 +228,9 @@ def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path |
     fleet = earlier_fleet.open_fleet(folder)
     before = earlier_fleet.open_fleet(baseline) if baseline else None
     entries = {entry.name: _judge(fleet, entry, demands_of, before) for entry in fleet.record.entries}
+    if before and not fleet.record.only:
+        gone = (entry for entry in before.record.entries if entry.name not in entries)
+        entries |= {entry.name: _tell_missing(fleet, entry, demands_of) for entry in gone}
     return FleetGate(fleet=str(folder), baseline=None if baseline is None else str(baseline), entries=entries)
 
 
@@ -241,6 +244,15 @@ def keep(folder: Path, target: Path) -> None:
     fleet = earlier_fleet.open_fleet(folder)
     winners = {entry.name: gates.stored_in(fleet.folder / str(entry.run), None) for entry in fleet.record.entries}
     gates.keep_fleet(fleet, {name: winner for name, winner in winners.items() if winner}, target)
+
+
+def _tell_missing(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands]) -> Gate:
+    """Report an entry that only the baseline has: what was judged with it is no longer."""
+    demands = demands_of(parsed({"model": entry.source}))
+    text = "the baseline has this entry, and the fleet does not"
+    check = GateCheck(name="status", against="baseline", state="unjudged", required=demands.strict, text=text)
+    where = str(fleet.folder / RUNS / entry.name)
+    return Gate(run=where, variant=None, tolerance=demands.tolerance, verdicts=(check,))
 
 
 def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands], before: Earlier | None) -> Gate:

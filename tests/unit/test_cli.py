@@ -230,3 +230,9 @@ def test_labels_that_are_given_twice_are_all_used(given: list[str], labels: str 
 def test_lists_with_commas_that_are_given_twice_are_joined(flag: str, field: str) -> None:
     context = cli.main.commands["optimize"].make_context("optimize", ["net.onnx", flag, "8", f"{flag}=1,4"])
     assert context.params[field.replace(".", "__")] == "8,1,4"
+
+
+def test_output_that_the_encoding_lacks_is_escaped() -> None:
+    command = [sys.executable, "-m", "enginesmith.cli", "models"]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert (ended.returncode, b"\\u" in ended.stdout or b"\\x" in ended.stdout) == (0, True), ended.stderr

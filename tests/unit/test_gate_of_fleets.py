@@ -117,6 +117,22 @@ def test_a_baseline_is_a_fleet(make_fleet: Make) -> None:
     assert len(records.read(Path("base")).entries) == 6
 
 
+@pytest.mark.parametrize(("changes", "options", "code"), [
+    ({}, (), 0), ({}, ("--strict",), 3), ({"only": ("digits@*",)}, ("--strict",), 0)
+])  # fmt: skip
+def test_an_entry_of_the_baseline_that_is_gone_is_told(
+    make_fleet: Make, changes: dict[str, Any], options: tuple[str, ...], code: int
+) -> None:
+    make_fleet("base")
+    make_fleet("after", models={"digits": {}})
+    path = Path("after", "fleet.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    exit_code, text = said("gate", "after", "--baseline", "base", "--no-measure", "--any-machine", *options)
+    told = [line for line in text.splitlines() if "the baseline has this entry, and the fleet does not" in line]
+    assert [line.split(": ")[1] for line in told] == ([] if changes else ["lenet@cpu", "lenet@edge"])
+    assert exit_code == code
+
+
 def test_whose_measurement_it_is_is_told(make_fleet: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_fleet("fleet")
     heard: list[str] = []
