@@ -102,7 +102,7 @@ class _Commands(click.Group):
 def _prepare_output() -> None:
     """Have output that was closed go nowhere, and escape what the terminal's encoding lacks."""
     if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for all that is printed
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

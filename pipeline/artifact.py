@@ -119,6 +119,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def has_content(path: Path, sha256: str) -> bool:
+    """Tell whether a file is there, with these bytes."""
+    return path.is_file() and file_digest(path) == sha256
+
+
 def folder_digest(digests: Mapping[str, str]) -> str:
     """Compute one digest for files by relative name → their own digest."""
     return json_digest(sorted(digests.items()))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from enginesmith.pipeline.artifact import has_files
+from enginesmith.pipeline.artifact import has_content, has_files
 from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class, environment
 from enginesmith.pipeline.errors import (
     LATE,
@@ -547,6 +547,8 @@ def is_finished(run: Run, folder: Path) -> bool:
     older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
+    vectors = {record.test_vector for record in built if record.test_vector}
+    whole = whole and all(has_content(folder / vector.path, vector.sha256) for vector in vectors)
     late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
     late = late or runs.needs_another_race(run)

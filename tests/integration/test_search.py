@@ -39,6 +39,11 @@ def test_variants_race_and_the_fastest_are_measured_in_full(tmp_path: Path) -> N
     again = optimize(make(_RECIPE), tmp_path / "again", settings)
     assert all(step.cached for step in again.steps if step.status == "done")
     assert again.winner == run.winner
+    vector = tmp_path / "again" / "test_vector.npz"
+    vector.unlink()
+    assert not is_finished(again, tmp_path / "again")
+    resume(tmp_path / "again", settings)
+    assert vector.is_file()
 
 
 def test_what_cannot_pay_is_not_made(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from enginesmith.calibration.options import AS_FOUND
-from enginesmith.pipeline.artifact import MANIFEST_NAMES, file_digest, files_below, has_files
+from enginesmith.pipeline.artifact import MANIFEST_NAMES, files_below, has_content, has_files
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
@@ -154,7 +154,7 @@ def check_engine_file(folder: Path, kept: StoredArtifact) -> None:
 def check_vector(folder: Path, kept: StoredArtifact) -> Path:
     """Give the path of a run's test vector; ModelError if it is not what the run made."""
     path = folder / kept.path
-    if not path.is_file() or file_digest(path) != kept.sha256:
+    if not has_content(path, kept.sha256):
         again = f"run `enginesmith resume {folder}`, which makes it again"
         raise ModelError(f"{path} is missing, or not what the run made", again)
     return path
