@@ -172,6 +172,22 @@ def test_on_cuda_a_build_needs_the_headers_of_the_cuda_toolkit(tmp_path: Path, m
     assert AOTInductor.buildable(CPU).ok
 
 
+@pytest.mark.parametrize(("divisor", "told"), [(2, True), (1, False)])
+def test_sizes_that_a_module_decides_by_are_named(
+    divisor: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(program: Any, path: Path, device: Device) -> None:
+        path.touch()
+
+    monkeypatch.setattr(aotinductor, "_compile", write)
+    monkeypatch.setattr(aotinductor, "audit_package", lambda path: aotinductor.audit_code([], []))
+    artifact = save(tmp_path, f"self.layer(x) if x.shape[0] % {divisor} == 0 else 2 * self.layer(x)")
+    effect = AOTInductor().build(BuildRequest(artifact, tmp_path, CPU))
+    engine = Artifact(kind="engine", path=tmp_path / effect.file, sha256="", bytes=0)
+    words = "the program is right only where (batch % 2) == 0: with batch = 1, the module answers otherwise"
+    assert AOTInductor().facts(engine).cautions == ((words,) if told else ())
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_weights_on_cuda_come_from_the_allocator_that_limits_hold(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

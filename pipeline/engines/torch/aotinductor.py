@@ -72,6 +72,7 @@ class Record(BaseModel, frozen=True):
     target: str  # the kind of GPU: sm86; empty on the CPU
     threads: int  # that each kernel of Inductor's takes
     audit: Audit
+    cautions: tuple[str, ...] = ()  # sizes at which its answers are wrong
 
     def check(self, path: Path, device: Device) -> None:
         """Insist that a package is the one described (else ModelError) and runs here (else MissingCapability)."""
@@ -226,6 +227,7 @@ class AOTInductor(Engine):
         """
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
         from enginesmith.pipeline.passes.export.export import capture_program
+        from enginesmith.pipeline.passes.export.sizes import describe_other_sizes
 
         device = request.device
         self.require(device)
@@ -235,11 +237,13 @@ class AOTInductor(Engine):
         loaded = self._cast(load_artifact(request.artifact), device)
         request.progress("capturing the program with torch.export")
         program = capture_program(loaded)
+        others = describe_other_sizes(program, loaded)
         request.progress("compiling with AOTInductor")
         _compile(program, request.out / _PACKAGE, device)
         audit = audit_package(request.out / _PACKAGE)
         sha256, threads = file_digest(request.out / _PACKAGE), device.full_thread_count
-        record = Record(sha256=sha256, threads=threads, audit=audit, **describe_machine(device))
+        cautions = (f"the program is {others}",) if others else ()
+        record = Record(sha256=sha256, threads=threads, audit=audit, cautions=cautions, **describe_machine(device))
         (request.out / _RECORD).write_text(record.model_dump_json(indent=1))
         calls = sum(audit.operators.values()) + len(audit.dispatched)
         summary = f"{audit.fused} calls of fused kernels, {calls} of PyTorch's own"
@@ -260,8 +264,9 @@ class AOTInductor(Engine):
         return None if self.dtype == "float32" else getattr(torch, self.dtype)
 
     def facts(self, artifact: Artifact) -> EngineFacts:
-        audit = read_record(artifact.folder).audit
-        return EngineFacts(layers=audit.layers, weights_bytes=audit.weights_bytes)
+        record = read_record(artifact.folder)
+        audit = record.audit
+        return EngineFacts(layers=audit.layers, weights_bytes=audit.weights_bytes, cautions=record.cautions)
 
     def load(self, artifact: Artifact, device: Device) -> "EagerSession":
         """Open the package, if its record says that it is the one, and runs here."""

@@ -232,7 +232,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         progress("looking for sizes that the module decides by")
         with contextlib.suppress(ExportError):  # torch.onnx drops the guards, so that it is captured again
             others = describe_other_sizes(capture_program(loaded), loaded)
-    return program.model, [others] if others else []
+    return program.model, [f"the graph is {others}"] if others else []
 
 
 def _round_folded_weights(model: "ir.Model") -> None:

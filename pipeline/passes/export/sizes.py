@@ -47,7 +47,7 @@ def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> s
                 continue
             trials += 1
             if _differ(program, loaded, sizes):
-                return f"the graph is right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+                return f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
     return ""
 
 
