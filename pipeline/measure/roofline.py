@@ -162,6 +162,8 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
     if "fp32" in flops and arithmetic != "fp32":
         flops[arithmetic] = flops.pop("fp32") + flops.get(arithmetic, 0)
     reasons = {}
+    if any(node.op_type == "If" for node in seen.nodes.values()):
+        reasons["flops"] = "both branches of If are counted, and one of them runs"
     if covered.unknown_products:
         reasons["flops"] = f"{covered.unknown_products} products of unknown size are left out"
     least, unknown = _count_least_bytes(path, seen, _HALF.get(arithmetic, "float32"))

@@ -173,7 +173,7 @@ def _format_value(number: MetricDelta, value: float | None, *, signed: bool = Fa
 
 
 def _format_difference(number: MetricDelta) -> str:
-    if number.before is None or number.after is None:
+    if number.before is None or number.after is None or not number.comparable:
         return "–"
     ends = [] if number.low == number.high else [end for end in (number.low, number.high) if end is not None]
     said, *shown = (_format_value(number, value, signed=True) for value in (number.after - number.before, *ends))

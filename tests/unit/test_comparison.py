@@ -302,3 +302,15 @@ def test_warnings_of_runs_are_said_once_and_a_trifle_of_size_is_no_headline() ->
     assert text.count("it is busy") == text.count("- caution: run0: it is busy: 1.5 on 2") == 1
     assert "a larger size" not in text
     assert "| size | 1000 B | 1002 B | +2 B | a larger |" in text
+
+
+def test_drops_of_other_data_have_no_difference() -> None:
+    """The data that the model record names is the part that trials were judged by."""
+    first, second = (
+        run(variant(row(1.0, 2.0)), model=FIRST.model.model_copy(update={"data": f"{name} (choice: 9 of 30)"}))
+        for name in ("a.npz", "b.npz")
+    )
+    (own,) = (each for each in pair(first, second).variants if each.id == ENGINE)
+    (drop,) = (number for number in own.numbers if number.name == "drop")
+    assert rendering._format_difference(drop) == "–"
+    assert drop.note == "top1 on 100 samples of a.npz data and top1 on 100 samples of b.npz data cannot be compared"
