@@ -230,14 +230,9 @@ class LoadedModel:
 
     def as_module(self, eager: "nn.Module | None" = None) -> "nn.Module":
         """Make a torch module that calls this model; shapes that it does not take go to ``eager``, if given."""
-        import torch
-
         from enginesmith.pipeline.frameworks.torch.module import Replacement
 
-        call: Any = self
-        if self._stored.candidate.engine.consumes == "torch":  # torch.compile around it would go through it
-            call = torch.compiler.disable(self)  # type: ignore[no-untyped-call]
-        return Replacement(call, eager, self.device)
+        return Replacement(self, eager, self.device, opaque=self._stored.candidate.engine.consumes == "torch")
 
     def close(self) -> None:
         """Free the engine once calls that have begun are done; later calls raise UsageError."""

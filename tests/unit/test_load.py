@@ -19,7 +19,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import FidelityError, ShapeError, SignatureError, UsageError
-from enginesmith.pipeline.frameworks.torch.module import describe_structure
+from enginesmith.pipeline.frameworks.torch.module import Replacement, describe_structure
 from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
@@ -284,3 +284,16 @@ def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path)
     np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X})
     with pytest.raises(FidelityError, match="does not answer its test vector: output 'y'"):
         opened("y").check()
+
+
+def test_a_module_of_an_engine_that_runs_one_is_pickled_and_not_compiled_again() -> None:
+    module = Replacement(len, opaque=True)
+    again = pickle.loads(pickle.dumps(module))
+    seen: list[Any] = []
+    backend = lambda graph, inputs: (seen.append(graph), graph.forward)[1]  # noqa: E731
+    compiled = torch.compile(torch.nn.Sequential(Replacement(torch.sin, opaque=True), torch.nn.Tanh()), backend=backend)
+    x = torch.ones(3)
+    assert torch.equal(compiled(x), x.sin().tanh())
+    assert again("four") == 4
+    calls = [node.target for graph in seen for node in graph.graph.nodes if node.op == "call_function"]
+    assert torch.sin not in calls

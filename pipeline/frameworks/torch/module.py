@@ -103,14 +103,27 @@ class NamedForward(nn.Module):
 class Replacement(nn.Module):
     """Call a loaded engine as a module; what it does not take for its shape goes to the original, if that is there."""
 
-    def __init__(self, model: Callable[..., Any], eager: nn.Module | None = None, device: object = "cpu") -> None:
-        """``eager`` is the original, which is put into evaluation mode; ``device`` is the engine's."""
+    def __init__(
+        self, model: Callable[..., Any], eager: nn.Module | None = None, device: object = "cpu", *, opaque: bool = False
+    ) -> None:
+        """``eager`` is the original, which is put into evaluation mode; ``device`` is the engine's.
+
+        An ``opaque`` engine runs a module itself, through which ``torch.compile`` around this one would go.
+        """
         super().__init__()
+        self._opaque, self._call = opaque, _choose_call(opaque=opaque)
         place = str(device) if torch.cuda.is_available() else "cpu"
         self.model, self.original, self._place = model, eager, torch.empty(0, device=place)
         self.fallbacks = 0
         """Calls that the original answered."""
         self.eval()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what cannot be pickled."""
+        return {name: value for name, value in self.__dict__.items() if name != "_call"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"_call": _choose_call(opaque=state["_opaque"])})  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode, as an engine does: what it is part of may be trained around it."""
@@ -138,7 +151,7 @@ class Replacement(nn.Module):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Run the engine; count the calls that it leaves to the original, and warn of the first."""
         try:
-            return self.model(*arguments, **named)
+            return self._call(self.model, arguments, named)
         except ShapeError as error:
             if self.original is None:
                 raise
@@ -150,6 +163,15 @@ class Replacement(nn.Module):
                 warnings.warn(f"{told}; further such calls are counted (fallbacks) and not told", stacklevel=2)
         with torch.no_grad():
             return self.original(*arguments, **named)
+
+
+def _call(model: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    return model(*arguments, **named)
+
+
+def _choose_call(*, opaque: bool) -> Callable[..., Any]:
+    """Choose how an engine is called: if it is opaque, by a function that ``torch.compile`` does not look into."""
+    return torch.compiler.disable(_call) if opaque else _call  # type: ignore[no-untyped-call]
 
 
 _counting = threading.Lock()

@@ -96,8 +96,8 @@ def _sum_process_group(group: int) -> int:
 
 _HEADER = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)\n?")
 _ELF = b"\x7fELF"
-_COMPILED_MODELS = "/data/aotinductor/"
-"""Folder of a package of AOTInductor in which its models are."""
+_COMPILED_MODEL = ".wrapper.so"
+"""End of the name of what torch's compiler ahead of time makes of a model."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_FROM_BYTES = 128 * 1024
 _RESET_HIGH_WATER = "5"
@@ -235,7 +235,7 @@ def parse_smaps(lines: Iterable[str]) -> Resident:
 @functools.cache
 def _is_library(path: str) -> bool:
     """Tell whether a file is a library; the shared object of a model that AOTInductor compiled has its weights."""
-    if _COMPILED_MODELS in path:
+    if path.endswith(_COMPILED_MODEL):
         return False
     if ".so" in Path(path).name:
         return True
