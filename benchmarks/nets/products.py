@@ -30,6 +30,19 @@ class Branches(nn.Module):
         return torch.cat([x @ weight for weight in self.weights], dim=1)
 
 
+class Lookup(nn.Module):
+    """Rows of an embedding, of which a call reads few. ``x``: [batch], int64."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(width * depth, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape [batch, width]."""
+        rows: Tensor = self.table(x)
+        return rows
+
+
 def chain(width: int, depth: int) -> tuple[nn.Module, Tensor]:
     """A factory: ``products.py:chain(width=1024,depth=8)``."""
     return Chain(width, depth), torch.randn(2, width)
@@ -38,3 +51,8 @@ def chain(width: int, depth: int) -> tuple[nn.Module, Tensor]:
 def branches(width: int, depth: int) -> tuple[nn.Module, Tensor]:
     """A factory: ``products.py:branches(width=512,depth=8)``."""
     return Branches(width, depth), torch.randn(2, width)
+
+
+def lookup(width: int, depth: int) -> tuple[nn.Module, Tensor]:
+    """A factory: ``products.py:lookup(width=256,depth=256)``."""
+    return Lookup(width, depth), torch.zeros(2, dtype=torch.int64)
