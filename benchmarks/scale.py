@@ -47,7 +47,8 @@ from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.recipe.fleet import read
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import Done
-from enginesmith.pipeline.workflows.optimize import RunRequest, optimize_all
+from enginesmith.pipeline.workflows.optimize import optimize_all
+from enginesmith.pipeline.workflows.request import RunRequest
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 _WIDTH = 100

@@ -27,7 +27,7 @@ from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, F
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
 from enginesmith.pipeline.workflows import optimize as job
-from enginesmith.pipeline.workflows.optimize import RunRequest
+from enginesmith.pipeline.workflows.request import RunRequest, is_finished
 from enginesmith.pipeline.workflows.run_directory import lock_folder
 
 
@@ -99,7 +99,7 @@ def _is_finished(record: FleetRecord, out: Path) -> bool:
         return False
     ended = all(entry.run and entry.status in ("done", "breached") for entry in record.entries)
     folders = (out / str(entry.run) for entry in record.entries)
-    return ended and all(job.is_finished(runs.read(folder), folder) for folder in folders)
+    return ended and all(is_finished(runs.read(folder), folder) for folder in folders)
 
 
 _PARTS = {

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from enginesmith.pipeline.artifact import has_content, has_files
 from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class, environment
 from enginesmith.pipeline.errors import (
     LATE,
@@ -30,27 +29,31 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.quality import explain_few_samples
-from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
 from enginesmith.pipeline.planning.race import race_again, searching_seconds
 from enginesmith.pipeline.planning.single_stages import EXPORT
-from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
-from enginesmith.pipeline.recipe.recipe import LEAST_SECONDS
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import explain_end
-from enginesmith.pipeline.results.differences import compare_devices
-from enginesmith.pipeline.results.run import Run, VariantRecord, Workaround, remove_workarounds
+from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
-from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.tasks.race import Race
 from enginesmith.pipeline.units import format_seconds
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
 from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
+from enginesmith.pipeline.workflows.request import (
+    RunRequest,
+    is_finished,
+    list_dropped,
+    list_kept,
+    read_earlier_search,
+    request_again,
+    restore_workarounds,
+)
 from enginesmith.pipeline.workflows.run_directory import (
     RunDirectory,
     claim_run_directory,
@@ -63,41 +66,6 @@ from enginesmith.pipeline.workflows.run_directory import (
 
 _MOST_ROUNDS = 8
 """Times that runs are carried out, each time without what was found wrong before."""
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """Request a run: its recipe, its run directory, and the machines of which target do it."""
-
-    name: str
-    """Unlike that of any other run."""
-    recipe: Recipe
-    out: Path
-    place: Place | None = None
-    """None stands for a machine that has the recipe's device."""
-    fleet: Path | None = None
-    """Folder of the fleet that the run is part of, if any: remedies then name it to resume, and not the run."""
-    source: Source | None = None
-    """The recipe's model, where it is resolved already."""
-    replace: bool = False
-    """True where an earlier run in ``out`` is moved out of the way."""
-    workarounds: tuple[Workaround, ...] = ()
-    """Workarounds whose options are in the recipe."""
-    seconds: float | None = None
-    """Time that is left, where the recipe limits it; None for all of it."""
-
-    @property
-    def requested_recipe(self) -> Recipe:
-        """Return the recipe as people gave it."""
-        return remove_workarounds(self.recipe, self.workarounds)
-
-    def resolved(self) -> ResolvedRecipe:
-        """Resolve the recipe's model, unless that has been done.
-
-        Raises:
-            SourceError: as in :func:`resolve_recipe`.
-        """
-        return ResolvedRecipe(self.recipe, self.source) if self.source else resolve_recipe(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -175,10 +143,10 @@ class OptimizeJob:
         self._environment = environment()
         for index, request in enumerate(requests):
             with self._record_errors(request):
-                request = self._requests[index] = _restore_workarounds(request)
-                planned = plan(request.resolved(), here=settings.executor == "local", kept=_list_kept(request))
-                if settings.reuse and (earlier := _read_earlier_search(request)):
-                    dropped = _list_dropped(earlier, self._environment)
+                request = self._requests[index] = restore_workarounds(request)
+                planned = plan(request.resolved(), here=settings.executor == "local", kept=list_kept(request))
+                if settings.reuse and (earlier := read_earlier_search(request)):
+                    dropped = list_dropped(earlier, self._environment)
                     planned = race_again(planned, dropped, runs.find_late_failures(earlier))
                 if request.place is None and settings.executor == "local":
                     begin_on(planned.baseline.device, request.recipe, settings.listener, planned.steps[0])
@@ -350,20 +318,6 @@ def _limit_time(requests: Sequence[RunRequest], instead: float | None) -> tuple[
     return sum(filter(None, times)), sum(map(searching_seconds, recipes))
 
 
-def _restore_workarounds(request: RunRequest) -> RunRequest:
-    """Begin with the workarounds that an earlier run of the same recipe found, if its folder has one."""
-    if request.workarounds or not (request.out / "run.json").exists():
-        return request
-    try:
-        before = runs.read(request.out)
-    except UsageError:  # with ``replace``, it is moved away; else its folder cannot be claimed
-        return request
-    same = request.recipe in (before.recipe, before.requested_recipe)
-    if not before.workarounds or not same or (request.replace and before.complete):
-        return request
-    return replace(request, recipe=before.recipe, workarounds=before.workarounds)
-
-
 def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:
     """Carry out requests, and again where engines were wrong: with the options that mend them, else without them.
 
@@ -379,33 +333,11 @@ def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str
         results |= {request.name: result for request, result in zip(requests, job.run(), strict=True)}
         spent = time.monotonic() - begun
         settings = replace(settings, reuse=True)  # what has just been made
-        again = (_request_again(request, results[request.name].run, spent, limit) for request in requests)
+        again = (request_again(request, results[request.name].run, spent, limit) for request in requests)
         requests = [request for request in again if request]
         if not requests or (limit is not None and limit < 2 * spent):
             break
     return results
-
-
-def _request_again(
-    request: RunRequest, run: Run | None, spent: float, instead: float | None = None
-) -> RunRequest | None:
-    """Request a run again with the options that mend wrong engines, or with a race in which they drop nobody.
-
-    It is None without a reason, or without the time for it. ``instead`` is the time that this process was given, where
-    that is not the recipe's.
-    """
-    found = runs.find_workarounds(run) if run and run.complete else []
-    if run is None or not (found or runs.needs_another_race(run)):
-        return None
-    recipe, left = run.recipe, None
-    if recipe.time_seconds is not None:
-        left = (recipe.time_seconds if instead is None else instead) - spent
-        if left < max(spent if found else 0.0, LEAST_SECONDS):  # with other options, it takes about as long again
-            return None
-    for workaround in found:
-        recipe = recipe.with_option(workaround.option)
-    workarounds = (*run.workarounds, *found)
-    return replace(request, recipe=recipe, workarounds=workarounds, seconds=left, replace=False)
 
 
 def _explain_few_samples(recipe: Recipe, new: Outcomes) -> str:
@@ -413,44 +345,6 @@ def _explain_few_samples(recipe: Recipe, new: Outcomes) -> str:
     reference = new[REFERENCE].artifact if REFERENCE in new else None
     parts = samples.read(reference.folder).parts if reference else {}
     return explain_few_samples(parts, recipe.required_metric, recipe.budgets.max_drop)
-
-
-def _list_kept(request: RunRequest) -> list[str]:
-    """List the variants of an earlier state of a run that a race must not drop: those with results in full.
-
-    Where nothing is left to be tried again, they are those of the race that was run last, which is then found in the
-    store.
-    """
-    if (run := _read_earlier_search(request)) is None:
-        return []
-    again = runs.needs_another_race(run) or any(record.untried for record in run.requested)
-    again = again or any(step.status == "failed" for step in run.steps)
-    measured = (record for record in run.requested if record.status == "measured")
-    return [record.id for record in measured if again or any(row.kept for row in record.race)]
-
-
-def _list_dropped(run: Run, machine: Environment) -> list[RaceRow]:
-    """List the rows with which engines dropped out of a race on such a machine.
-
-    There are none where that may have been for a variant that has failed since.
-    """
-    if not _is_of_machine(run, machine) or runs.needs_another_race(run):
-        return []
-    return [row for record in run.requested for row in record.race if row.dropped and row.engine_sha256]
-
-
-def _read_earlier_search(request: RunRequest) -> Run | None:
-    """Read an earlier state of a run that races variants, if there is one that is continued."""
-    if not request.recipe.races or request.replace or not (request.out / "run.json").exists():
-        return None
-    run = runs.read(request.out)
-    return run if run.recipe == request.recipe else None
-
-
-def _is_of_machine(run: Run, machine: Environment) -> bool:
-    """Tell whether a run was made on a machine like this one, with the same versions of all packages."""
-    here = run.model_copy(update={"environment": machine.model_dump(mode="json")})
-    return not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
 
 
 def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None = None) -> EnginesmithError | None:
@@ -531,28 +425,6 @@ def optimize(
 
 NOTHING_LEFT = "nothing is left to do: {} is finished; --no-cache does every step again"
 """Said by ``resume`` of a finished folder."""
-
-
-def is_finished(run: Run, folder: Path) -> bool:
-    """Tell whether nothing is left to do on this machine, with its versions.
-
-    Not to fit below a limit is a result. So is the failure of a variant that nobody asked for.
-    """
-    rows = [row for record in (run.baseline, *run.requested) for row in record.latency]
-    beside = tuple(f"-{record.id}" for record in run.variants if record.reference)
-    failed = any(step.status == "failed" and not step.id.endswith(beside) for step in run.steps) or any(
-        row.failure and not (row.oom and row.oom.limit_bytes) for row in rows
-    )
-    built = [record for record in run.variants if record.artifact]
-    older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
-    files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
-    whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
-    vectors = {record.test_vector for record in built if record.test_vector}
-    whole = whole and all(has_content(folder / vector.path, vector.sha256) for vector in vectors)
-    late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
-    cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
-    late = late or runs.needs_another_race(run)
-    return run.complete and _is_of_machine(run, environment()) and not (failed or older or late or cut) and whole
 
 
 def resume(

@@ -7,7 +7,8 @@ import pytest
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning import race
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.workflows.optimize import is_finished, optimize, resume
+from enginesmith.pipeline.workflows.optimize import optimize, resume
+from enginesmith.pipeline.workflows.request import is_finished
 
 pytestmark = pytest.mark.thorough
 _RECIPE = {

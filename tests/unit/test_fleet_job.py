@@ -16,8 +16,10 @@ from enginesmith.pipeline.recipe.fleet import Entry, Place
 from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.workflows import fleet as workflow
 from enginesmith.pipeline.workflows import optimize
-from enginesmith.pipeline.workflows.optimize import RunRequest, RunResult
+from enginesmith.pipeline.workflows.optimize import RunResult
+from enginesmith.pipeline.workflows.request import RunRequest
 
 FLEET = "models: {digits: {}, lenet: {}}\ntargets: {cpu: {}, edge: {resources: {edge: 1}}}\n"
 OPTIMIZE_ALL = optimize.optimize_all
@@ -211,10 +213,10 @@ def test_an_interrupted_fleet_goes_on_where_it_was_begun(jobs: Jobs, monkeypatch
 
 def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet("--out", "runs/a")
-    monkeypatch.setattr(optimize, "is_finished", lambda run, folder: folder.name != "lenet@edge")
+    monkeypatch.setattr(workflow, "is_finished", lambda run, folder: folder.name != "lenet@edge")
     assert CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"]).exit_code == 0
     assert len(jobs.asked) == 2, "one entry is not finished"
-    monkeypatch.setattr(optimize, "is_finished", lambda run, folder: True)
+    monkeypatch.setattr(workflow, "is_finished", lambda run, folder: True)
     before = {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
     done = CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
     assert (done.exit_code, len(jobs.asked)) == (0, 2)

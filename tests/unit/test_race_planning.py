@@ -25,7 +25,8 @@ from enginesmith.pipeline.system.device import Availability
 from enginesmith.pipeline.tasks.measure import Quality
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
 from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, STAY, Race
-from enginesmith.pipeline.workflows.optimize import RunRequest, _ActiveRun
+from enginesmith.pipeline.workflows.optimize import _ActiveRun
+from enginesmith.pipeline.workflows.request import RunRequest
 
 
 @pytest.fixture(autouse=True)

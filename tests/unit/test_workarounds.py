@@ -16,17 +16,15 @@ from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
 from enginesmith.pipeline.tasks.race import Race
 from enginesmith.pipeline.units import AddedOption
-from enginesmith.pipeline.workflows.optimize import (
-    OptimizeJob,
+from enginesmith.pipeline.workflows.optimize import OptimizeJob, _limit_time, _why_unusable
+from enginesmith.pipeline.workflows.request import (
     RunRequest,
-    _limit_time,
-    _list_dropped,
-    _list_kept,
-    _read_earlier_search,
-    _request_again,
-    _restore_workarounds,
-    _why_unusable,
     is_finished,
+    list_dropped,
+    list_kept,
+    read_earlier_search,
+    request_again,
+    restore_workarounds,
 )
 from enginesmith.pipeline.workflows.run_directory import claim_run_directory
 from runs import small, variant
@@ -83,20 +81,20 @@ def test_each_option_that_the_recipe_lacks_is_found_once() -> None:
 def test_a_run_is_requested_again_where_there_is_time(tmp_path: Path) -> None:
     request = RunRequest("demo", RECIPE, tmp_path, replace=True)
     run = run_of(wrong("a", without("DivMulFusion")))
-    again = _request_again(request, run, spent=1000.0)
+    again = request_again(request, run, spent=1000.0)
     assert again
     assert again.recipe.onnxruntime.disabled_optimizers == ("PadFusion", "DivMulFusion")
     assert (again.requested_recipe, again.replace, again.seconds) == (RECIPE, False, None)
-    assert _request_again(request, None, spent=1.0) is None
-    assert _request_again(request, run_of(wrong("a", None)), spent=1.0) is None
-    assert _request_again(request, run.model_copy(update={"complete": False}), spent=1.0) is None
+    assert request_again(request, None, spent=1.0) is None
+    assert request_again(request, run_of(wrong("a", None)), spent=1.0) is None
+    assert request_again(request, run.model_copy(update={"complete": False}), spent=1.0) is None
     limited = run.model_copy(update={"recipe": RECIPE.model_copy(update={"time_seconds": 100.0})})
-    left = _request_again(request, limited, spent=40.0)
+    left = request_again(request, limited, spent=40.0)
     assert left
     assert left.seconds == 60.0
     assert left.recipe.time_seconds == 100.0
-    assert _request_again(request, limited, spent=51.0) is None
-    longer = _request_again(request, limited, spent=120.0, instead=300.0)  # resume --time
+    assert request_again(request, limited, spent=51.0) is None
+    longer = request_again(request, limited, spent=120.0, instead=300.0)  # resume --time
     assert longer
     assert longer.seconds == 180.0
 
@@ -109,7 +107,7 @@ def test_what_was_measured_stays_in_a_race_that_is_run_again(tmp_path: Path, cau
     ended = "failed" if cause == "failed" else "done"
     step = StepRecord(id="build-b", status=ended, cached=False, seconds=None, effect="")
     runs.write(run_of(variant("a"), other, recipe=recipe).model_copy(update={"steps": (step,)}), tmp_path)
-    assert _list_kept(RunRequest("demo", recipe, tmp_path)) == kept
+    assert list_kept(RunRequest("demo", recipe, tmp_path)) == kept
 
 
 def test_what_dropped_out_of_a_race_is_left_out_on_the_same_machine_alone(tmp_path: Path) -> None:
@@ -120,12 +118,12 @@ def test_what_dropped_out_of_a_race_is_left_out_on_the_same_machine_alone(tmp_pa
     others = (variant("b", status="skipped", race=(row,)), variant("c", status="skipped", race=(unmade,)))
     run = run_of(variant("a"), *others, recipe=recipe)
     runs.write(run.model_copy(update={"environment": here.model_dump(mode="json")}), tmp_path)
-    earlier = _read_earlier_search(request)
+    earlier = read_earlier_search(request)
     assert earlier
-    assert _list_dropped(earlier, here) == [row]
-    assert _list_dropped(earlier, here.model_copy(update={"processor": "another"})) == []
-    assert _read_earlier_search(replace(request, replace=True)) is None
-    assert _read_earlier_search(replace(request, recipe=RECIPE)) is None
+    assert list_dropped(earlier, here) == [row]
+    assert list_dropped(earlier, here.model_copy(update={"processor": "another"})) == []
+    assert read_earlier_search(replace(request, replace=True)) is None
+    assert read_earlier_search(replace(request, recipe=RECIPE)) is None
     for reuse, earlier in ((True, (row,)), (False, ())):
         job = OptimizeJob([request], Settings(store=tmp_path / "store", reuse=reuse))
         races = {step.id: step.task.earlier for step in job._plans["demo"].steps if isinstance(step.task, Race)}
@@ -144,11 +142,11 @@ def test_what_was_dropped_for_a_variant_that_is_wrong_is_tried_after_all(tmp_pat
     runs.write(run, tmp_path)
     request = RunRequest("demo", recipe, tmp_path)
     assert runs.find_late_failures(run) == {"a": "engine"}
-    assert (_list_kept(request), _list_dropped(run, environment()), is_finished(run, tmp_path)) == (["c"], [], False)
-    again = _request_again(request, run, spent=69.0)
+    assert (list_kept(request), list_dropped(run, environment()), is_finished(run, tmp_path)) == (["c"], [], False)
+    again = request_again(request, run, spent=69.0)
     assert again
     assert (again.recipe, again.seconds) == (recipe, 31.0)
-    assert _request_again(request, run, spent=71.0) is None
+    assert request_again(request, run, spent=71.0) is None
     job = OptimizeJob([again], Settings(store=tmp_path / "store"))
     assert {step.task.failed for step in job._plans["demo"].steps if isinstance(step.task, Race)} == {("a",)}
     error = _why_unusable(run_of(late, *others[:1]), {}, "enginesmith resume run")
@@ -159,10 +157,10 @@ def test_what_was_dropped_for_a_variant_that_is_wrong_is_tried_after_all(tmp_pat
     kept = (RaceRow(variant="a", lap=0, kept=True),)
     second = run.model_copy(update={"variants": (late.model_copy(update={"race": kept}), *others)})
     assert runs.find_late_failures(second) == {"a": "engine"}
-    assert _request_again(request, second, spent=1.0) is None
-    assert _list_dropped(second, environment()) == [dropped]
+    assert request_again(request, second, spent=1.0) is None
+    assert list_dropped(second, environment()) == [dropped]
     nobody = run.model_copy(update={"variants": (late, variant("c"))})
-    assert _request_again(request, nobody, spent=1.0) is None
+    assert request_again(request, nobody, spent=1.0) is None
 
 
 def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> None:
@@ -222,16 +220,16 @@ def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> No
     with claim_run_directory(tmp_path, RECIPE):
         pass
     for recipe in (RECIPE, mended.recipe):  # the same command again, and `resume`
-        restored = _restore_workarounds(RunRequest("demo", recipe, tmp_path))
+        restored = restore_workarounds(RunRequest("demo", recipe, tmp_path))
         assert (restored.recipe, restored.workarounds) == (mended.recipe, (found,))
     for other in (
         RunRequest("demo", RECIPE.with_option(without("X")), tmp_path),
         RunRequest("demo", RECIPE, tmp_path, replace=True),
     ):
-        assert _restore_workarounds(other) == other
+        assert restore_workarounds(other) == other
     (tmp_path / "run.json").write_text("damaged")
     unreadable = RunRequest("demo", RECIPE, tmp_path, replace=True)
-    assert _restore_workarounds(unreadable) == unreadable, "it is moved away"
+    assert restore_workarounds(unreadable) == unreadable, "it is moved away"
 
 
 def test_a_search_whose_time_was_over_tells_why_other_variants_failed() -> None:
