@@ -177,6 +177,12 @@ def paired_ratio(baseline: Launches, candidate: Launches, seed: int) -> Interval
     return _interval(ratios, seed)
 
 
+def paired_medians(*sides: Launches) -> list[float]:
+    """Compute each side's median over rounds of the blocks' medians, in seconds, of the calls that a ratio is of."""
+    judged = comparable(*sides)
+    return [float(np.median([np.median(block) for launch in side for block in launch])) for side in judged]
+
+
 def rate_interval(rates: Sequence[Sequence[float]], seed: int) -> Interval:
     """Compute the median over rounds of a rate, given by launch, with its interval."""
     return _interval([np.array(launch) for launch in rates], seed)

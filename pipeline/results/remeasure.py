@@ -25,7 +25,7 @@ from enginesmith.pipeline.measure.statistics import (
     TOO_NOISY,
     Interval,
     Timed,
-    median_interval,
+    paired_medians,
     paired_ratio,
 )
 from enginesmith.pipeline.results import differences, documents
@@ -156,7 +156,7 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
             enough = len(launches[_BEFORE]) >= LEAST_LAUNCHES
             if iteration == MOST_ITERATIONS or (enough and limits.decided(ratio)):
                 break
-    before_ms, after_ms = (median_interval(side, settings.seed).median * 1e3 for side in launches.values())
+    before_ms, after_ms = (seconds * 1e3 for seconds in paired_medians(launches[_BEFORE], launches[_AFTER]))
     return Remeasurement(
         ratio=ratio,
         before_ms=before_ms,

@@ -25,6 +25,7 @@ from enginesmith.pipeline.measure.statistics import (
     comparable,
     mean_interval,
     median_interval,
+    paired_medians,
     paired_ratio,
     percentile,
 )
@@ -326,6 +327,16 @@ def test_speedup_is_that_of_calls_that_nobody_disturbed() -> None:
     assert found.low < 2.0 < found.high
     assert found.relative_half_width < 0.02
     assert median_interval([slow], seed=0).median == pytest.approx(2.0, rel=0.01)
+
+
+def test_medians_beside_a_ratio_are_of_the_same_calls() -> None:
+    """One side has a few undisturbed calls, the other none."""
+    waited = np.array([0.0] + [0.7] * 5)
+    some, none = np.array([4.5] + [18.0] * 5), np.full(6, 18.0)
+    calm, busy = [[Timed(some, waited)] * 15] * 4, [[Timed(none, np.full(6, 0.7))] * 15] * 4
+    assert paired_medians(busy, calm) == [18.0, 18.0]
+    assert paired_ratio(busy, calm, seed=0).median == 1.0
+    assert median_interval(calm, seed=0).median == 4.5
 
 
 def test_rounds_count_where_both_sides_have_undisturbed_calls() -> None:
