@@ -35,6 +35,10 @@ class MetricError(DataError):
     """A metric that failed on these samples; on more of them it may not."""
 
 
+_SELDOM = 0.05
+"""Share of cases in which a drop may be larger than told."""
+
+
 class Quality(BaseModel, frozen=True):
     """A metric on one engine's outputs and on the baseline's; ``drop`` is positive where the engine is worse."""
 
@@ -89,9 +93,24 @@ class Quality(BaseModel, frozen=True):
         return ""
 
     def explain_width(self, max_drop: float) -> str:
-        """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough."""
+        """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough.
+
+        Where no answer became wrong, the interval of samples drawn anew is nothing but 0. So few samples show nothing
+        of a drop of 1 - 0.05^(1 / samples), about 3 / samples, in one of 20 cases.
+        """
+        if max_drop <= 0:
+            return ""
+        if self.counted and self.drop == self.drop_low == self.drop_high:
+            unseen = 1 - _SELDOM ** (1 / self.samples)
+            more = math.ceil(math.log(_SELDOM) / math.log1p(-min(max_drop, unseen))) - self.samples
+            return (
+                f"none of {self.samples} answers became wrong, which happens in 1 of 20 cases with a drop of "
+                f"{format_metric(unseen)}: to see one of {max_drop:g}, about {more} more samples are needed"
+                if unseen > max_drop
+                else ""
+            )
         half = ((self.drop_high or 0.0) - (self.drop_low or 0.0)) / 2
-        if half <= max_drop or max_drop <= 0:
+        if half <= max_drop:
             return ""
         needed = math.ceil(self.samples * (half / max_drop) ** 2)  # an interval shrinks with the root of the number
         return (

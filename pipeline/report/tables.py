@@ -222,7 +222,8 @@ def _explain_samples(run: Run) -> str:
     max_drop = run.recipe.budgets.max_drop
     if few := explain_few_samples(run.model.parts, run.recipe.required_metric, max_drop):
         return few
-    won = next((record.quality for record in run.variants if record.id == run.winner), None)
+    lossy = (record for record in run.variants if record.precision != "fp32" or record.prune or record.sparsity)
+    won = next((record.quality for record in lossy if record.id == run.winner), None)
     return won.explain_width(max_drop) if won and max_drop else ""
 
 
