@@ -358,3 +358,16 @@ def test_a_graph_without_products_is_no_failure_of_a_precision_that_nobody_liste
         return
     with pytest.raises(NothingToQuantize, match="no product that can be in int8-dynamic"):
         task.run(inputs, out, print)
+
+
+def test_products_of_unknown_size_have_the_work_of_one_sample_at_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_forms.coverage, "count_macs", lambda path, sizes: {"first": 5})
+    task = Sensitivity(step=Precision(precision="int8-dynamic"), feeder=Feeder(data=None, seed=0, samples=8))
+    (out := tmp_path / "out").mkdir()
+    effect = task.run(prepare(tmp_path), out, lambda _: None)
+    found = {row["name"]: row["macs"] for row in json.loads((out / effect.file).read_bytes())}
+    assert found.pop("first") == 5
+    assert found
+    assert all(found.values())
