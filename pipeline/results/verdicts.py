@@ -372,9 +372,10 @@ def select_winner(
             why = f"smallest accuracy drop of those that meet the budgets and are as fast as {within[0].id}"
         return Selection(best.id, why, pareto, judged(best))
     if ranked:
-        broken = judged(ranked[0])
+        nearest = min(ranked, key=lambda record: _measure_miss(judged(record)))
+        broken = judged(nearest)
         missed = "; ".join(format_verdict(verdict) for verdict in broken if not verdict.passed)
-        return Selection(None, f"no variant meets every budget; of the best, {ranked[0].id}, {missed}", pareto, broken)
+        return Selection(None, f"no variant meets every budget; of the nearest, {nearest.id}, {missed}", pareto, broken)
     waiting = [record for record in records if record.status == "built" and record.reason]
     if waiting:
         are = "variant is" if len(waiting) == 1 else "variants are"
@@ -393,6 +394,16 @@ def _explain_unknown(verdicts: Sequence[Verdict]) -> str:
     failed = [verdict for verdict in verdicts if not verdict.passed]
     late = all(verdict.actual is None and verdict.reason in (*LATE, NO_TIME_TO_MEASURE) for verdict in failed)
     return "; ".join(format_verdict(verdict) for verdict in failed) if late else ""
+
+
+def _measure_miss(verdicts: Sequence[Verdict]) -> tuple[int, float]:
+    """Measure how far budgets are missed: how many, and the largest distance as a share of the limit."""
+    misses = [
+        math.inf if verdict.actual is None else abs(verdict.actual - verdict.limit) / (abs(verdict.limit) or 1.0)
+        for verdict in verdicts
+        if not verdict.passed
+    ]
+    return len(misses), max(misses, default=0.0)
 
 
 def lacks_result(run: Run) -> bool:

@@ -51,6 +51,20 @@ def test_a_budget_excludes_the_fastest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("budgets", "nearest"),
+    [
+        ({"max_size_bytes": 4}, "small"),
+        ({"max_size_bytes": 4, "max_latency_ms": 2.0}, "fast"),  # it misses one of them, the others both
+        ({"max_memory_bytes": 40, "max_latency_ms": 6.0}, "small"),
+    ],
+)
+def test_where_none_meets_the_budgets_the_nearest_is_named(budgets: dict[str, float], nearest: str) -> None:
+    chosen = select_winner([FAST, EAGER, SMALL], Budgets.model_validate(budgets), "latency", 1)
+    assert chosen.winner is None
+    assert chosen.reason.startswith(f"no variant meets every budget; of the nearest, {nearest}, ")
+
+
+@pytest.mark.parametrize(
     ("ms", "ends", "drop", "winner"),
     [
         (1.02, (9.4, 10.2), 0.0, "careful"),
