@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline.errors import DataError, MissingCapability
 from enginesmith.pipeline.measure.metrics import own_metric
+from enginesmith.pipeline.measure.metrics.boxes import _suppress
 from enginesmith.pipeline.measure.metrics.table import METRICS, find_own
 from enginesmith.pipeline.measure.quality import Quality, evaluate
 
@@ -307,6 +308,15 @@ def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
                 grid[image, :4, column] = (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
                 grid[image, 4 + int(kind), column] = score - less
     assert compute("map", grid, labels) == pytest.approx(compute("map", output, labels))
+
+
+def test_a_hundred_boxes_of_each_class_are_judged() -> None:
+    """As by COCO: 150 boxes that do not touch, for each of two classes, the better ones of class 0."""
+    grid = np.zeros((6, 300))
+    grid[0], grid[1], grid[2:4] = np.arange(300) * 10, 5, 4
+    grid[4, :150], grid[5, 150:] = 0.9, 0.5
+    kept = _suppress(grid.T)
+    assert [int((kept[:, 5] == number).sum()) for number in (0, 1)] == [100, 100]
 
 
 @pytest.mark.parametrize("name", ["miou", "f1", "auroc", "spearman", "cer", "wer=2"])

@@ -94,12 +94,13 @@ def _suppress(boxes: Array) -> Array:
     for number, scores in enumerate(boxes[:, _BOX_SIDES:].T):
         order = np.argsort(-scores, kind="stable")
         order = order[scores[order] > _LEAST_SCORE][: 3 * _MOST_BOXES]
-        while len(order):
+        most = len(kept) + _MOST_BOXES
+        while len(order) and len(kept) < most:
             best, order = order[0], order[1:]
             kept.append(np.array([*corners[best], scores[best], number]))
             order = order[_overlap(corners[best], corners[order]) <= _OVERLAP]
     kept.sort(key=lambda box: -box[_BOX_SIDES])
-    return np.array(kept[:_MOST_BOXES]).reshape(-1, _BOX_SIDES + 2)
+    return np.array(kept).reshape(-1, _BOX_SIDES + 2)
 
 
 def _overlap(box: Array, others: Array) -> NDArray[np.float64]:
