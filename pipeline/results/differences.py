@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.frameworks.samples import batch_symbol
+from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.run import Run
 
 _PROCESSOR = ("processor", "architecture", "vector_units", "threads_per_core", "usable_cores", "quota_cores")
@@ -48,11 +49,16 @@ def list_differences(before: Run, after: Run) -> Differences:
     environments = before.environment, after.environment
     return Differences(
         model=_list_changed(_model(before), _model(after)),
-        recipe=_list_changed(before.recipe.model_dump(mode="json"), after.recipe.model_dump(mode="json")),
+        recipe=compare_recipes(before.recipe, after.recipe),
         versions=_list_changed(*({"python": env.get("python"), **env.get("packages", {})} for env in environments)),
         machine=_list_changed(_machine(before, _MACHINE, _GPU_STATE), _machine(after, _MACHINE, _GPU_STATE)),
         data=_list_changed(_data(before), _data(after)),
     )
+
+
+def compare_recipes(before: Recipe, after: Recipe) -> tuple[Changed, ...]:
+    """List the fields in which two recipes differ."""
+    return _list_changed(before.model_dump(mode="json"), after.model_dump(mode="json"))
 
 
 def is_same_model(before: Run, after: Run) -> bool | None:

@@ -23,15 +23,17 @@ from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.results import differences, documents
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble
 from enginesmith.pipeline.results.run import Run, StoredArtifact, Workaround, remove_workarounds
 from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.system.machine import Environment
+from enginesmith.pipeline.units import name_some
 
 _WRITING_SHARE = 19.0
 """Pause after a write, as a multiple of the time that it took: writing takes 5 % of the time of all runs together."""
+_MOST_NAMED = 3
 _LEAST_SECONDS = 0.05
 """Least time that a write is assumed to take."""
 _EARLIER = ".earlier"
@@ -222,20 +224,16 @@ def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
             (out / "variants").mkdir(exist_ok=True)
         before = runs.read(out) if (out / "run.json").exists() else None
         if before and before.requested_recipe != recipe and runs.has_results(before):
+            changes = differences.compare_recipes(before.requested_recipe, recipe)
+            named = [f"{change.name} is {change.after} here and {change.before} there" for change in changes]
+            only_time = [change.name for change in changes] == ["time_seconds"]
+            time = " (--time there is the time that it goes on)" if only_time else ""
             raise UsageError(
-                f"{out} holds a run of another recipe",
-                f"choose another --out, move that run away with --replace, or continue it: `enginesmith resume {out}`"
-                + (
-                    " (--time there is the time that it goes on)"
-                    if _differ_in_time(before.requested_recipe, recipe)
-                    else ""
-                ),
+                f"{out} holds a run of another recipe: {name_some(named, _MOST_NAMED, '; ')}",
+                "choose another --out, move that run away with --replace, or continue it: "
+                f"`enginesmith resume {out}`{time}",
             )
         yield
-
-
-def _differ_in_time(one: Recipe, other: Recipe) -> bool:
-    return one.model_copy(update={"time_seconds": other.time_seconds}) == other
 
 
 @contextlib.contextmanager

@@ -438,7 +438,7 @@ def test_a_folder_that_holds_another_run_is_left_alone(cli, folder: Path) -> Non
     before = (folder / "out" / "run.json").read_bytes()
     answer = cli(*completed("optimize net.py:build --batch 3"))
     assert answer.code == 2, answer.text
-    assert "out holds a run of another recipe" in answer.stderr
+    assert "out holds a run of another recipe: batch is [3] here and [2] there" in answer.stderr
     assert "enginesmith resume out" in answer.stderr
     assert (folder / "out" / "run.json").read_bytes() == before
 
