@@ -93,22 +93,11 @@ class Quality(BaseModel, frozen=True):
         return ""
 
     def explain_width(self, max_drop: float) -> str:
-        """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough.
-
-        Where no answer became wrong, the interval of samples drawn anew is nothing but 0. So few samples show nothing
-        of a drop of 1 - 0.05^(1 / samples), about 3 / samples, in one of 20 cases.
-        """
+        """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough."""
         if max_drop <= 0:
             return ""
         if self.counted and self.drop == self.drop_low == self.drop_high:
-            unseen = 1 - _SELDOM ** (1 / self.samples)
-            more = math.ceil(math.log(_SELDOM) / math.log1p(-min(max_drop, unseen))) - self.samples
-            return (
-                f"none of {self.samples} answers became wrong, which happens in 1 of 20 cases with a drop of "
-                f"{format_metric(unseen)}: to see one of {max_drop:g}, about {more} more samples are needed"
-                if unseen > max_drop
-                else ""
-            )
+            return self._explain_unseen(max_drop)
         half = ((self.drop_high or 0.0) - (self.drop_low or 0.0)) / 2
         if half <= max_drop:
             return ""
@@ -116,6 +105,22 @@ class Quality(BaseModel, frozen=True):
         return (
             f"{self.samples} samples tell the drop to ±{format_metric(half)}: to see one of {max_drop:g}, about "
             f"{needed - self.samples} more are needed"
+        )
+
+    def _explain_unseen(self, max_drop: float) -> str:
+        """Tell which drop shows nothing in so few samples, where no answer became wrong; empty if that is allowed.
+
+        The interval is 0 alone then. In one of 20 cases, a drop of 1 - 0.05^(1 / samples), about 3 / samples, makes no
+        answer wrong.
+        """
+        unseen = 1 - _SELDOM ** (1 / self.samples)
+        if unseen <= max_drop:
+            return ""
+        needed = math.ceil(math.log(_SELDOM) / math.log1p(-max_drop))
+        return (
+            f"none of {self.samples} answers became wrong, which happens in 1 of 20 cases with a drop of "
+            f"{format_metric(unseen)}: to see one of {max_drop:g}, about {needed - self.samples} more samples are "
+            "needed"
         )
 
 

@@ -502,3 +502,4 @@ def test_measured_until_clear(
     found = remeasure.remeasure(stored, stored, 1, limits)
     assert (found.iterations, found.launches) == (looks, 5 * looks)
     assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)
+    assert (found.before_ms, found.after_ms) == pytest.approx((1.0, ratios[0]), rel=0.05)

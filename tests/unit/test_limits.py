@@ -21,7 +21,9 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure import device_rates
 from enginesmith.pipeline.measure.device_rates import Probe, repeat_probes
 from enginesmith.pipeline.measure.roofline import count_work, floor
-from enginesmith.pipeline.measure.rows import DeviceLimits, Rate, Work
+from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, Rate, Work
+from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.results import assemble as assembling
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.measure import CountWork, DeviceRates, read_limits, read_work
 
@@ -228,6 +230,34 @@ def test_products_count_in_what_they_are_computed_in(product: Path, arithmetic: 
     found = count_work(product, {"batch": 4}, 4, executed=False, arithmetic=arithmetic)
     assert found.flops == {arithmetic: 2 * 4 * 16 * 7}
     assert found.least_bytes == bytes_each * 16 * 7 + 4 * (4 * 16 + 4 * 7) + 8
+
+
+def test_work_of_branches_is_told_to_be_that_of_both(tmp_path: Path) -> None:
+    def branch(name: str) -> onnx.GraphProto:
+        made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)]
+        return helper.make_graph([helper.make_node("MatMul", ["x", "w"], [name])], name, [], made)
+
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Cast", ["sum"], ["chosen"], to=TensorProto.BOOL),
+        helper.make_node("If", ["chosen"], ["y"], then_branch=branch("a"), else_branch=branch("b")),
+    ]
+    weights = {"w": np.ones((16, 7), np.float32)}
+    path = saved(tmp_path / "m.onnx", nodes, {"x": ["batch", 16]}, {"y": ["batch", 7]}, weights)
+    found = count_work(path, {"batch": 4}, 4, executed=True)
+    assert found.flops == {"fp32": 2 * 2 * 4 * 16 * 7}
+    assert found.reasons == {"flops": "both branches of If are counted, and one of them runs"}
+
+
+def test_the_time_beside_a_floor_is_that_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float | None] = []
+    monkeypatch.setattr(assembling, "read_device_limits", lambda *_: object())
+    monkeypatch.setattr(assembling, "artifact_of", lambda *_: object())
+    monkeypatch.setattr(assembling, "read_work", lambda _: {1: object()})
+    monkeypatch.setattr(assembling, "floor", lambda work, limits, ms: seen.append(ms))
+    row = LatencyRow(batch=1, p50_ms=3.0, median_ms=Interval(median=2.0, low=1.9, high=2.1))
+    assembling._compare_with_limits(SimpleNamespace(work="work"), None, {}, (row,))  # type: ignore[arg-type]
+    assert seen == [3.0]
 
 
 def test_of_a_table_only_the_rows_that_are_looked_up_count(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def test_what_failed_after_an_earlier_race_is_not_measured_and_drops_nobody(tmp_
     task = Race(engines=engines, lossless=("a", "b", "c"), seconds=1, most=1,
                 max_drop=None, largest=False, device=Device(), failed=("a",), earlier=(shared,),
                 unmade={"d": ("a", "b")})  # fmt: skip
-    inputs = dict.fromkeys(["a", "b", "a verified", "b verified"], record)
+    engine = record.model_copy(update={"sha256": "ab"})
+    inputs = dict.fromkeys(["a", "b", "a verified", "b verified"], engine)
     effect = task.run(inputs, tmp_path, print)
     assert read_models(record, RaceRow) == [shared, RaceRow(variant="a", lap=0, kept=True)]
     assert effect.summary == "0 of 2 variants are measured in full; 1 had dropped out of an earlier race"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.commands import context
-from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE
+from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, UsageError
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
@@ -155,6 +155,8 @@ def test_the_verdict_is_one_sentence() -> None:
     )
     none = run(winner=None, winner_reason="nothing was measured")
     assert sentences.summarize(none) == "No winner: nothing was measured."
+    with pytest.raises(UsageError, match="the run has no variant 'edited'"):
+        sentences.summarize(run(winner="edited"))
     alone = record("onnxruntime-fp32", 0.5, 4.0)
     alone = alone.model_copy(update={"latency": (alone.latency[0].model_copy(update={"speedup": None}),)})
     late = record("eager", 2.0, 1.0).model_copy(update={"latency": (LatencyRow(batch=1, failure="it hangs"),)})
@@ -528,10 +530,24 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
     assert sentences.SYNTHETIC not in printed(clean, capsys) + markdown.render(clean)
 
 
+@pytest.mark.parametrize("name", [INT8, "onnxruntime-fp32"])
+def test_how_little_no_wrong_answer_says_is_told_of_what_may_lose_something(name: str) -> None:
+    same = Quality(
+        metric="top1", value=0.9, baseline=0.9, drop=0, drop_low=0, drop_high=0, samples=100, counted=True
+    )  # fmt: skip
+    chosen = (quantised() if name == INT8 else record(name, 0.5, 4.0)).model_copy(update={"quality": same})
+    recipe = make({"model": "digits", "budgets": {"max_drop": 0.01}}, listed=True)
+    told = tables.describe_data(run(variants=(chosen,), winner=name, recipe=recipe))
+    assert ("none of 100 answers became wrong" in told) == (name == INT8)
+
+
 def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     flagged = quantised(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
     shown = run(variants=(flagged,), winner=INT8)
     assert run_tables.tabulate_variants(shown).rows[1][-1] == "measured, mostly fp32"
+    few = covered({"int8": 1.0}).model_copy(update={"products": {"fp32": 9, "int8": 1}, "unknown_products": 9})
+    unknown = run(variants=(flagged.model_copy(update={"engine_coverage": few}),), winner=INT8)
+    assert run_tables.tabulate_variants(unknown).rows[1][-1] == "measured, mostly fp32"
     assert "onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)
 

@@ -19,7 +19,7 @@ _SSIM_EDGE = 11
 
 
 _MOST_OF_ONE = 2.0
-"""Largest value of pictures from 0 to 1: bicubic resizing goes beyond edges by up to 15 % of their height."""
+"""Largest value of pictures from 0 to 1, where resizing goes beyond the ends a little."""
 
 
 def _compute_mse(output: Array, labels: Array) -> Samples:
