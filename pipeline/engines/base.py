@@ -91,8 +91,11 @@ class Session(ABC):
         """
         return {}
 
-    def compute_in_float64(self, feeds: Feeds) -> dict[str, Array]:
-        """Answer as the model does in float64; empty if the engine cannot, or the model has no such form."""
+    def perturb(self, feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        """Answer where each operation's result is changed at random by about ``step`` of it; empty if that cannot be.
+
+        A negative step of the same seed changes them the other way.
+        """
         return {}
 
     def release_idle_memory(self) -> None:  # noqa: B027 - most engines keep nothing

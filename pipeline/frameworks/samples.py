@@ -1,7 +1,8 @@
 """Choose the feeds that a model is run on, and their sizes: for eager and for everything made from it.
 
 An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set of sizes, ``feeds-N.npz`` and
-``outputs-N.npz`` with what the baseline answered; ``feeds-N-K.npz`` and ``outputs-N-K.npz`` of further calls.
+``outputs-N.npz`` with what the baseline answered; ``feeds-N-K.npz`` and ``outputs-N-K.npz`` of further calls. Beside
+them, ``unstable-N.npz`` tells where rounding decides what the answers are.
 """
 
 import math
@@ -27,7 +28,9 @@ from enginesmith.pipeline.tensors import (
 )
 
 RECORD = "samples.json"
+UNSTABLE = "unstable"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
+_WRITTEN = ("feeds", "outputs", UNSTABLE)
 SYNTHETIC = "synthetic"
 """Origin of feeds that were made up."""
 JUDGED_SAMPLES = 8
@@ -181,11 +184,21 @@ def plan_calls(case: Case, data: Dataset | None) -> Case:
     return case.model_copy(update={"calls": math.ceil(min(JUDGED_SAMPLES, len(data)) / case.batch)})
 
 
-def read_calls(folder: Path) -> Iterator[tuple[Case, Sequence[Feeds], Sequence[Feeds]]]:
-    """Read each case: feeds and the reference's outputs, call by call."""
+class Answered(NamedTuple):
+    """One case with its feeds and the reference's answers, call by call."""
+
+    case: Case
+    feeds: Sequence[Feeds]
+    outputs: Sequence[Feeds]
+    unstable: Sequence[Feeds]
+    """Numbers of the outputs that rounding decides, as ``find_unstable`` returns them."""
+
+
+def read_calls(folder: Path) -> Iterator[Answered]:
+    """Read each case."""
     for index, case in enumerate(read(folder).cases):
-        feeds = [read_arrays(folder, "feeds", index, call) for call in range(case.calls)]
-        yield case, feeds, [read_arrays(folder, "outputs", index, call) for call in range(case.calls)]
+        found = ([read_arrays(folder, what, index, call) for call in range(case.calls)] for what in _WRITTEN)
+        yield Answered(case, *found)
 
 
 def feeds_for(
@@ -239,8 +252,8 @@ def write_vector(reference: Path, file: Path) -> None:
     """Write the feeds and the answers of a reference at the smallest shape, and the ranges of all its answers."""
     known = read(reference)
     index = next(index for index, case in enumerate(known.cases) if "min" in case.points)
-    feeds = read_arrays(reference, "feeds", index)
-    save_vector(file, feeds, read_arrays(reference, "outputs", index), known.spans)
+    feeds, outputs, unstable = (read_arrays(reference, what, index) for what in _WRITTEN)
+    save_vector(file, Vector(feeds, outputs, known.spans, unstable))
 
 
 def find_ends(outputs: Feeds) -> dict[str, tuple[float, float]]:
@@ -271,37 +284,43 @@ def join_ends(ends: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, fl
     return {name: max(values) - min(values) for name, values in known.items()}
 
 
-def save_vector(file: Path, feeds: Feeds, outputs: Feeds, ranges: Mapping[str, float]) -> None:
-    """Save a test vector: arrays called ``input:<name>``, ``output:<name>`` and ``range:<name>``.
+class Vector(NamedTuple):
+    """A test vector, by name of input and output."""
 
-    A range is that of an output over all that it was verified on; one answer may be a single number.
-    """
-    arrays = {f"input:{name}": value for name, value in feeds.items()}
-    arrays |= {f"output:{name}": value for name, value in outputs.items()}
-    arrays |= {f"range:{name}": np.asarray(value) for name, value in ranges.items()}
+    feeds: Feeds
+    outputs: Feeds
+    ranges: Mapping[str, float]
+    """Ranges of outputs over all that they were verified on; one answer may be a single number."""
+    unstable: Feeds
+    """Numbers of the outputs that rounding decides, as ``find_unstable`` returns them."""
+
+
+_KINDS = ("input", "output", "range", UNSTABLE)
+"""First parts of the arrays' names in a test vector's file, in the order of its fields."""
+
+
+def save_vector(file: Path, vector: Vector) -> None:
+    """Save a test vector: arrays called ``input:<name>``, ``output:<name>``, ``range:<name>``, ``unstable:<name>``."""
+    arrays = {
+        f"{kind}:{name}": np.asarray(value)
+        for kind, values in zip(_KINDS, vector, strict=True)
+        for name, value in values.items()
+    }
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
     partial.replace(file)
 
 
-class Vector(NamedTuple):
-    """A test vector, by name of input and output."""
-
-    feeds: dict[str, Array]
-    outputs: dict[str, Array]
-    ranges: dict[str, float]
-
-
 def read_vector(file: Path) -> Vector:
     """Read a test vector as :func:`save_vector` left it."""
-    found: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "range": {}}
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
     with np.load(file, allow_pickle=False) as stored:
         for key in stored.files:
             kind, _, name = key.partition(":")
             found[kind][name] = stored[key]
-    ranges = {name: float(value) for name, value in found["range"].items()}
-    return Vector(found["input"], found["output"], ranges)
+    found["range"] = {name: float(value) for name, value in found["range"].items()}
+    return Vector(*found.values())
 
 
 def _file(what: str, index: int, call: int) -> str:
@@ -309,7 +328,7 @@ def _file(what: str, index: int, call: int) -> str:
 
 
 def write_arrays(out: Path, what: str, index: int, arrays: Feeds, call: int = 0) -> None:
-    """Write ``feeds`` or ``outputs`` of one call of a case."""
+    """Write ``feeds``, ``outputs`` or what is ``unstable`` of one call of a case."""
     np.savez(out / _file(what, index, call), **arrays)  # type: ignore[arg-type]
 
 
@@ -319,6 +338,8 @@ def read(folder: Path) -> Samples:
 
 
 def read_arrays(folder: Path, what: str, index: int, call: int = 0) -> dict[str, Array]:
-    """Read ``feeds`` or ``outputs`` of one call of a case."""
+    """Read ``feeds``, ``outputs`` or what is ``unstable`` of one call of a case."""
+    if what == UNSTABLE and not (folder / _file(what, index, call)).exists():
+        return {}
     with np.load(folder / _file(what, index, call), allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}

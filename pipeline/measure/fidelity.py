@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
+from enginesmith.pipeline.measure.rounding import COARSE, FINE, take_as_right
 from enginesmith.pipeline.measure.row_sets import MIN_SHARE, Table, find_tables, pair_rows
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
@@ -23,6 +24,7 @@ _LEAST_PIXELS, _LEAST_SCORE = 30, 0.1
 _COARSEST_DB = 15.0
 _ROUNDINGS = 100
 """Roundings of the largest answer from which on a difference between answers is one."""
+_EXACT_AGREEMENT = 0.9999
 _COORDINATES = (4, 5, 6)
 """Numbers of a box that are no probabilities: four, with an angle or a distance."""
 
@@ -33,8 +35,13 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
     min_sqnr_db: float
     max_error_of_range: float
     """Greatest absolute error as a share of the reference's range (max − min)."""
-    min_agreement: float = 0.9999
+    min_agreement: float = _EXACT_AGREEMENT
     """Share of equal elements of integer and bool outputs: of 10 000 classes of pixels, one may lie on an edge."""
+
+    @property
+    def right_bits(self) -> int:
+        """Bits of operations' results that are taken to be right, where rounding decides a number."""
+        return FINE if self.min_agreement == _EXACT_AGREEMENT else COARSE
 
     def with_sqnr(self, min_sqnr_db: float | None) -> Self:
         """Put an SQNR, if one was asked for, in the place of the first two."""
@@ -115,9 +122,10 @@ def compare(
     thresholds: Thresholds,
     signature: Signature | None = None,
     ranges: Mapping[str, float] = MappingProxyType({}),
+    unstable: Feeds = MappingProxyType({}),
 ) -> Fidelity:
     """Compare outputs with the reference's, by name; errors as in :func:`compare_calls`."""
-    return compare_calls([(reference, actual)], thresholds, signature, ranges)
+    return compare_calls([(reference, actual)], thresholds, signature, ranges, [unstable])
 
 
 def compare_calls(
@@ -125,12 +133,14 @@ def compare_calls(
     thresholds: Thresholds,
     signature: Signature | None = None,
     ranges: Mapping[str, float] = MappingProxyType({}),
+    unstable: Sequence[Feeds] = (),
 ) -> Fidelity:
     """Compare the outputs of several calls with the reference's; each is the reference's outputs and those in question.
 
     Samples of all calls are pooled, as those of one larger batch are. Outputs whose rows are chosen by values, as the
     signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves. ``ranges`` are those of
-    outputs beyond these calls, where they are known.
+    outputs beyond these calls, where they are known; ``unstable`` are numbers that rounding decides, call by call, as
+    ``find_unstable`` returns them: they are not compared.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.
@@ -138,6 +148,9 @@ def compare_calls(
     for reference, actual in calls:
         if set(reference) != set(actual):
             raise FidelityError(f"the outputs are {list(actual)}, and the reference's are {list(reference)}")
+    if unstable:
+        judged = zip(calls, unstable, strict=True)
+        calls = [(right, take_as_right(right, given, marks, thresholds.right_bits)) for (right, given), marks in judged]
     unordered = signature.unordered if signature else {}
     tables = find_tables(signature, [reference for reference, _ in calls]) if signature and unordered else ()
     paired = {}

@@ -281,7 +281,8 @@ class TrainGraph(Recover):
 def _check_teacher(teacher: "LoadedModel", reference: Artifact) -> None:
     import torch
 
-    feeds, expected = next((feeds[0], outputs[0]) for _, feeds, outputs in samples.read_calls(reference.folder))
+    first = next(iter(samples.read_calls(reference.folder)))
+    feeds, expected = first.feeds[0], first.outputs[0]
     with torch.no_grad():
         values = teacher.module(*(torch.from_numpy(feeds[spec.name]) for spec in teacher.signature.inputs))
     answers = {spec.name: value.numpy() for spec, value in zip(teacher.signature.outputs, values, strict=True)}

@@ -122,9 +122,13 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         thresholds, spans = thresholds_for(self.threshold, self.min_sqnr_db), samples.read(reference.folder).spans
         points = [
             compare_calls(
-                list(zip(expected, map(session.run, feeds), strict=True)), thresholds, session.signature, spans
+                list(zip(expected, map(session.run, feeds), strict=True)),
+                thresholds,
+                session.signature,
+                spans,
+                unstable,
             )
-            for _, feeds, expected in samples.read_calls(reference.folder)
+            for _, feeds, expected, unstable in samples.read_calls(reference.folder)
         ]
         return min(points, key=lambda point: (point.passed, point.sqnr_db if point.sqnr_db is not None else -1e3))
 

@@ -147,7 +147,7 @@ class Prosecute(EngineCheck):
 
     def _make_subject(self, inputs: Inputs, stages: Sequence[Stage]) -> Subject:
         reference = inputs["reference"].folder
-        feeds = [call for _, calls, _ in samples.read_calls(reference) for call in calls]
+        feeds = [call for answered in samples.read_calls(reference) for call in answered.feeds]
         signature = inputs["model"].signature or inputs[GIVEN].signature
         assert signature is not None
         graph = stages[-2].answer if len(stages) > 2 and stages[-2].precision == self.precision else None
@@ -165,7 +165,7 @@ class Prosecute(EngineCheck):
             rows_apart=self.rows_apart,
             loss_judged=self.required,
             differentiate=model.differentiate,
-            exact=model.exact,
+            perturb=model.perturb,
         )
 
 
@@ -197,8 +197,8 @@ def _open(
     others: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None,
 ) -> Iterator[Stage]:
     with engine.load(artifact, device) as session:
-        software, exact = describe_software(engine), session.compute_in_float64
-        yield Stage(name, session.run, precision, graph, session.differentiate, software, others, exact)
+        software, perturb = describe_software(engine), session.perturb
+        yield Stage(name, session.run, precision, graph, session.differentiate, software, others, perturb)
 
 
 # Other graphs of a plan, in case its own step made a wrong one.

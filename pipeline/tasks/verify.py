@@ -20,6 +20,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare, compare_calls, find_thresholds, thresholds_for
+from enginesmith.pipeline.measure.rounding import UnstableNumbers
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
@@ -79,7 +80,8 @@ class Sample(Task):
                 progress(f"trying {self.metric} on a few samples")
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
-            odd, lost, spans = self._answer(session, cases, given, data, advice, out, progress)
+            unstable = UnstableNumbers(session.perturb)
+            odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             interacting = _describe_interaction(session, cases, out)
         name = data.name if data else samples.SYNTHETIC
         parts, notes = dict[str, int](), data.notes if data else ()
@@ -101,7 +103,7 @@ class Sample(Task):
             f"{100 * share:.3g} % of the numbers in eager's output {key!r} are NaN or infinity"
             for key, share in odd.items()
         )
-        notes = (*notes, *tried, *strange, *interacting)
+        notes = (*notes, *tried, *strange, *unstable.describe(), *interacting)
         summary = "; ".join([f"{count_words(len(cases), 'set')} of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
@@ -126,6 +128,7 @@ class Sample(Task):
     def _answer(
         self,
         session: Session,
+        unstable: UnstableNumbers,
         cases: Sequence[samples.Case],
         given: Feeds,
         data: Dataset | None,
@@ -133,7 +136,7 @@ class Sample(Task):
         out: Path,
         progress: Progress,
     ) -> tuple[dict[str, float], list[str], dict[str, float]]:
-        """Write the feeds of all cases and the answers.
+        """Write the feeds of all cases, the answers, and which of their numbers rounding decides.
 
         Returns shares of NaN and Inf by output; the measured sizes at which there is nothing else; and the ranges of
         the others.
@@ -153,10 +156,16 @@ class Sample(Task):
                 sizes.update({key: value.size for key, value in outputs.items()})
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
-                samples.write_arrays(out, "outputs", index, outputs, call)
+                _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
                 lost.append(format_sizes(case.sizes))
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
+
+
+def _write_answer(out: Path, index: int, call: int, outputs: Feeds, unstable: Feeds) -> None:
+    samples.write_arrays(out, "outputs", index, outputs, call)
+    if unstable:
+        samples.write_arrays(out, samples.UNSTABLE, index, unstable, call)
 
 
 def _check_ends(signature: Signature) -> None:
@@ -265,14 +274,16 @@ class Verify(EngineCheck):
         failed = ""
         names: dict[str, str] = {}
         with self.engine.load(inputs["model"], self.device) as session:
-            for case, feeds, expected in samples.read_calls(reference):
-                progress(f"comparing at {format_sizes(case.sizes)}")
-                names = names or _pair_by_position(session.signature, feeds[0], expected[0])
-                feeds, expected = ([_rename(each, names) for each in calls] for calls in (feeds, expected))
-                found = self._compare(session, case, feeds, expected, _rename(known.spans, names), made_up)
+            for answered in samples.read_calls(reference):
+                sizes = format_sizes(answered.case.sizes)
+                progress(f"comparing at {sizes}")
+                names = names or _pair_by_position(session.signature, answered.feeds[0], answered.outputs[0])
+                calls = ([_rename(each, names) for each in calls] for calls in answered[1:])
+                renamed = samples.Answered(answered.case, *calls)
+                found = self._compare(session, renamed, _rename(known.spans, names), made_up)
                 entries += found
                 if not failed and found and not found[0].passed:
-                    failed = f"{found[0].point} ({format_sizes(case.sizes)}): {found[0].reason}"
+                    failed = f"{found[0].point} ({sizes}): {found[0].reason}"
         write_records(out, entries)
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
             failed += _BY_SIZE
@@ -287,18 +298,19 @@ class Verify(EngineCheck):
     def _compare(
         self,
         session: Session,
-        case: samples.Case,
-        feeds: Sequence[Feeds],
-        expected: Sequence[Feeds],
+        answered: samples.Answered,
         spans: Mapping[str, float],
         made_up: bool,
     ) -> list[StageFidelity]:
+        case, feeds, expected, unstable = answered
         thresholds = find_thresholds(
             (str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db
         )
         replayed = bool(getattr(self.engine, "cuda_graphs", False))
         answers = [run_once(session, call, replayed=replayed) for call in feeds]
-        result = compare_calls(list(zip(expected, answers, strict=True)), thresholds, session.signature, spans)
+        result = compare_calls(
+            list(zip(expected, answers, strict=True)), thresholds, session.signature, spans, unstable
+        )
         reason = "" if result.passed else describe_failure(result) if self.judged else _NOT_JUDGED
         if made_up and self.judged and self.precision == "fp32" and _may_be_rounding(result):
             reason += _MADE_UP
@@ -423,6 +435,7 @@ class Answers(Task):
         given = inputs["reference"].folder
         known, ends = samples.read(given), list[dict[str, tuple[float, float]]]()
         with self.engine.load(inputs["model"], Device()) as session:
+            unstable = UnstableNumbers(session.perturb)
             for index, case in enumerate(known.cases):
                 for call in range(case.calls):
                     feeds = samples.read_arrays(given, "feeds", index, call)
@@ -437,6 +450,6 @@ class Answers(Task):
                                 "prune less, or with other weights left",
                             )
                     ends.append(samples.find_ends(outputs))
-                    samples.write_arrays(out, "outputs", index, outputs, call)
+                    _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
         samples.write(out, known.model_copy(update={"spans": samples.join_ends(ends)}))
         return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")

@@ -222,7 +222,9 @@ class LoadedModel:
         vector = samples.read_vector(self._stored.vector)
         outputs = self._answer([vector.feeds[name] for name in self._inputs])
         answers = {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
-        fidelity = compare(vector.outputs, answers, self._stored.thresholds, self.signature, vector.ranges)
+        fidelity = compare(
+            vector.outputs, answers, self._stored.thresholds, self.signature, vector.ranges, vector.unstable
+        )
         if not fidelity.passed:
             told = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
             raise FidelityError(told, "optimize again on this machine")

@@ -13,7 +13,8 @@ import packaged_runs
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
-from enginesmith.pipeline.frameworks.samples import save_vector
+from enginesmith.pipeline.frameworks.samples import Vector, save_vector
+from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import remeasure
@@ -171,7 +172,7 @@ def test_the_script_judges_an_answer_near_zero_by_the_range_of_all(made: Example
     vector = tmp_path / "run/test_vector.npz"
     answers = np.float32([[0, 1, 2, 1.5]])
     for known, status in ((0.0, "differs"), (1e6, "matches")):
-        save_vector(vector, {"x": np.ones((1, 4), np.float32)}, {"y": answers}, {"y": known})
+        save_vector(vector, Vector({"x": np.ones((1, 4), np.float32)}, {"y": answers}, {"y": known}, {}))
         made.vector = made.vector.model_copy(update={"sha256": file_digest(vector)})
         made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
         if status == "differs":
@@ -180,6 +181,22 @@ def test_the_script_judges_an_answer_near_zero_by_the_range_of_all(made: Example
             continue
         assert package(made.write(), "bundle", tmp_path / status).check == "its answers match the test vector"
         assert verify.verify(tmp_path / status)[1].passed
+
+
+@pytest.mark.usefixtures("with_script")
+def test_the_script_does_not_judge_what_rounding_decides(made: ExampleRun, tmp_path: Path) -> None:
+    vector, inputs = tmp_path / "run/test_vector.npz", {"x": np.ones((1, 4), np.float32)}
+    for bits in (19, 7):
+        unstable = {"y": np.uint8([[0, 0, 0, bits]])}
+        save_vector(vector, Vector(inputs, {"y": np.float32([[0, 1, 2, 7]])}, {"y": 1.0}, unstable))
+        made.vector = made.vector.model_copy(update={"sha256": file_digest(vector)})
+        made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
+        if bits < FINE:  # of lower precisions alone
+            with pytest.raises(ModelError, match="y does not match the test vector"):
+                package(made.write(), "bundle", tmp_path / "other")
+        else:
+            package(made.write(), "bundle", tmp_path / "bundle")
+            assert verify.verify(tmp_path / "bundle")[1].passed
 
 
 @pytest.mark.parametrize("file", ["graphs/simplify/model.onnx", "test_vector.npz"])

@@ -15,12 +15,7 @@ from enginesmith.pipeline.errors import InvalidGraph, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate, list_sizes
-from enginesmith.pipeline.measure.prosecution.judging import (
-    OWN_GRAPH,
-    make_judge,
-    measure_rounding,
-    measure_sensitivity,
-)
+from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
 from enginesmith.pipeline.measure.prosecution.locate import find_guilty_stage
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement, InputSearch, Subject
 from enginesmith.pipeline.measure.prosecution.stages import Stage, Stages
@@ -315,8 +310,10 @@ def double(feeds: Feeds) -> dict[str, Array]:
     return {"y": 2 * feeds["x"]}
 
 
-def search(engine: Function, precision: str = "fp32", **more: Any) -> Disagreement | None:
-    search = InputSearch(Subject(SPACE, precision, engine, double, **more), seed=0)
+def search(
+    engine: Function, precision: str = "fp32", model: Function | None = None, **more: Any
+) -> Disagreement | None:
+    search = InputSearch(Subject(SPACE, precision, engine, model or double, **more), seed=0)
     for attempt in itertools.islice(generate(SPACE, 0), 150):
         search.attempts += 1
         if found := search.examine(attempt):
@@ -333,21 +330,31 @@ def test_a_right_engine_is_not_accused() -> None:
 
 
 def test_what_rounding_within_the_model_explains_is_no_fault() -> None:
-    """The engine and the model are as far from the exact answer, on different sides."""
-
     def engine(feeds: Feeds) -> dict[str, Array]:
         return {"y": 2 * feeds["x"] + np.float32(0.01)}
 
-    def exact(feeds: Feeds) -> dict[str, Array]:
-        return {"y": 2 * feeds["x"].astype(np.float64) - 0.01}
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] - np.float32(0.01 * np.sign(step))}
 
     assert search(engine) is not None
-    assert search(engine, exact=exact) is None
-    assert search(engine, exact=lambda feeds: {}) is not None
-    assert search(lambda feeds: {"y": 2 * feeds["x"] + 1}, exact=exact) is not None
-    filled = {"y": np.array([1.0, -3.4e38, np.nan], np.float32)}
-    right = {"y": np.array([1.5, -1.8e308, 0.0])}
-    assert measure_rounding(lambda feeds: filled, lambda feeds: right, {"x": filled["y"]}) == {"y": 0.5}
+    assert search(engine, perturb=perturb) is None
+    assert search(engine, perturb=lambda feeds, step, seed: {}) is not None
+    assert search(lambda feeds: {"y": 2 * feeds["x"] + 1}, perturb=perturb) is not None
+
+
+def test_classes_that_rounding_decides_are_not_held_against_an_engine() -> None:
+    def answer(feeds: Feeds, first: int, last: int) -> dict[str, Array]:
+        found = feeds["x"].copy()
+        found[:, 0], found[:, 5] = first, last
+        return {"y": found}
+
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return answer(feeds, 70 if step > 0 else 3, 4)
+
+    usual: dict[str, Any] = {"model": lambda feeds: answer(feeds, 3, 4), "perturb": perturb}
+    assert search(lambda feeds: answer(feeds, 60, 4), **usual) is None
+    assert search(lambda feeds: answer(feeds, 60, 4), **usual | {"perturb": None}) is not None
+    assert search(lambda feeds: answer(feeds, 60, 50), **usual) is not None
 
 
 @pytest.mark.parametrize(("factor", "guilty"), [(2.0, 2), (3.0, 1)])

@@ -6,7 +6,6 @@ wrapped in a named range while it is profiled. Hooks would do the same, but some
 """
 
 import contextlib
-import copy
 import gc
 import re
 import statistics
@@ -33,6 +32,7 @@ from enginesmith.pipeline.engines.profiling import (
 )
 from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
 from enginesmith.pipeline.frameworks.torch import file_tracking
+from enginesmith.pipeline.frameworks.torch.rounding import Perturbed
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -163,17 +163,17 @@ class EagerSession(Session):
             name: value.float().cpu().numpy() for name, value in zip(floats, found, strict=True) if value is not None
         }
 
-    def compute_in_float64(self, feeds: Feeds) -> dict[str, Array]:
+    def perturb(self, feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
         if not isinstance(self.forward, torch.nn.Module):
             return {}
         try:
             with self._use_stream(), self._inference_mode():
-                exact = copy.deepcopy(self.forward).double()
-                inputs = (tensor.double() if tensor.is_floating_point() else tensor for tensor in self.bind(feeds))
-                outputs = zip(self.signature.outputs, exact(*inputs), strict=True)
-                return {spec.name: value.cpu().numpy() for spec, value in outputs}
+                inputs = self.bind(feeds)
+                with Perturbed(step, seed, self._device):
+                    outputs = zip(self.signature.outputs, self.forward(*inputs), strict=True)
+                return {spec.name: value.to("cpu", getattr(torch, spec.dtype)).numpy() for spec, value in outputs}
         except _RAISED:
-            return {}  # it makes float32 inside, or cannot be copied
+            return {}  # sizes that it computes in floats no longer fit, say
 
     def _enter_stream(self) -> None:
         if self._stream:

@@ -8,12 +8,14 @@ number should be counts as far as the output's range: it is explained where such
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import Thresholds, compare, thresholds_for
+from enginesmith.pipeline.measure.rounding import find_farthest
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
 Answer = Callable[[Feeds], dict[str, Array]]
@@ -29,8 +31,6 @@ _LEAST_PAIRED = 0.5
 """Share of rows that are chosen likewise in a low precision: of a single sample, a few rows are many."""
 _STEPS = {OWN_GRAPH: 2.0**-9, "fp32": 2.0**-22, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7}
 """Relative size of the change of an input, by precision: some units in the last place of what is computed in."""
-_NEAR = 2.0**-10
-"""Relative size of the change to inputs near by."""
 _DRAWS = 3
 _EXPLAINED = 16.0
 """Differences up to so many times the movement are explained: what is drawn three times is seldom the worst case."""
@@ -147,33 +147,20 @@ class _Difference:
 _EQUAL = _Difference("", 0.0, 0.0)
 
 
-def measure_sensitivity(answer: Answer, feeds: Feeds, precision: str, seed: int = 0) -> dict[str, float]:
-    """Measure how far each output moves if the floats of the feeds are changed in their last digits."""
+def measure_sensitivity(
+    answer: Answer, feeds: Feeds, precision: str, unstable: Feeds = MappingProxyType({}), seed: int = 0
+) -> dict[str, float]:
+    """Measure how far each output moves if the floats of the feeds are changed in their last digits.
+
+    ``unstable`` are numbers that rounding decides anyway, as ``find_unstable`` returns them: they are left out.
+    """
     first, moved = answer(feeds), dict[str, float]()
     for changed in _change_floats(feeds, _STEPS.get(precision, _STEPS["fp32"]), seed):
         for name, value in answer(changed).items():
             if value.shape == first[name].shape and value.size:
-                apart = np.abs(value.astype(np.float64) - first[name].astype(np.float64))
-                moved[name] = max(moved.get(name, 0.0), float(np.nan_to_num(apart, nan=0.0).max()))
+                moved[name] = max(moved.get(name, 0.0), find_farthest(first[name], value, unstable.get(name)))
             elif value.shape != first[name].shape:
                 moved[name] = np.inf
-    return moved
-
-
-def measure_rounding(answer: Answer, exact: Answer, feeds: Feeds, seed: int = 0) -> dict[str, float]:
-    """Measure how far rounding within the model moves each output, from the same in float64, here and near by.
-
-    A saturated probability does not move with the input, and its logarithm is still one of rounded numbers. Whether
-    these are rounded by much is chance: so other inputs are tried, too.
-    """
-    moved = dict[str, float]()
-    for tried in (feeds, *_change_floats(feeds, _NEAR, seed)):
-        given, right = answer(tried), exact(tried)
-        for name, value in given.items():
-            if value.dtype.kind == "f" and name in right and right[name].shape == value.shape:
-                counted = np.isfinite(value) & np.isfinite(right[name]) & (np.abs(right[name]) < find_fill([value]))
-                apart = np.abs(value.astype(np.float64) - right[name].astype(np.float64))
-                moved[name] = max(moved.get(name, 0.0), float(apart[counted].max(initial=0.0)))
     return moved
 
 

@@ -26,10 +26,10 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     Answer,
     Judge,
     make_judge,
-    measure_rounding,
     measure_sensitivity,
     take_row,
 )
+from enginesmith.pipeline.measure.rounding import Perturb, find_unstable, measure_movement, take_as_right
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, format_sizes
 
 MODEL, GRAPH, ALONE = "model", "graph", "alone"
@@ -79,8 +79,8 @@ class Subject:
     """False where it is judged elsewhere what a lower precision loses: the engine is compared with its own graph."""
     differentiate: Callable[[Feeds, Feeds], dict[str, Array]] | None = None
     """Computes the model's gradient, as ``Session.differentiate`` does."""
-    exact: Answer | None = None
-    """Answers as the model in float64, as ``Session.compute_in_float64`` does."""
+    perturb: Perturb | None = None
+    """Answers as the model with changed operations, as ``Session.perturb`` does."""
 
     def judge(self, precision: str) -> Judge:
         """Make a judge by a precision's thresholds."""
@@ -230,12 +230,16 @@ class InputSearch:
         return fault
 
     def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:
-        judge = self._judges[precision]
+        judge, perturb = self._judges[precision], self.subject.perturb if answer is self.subject.model else None
+        unstable: Feeds = {}
+        if perturb and judge.measure_excess(wanted, given) > 1:
+            unstable = find_unstable(perturb, feeds, wanted)
+            given = take_as_right(wanted, given, unstable, judge.thresholds.right_bits)
 
         def measure() -> dict[str, float]:
-            moved, exact = measure_sensitivity(answer, feeds, precision, self._seed), self.subject.exact
-            if exact and answer is self.subject.model and precision in EXACT:
-                for name, distance in measure_rounding(answer, exact, feeds, self._seed).items():
+            moved = measure_sensitivity(answer, feeds, precision, unstable, self._seed)
+            if perturb and precision in EXACT:
+                for name, distance in measure_movement(perturb, feeds, wanted, unstable).items():
                     moved[name] = max(moved.get(name, 0.0), distance)
             return moved
 

@@ -19,6 +19,7 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     make_judge,
     measure_sensitivity,
 )
+from enginesmith.pipeline.measure.rounding import Perturb
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 from enginesmith.pipeline.units import AddedOption
@@ -47,8 +48,8 @@ class Stage:
     """Software that answers, with its version."""
     other_graphs: Callable[[Sequence[str]], Iterator[OtherGraph]] | None = None
     """Lists other graphs that can be made in its place, those first that concern the nodes of these names."""
-    exact: Answer | None = None
-    """Answers in float64, as ``Session.compute_in_float64`` does."""
+    perturb: Perturb | None = None
+    """Answers with changed operations, as ``Session.perturb`` does."""
 
 
 @dataclass(frozen=True)

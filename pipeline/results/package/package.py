@@ -50,7 +50,8 @@ def write_bundle(chosen: Chosen, folder: Path, keep_samples: bool) -> None:
         manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
         stored = samples.read_vector(vector)
         feeds = {name: _make_up(value) for name, value in stored.feeds.items()}
-        samples.save_vector(folder / manifests.VECTOR, feeds, answer(folder, manifest, feeds), stored.ranges)
+        answers = answer(folder, manifest, feeds)
+        samples.save_vector(folder / manifests.VECTOR, samples.Vector(feeds, answers, stored.ranges, {}))
     shutil.copyfile(script, folder / manifests.INFER)
     manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
     (folder / manifests.FILE).write_text(manifest.text())

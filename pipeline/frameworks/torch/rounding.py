@@ -1,0 +1,83 @@
+"""Run a module as another implementation may compute it: the results of its operations differ by some rounding."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enginesmith.pipeline.tensors import find_fill
+
+_CHOOSING = (
+    *(
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "aminmax",
+        "topk",
+        "sort",
+        "kthvalue",
+        "median",
+        "where",
+        "clone",
+        "_to_copy",
+        "to",
+    ),
+    *("max_pool1d", "max_pool2d", "max_pool2d_with_indices", "max_pool3d", "adaptive_max_pool2d", "contiguous"),
+    *("gather", "index", "index_select", "take", "take_along_dim", "embedding", "cat", "stack", "hstack", "vstack"),
+    *("pad", "constant_pad_nd", "masked_fill", "masked_select", "repeat", "repeat_interleave", "roll", "flip", "tril"),
+    *("triu", "scatter", "index_put", "slice_scatter", "select_scatter"),
+)
+"""Operations whose results are numbers that they were given: nothing is rounded."""
+_PROBABILITIES = ("sigmoid", "softmax", "_softmax")
+_UP_TO_ONE = (*_PROBABILITIES, "tanh", "erf")
+_APPROXIMATE = (*_UP_TO_ONE, "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish", "log_sigmoid")
+"""Functions that runtimes compute by polynomials, whose error is one of the whole range."""
+_NEARER_TO_0, _LEAST_FILL = 16.0, 900.0
+_INWARDS = 4.0
+"""Steps by which functions that end at 0 or 1 are moved away from there, so that changes do not lead beyond."""
+
+
+class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Change what operations compute at random: sums by ``step`` of the range of all, products by that of each.
+
+    Negative steps change everything the other way. No number changes its sign, and 0 stays 0, but where a function that
+    ends at 1 is far from it. Masks and counts stay as they are.
+    """
+
+    def __init__(self, step: float, seed: int, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._step, self._generator = step, torch.Generator(device).manual_seed(seed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        views = any(value.alias_info is not None for value in func._schema.returns)
+        if views or name in _CHOOSING or not any(isinstance(arg, (torch.Tensor, list, tuple)) for arg in args):
+            return result
+        by_element = torch.Tag.pointwise in func.tags and name not in _APPROXIMATE
+
+        def change(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim and value.numel():
+                return self._change(value, name, by_element=by_element)
+            return value
+
+        return type(result)(map(change, result)) if type(result) in (tuple, list) else change(result)
+
+    def _change(self, value: torch.Tensor, name: str, *, by_element: bool) -> torch.Tensor:
+        found, largest = value.float(), float(value.abs().max())
+        numbers = None
+        if not largest < _LEAST_FILL:  # NaN, infinity, or what may fill masked places
+            sizes = found.abs()
+            numbers = sizes.isfinite() & (sizes < find_fill([sizes.cpu().numpy()]))
+            largest = float(sizes.where(numbers, 0).max())
+        step = self._step * max(1.0, 2 * torch.finfo(value.dtype).eps / abs(self._step))
+        noise = torch.randn(value.shape, generator=self._generator, device=value.device).mul_(step)
+        if by_element:
+            moved = noise.mul_(found).add_(found)
+        elif name in _UP_TO_ONE:
+            inwards = torch.where(found.abs() > 0.5, -found.sign(), float(name in _PROBABILITIES))
+            moved = noise.add_(inwards, alpha=_INWARDS * abs(step)).add_(found)
+            moved = torch.where(moved * found < 0, found / _NEARER_TO_0, moved)
+        else:
+            moved = noise.mul_(largest).add_(found)
+            moved = torch.where(moved * found <= 0, found / _NEARER_TO_0, moved)
+        return (moved if numbers is None else moved.where(numbers, found)).to(value.dtype)

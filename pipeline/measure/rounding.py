@@ -1,0 +1,129 @@
+"""Find the numbers of a model's answer that rounding decides: the class of a box whose scores are all nearly 0, say.
+
+The model is computed with each operation's result changed a little, as other implementations round otherwise, and then
+with the opposite changes. Of choices between nearly equal values, one of the two is another. They cannot be expected of
+an engine, and are not compared.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from enginesmith.pipeline.tensors import Array, Feeds
+
+Perturb = Callable[[Feeds, float, int], dict[str, Array]]
+"""Answers with changed operations, as ``Session.perturb`` does."""
+FINE, COARSE = 19, 7
+"""Bits of the operations' results that are right, where an engine computes in float32, and where it does not."""
+_PAIRS = {FINE: 2, COARSE: 1}
+_LAST_BITS = 2.0**-22
+_DRAWS = 4
+_MARGIN = 8
+"""Times by which changes of ``FINE`` are larger than what float32 rounds off."""
+_ILL = 1e-4
+"""Share of an output's range by which a float may move when its operations are rounded, and still be compared."""
+_MOST_ILL = 0.1
+"""Share of an output's floats that may move further; where more do, all are compared."""
+
+
+class UnstableNumbers:
+    """Find the numbers that rounding decides, call by call, as long as there are any.
+
+    Where the first call has none, and no output has whole numbers alone, the others are taken to have none.
+    """
+
+    def __init__(self, perturb: Perturb) -> None:
+        self._perturb, self._looking, self._counts = perturb, True, Counter[str]()
+        self._sizes = Counter[str]()
+
+    def find(self, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
+        """Find them in one call, as :func:`find_unstable` does."""
+        self._sizes.update({name: value.size for name, value in answer.items()})
+        found = find_unstable(self._perturb, feeds, answer) if self._looking else {}
+        self._looking = self._looking and (bool(found) or any(value.dtype.kind != "f" for value in answer.values()))
+        self._counts.update({name: int((bits >= FINE).sum()) for name, bits in found.items()})
+        return found
+
+    def describe(self) -> list[str]:
+        """Say how many there are in all calls, output by output."""
+        return [
+            f"rounding decides {100 * count / self._sizes[name]:.2g} % of the numbers in the output {name!r}, such as "
+            "between two values that are equal but for it: these are not compared"
+            for name, count in self._counts.items()
+            if count
+        ]
+
+
+def find_unstable(perturb: Perturb, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
+    """Find the numbers that rounding decides, of whole numbers and of floats that move by far.
+
+    Returns, by output where there are some, an array like it: with how many right bits a number is still another one,
+    0 where it never is.
+    """
+    unstable = dict[str, Array]()
+    for bits, pairs in _PAIRS.items():
+        for pair in range(pairs):
+            for sign in (1, -1):
+                _mark(unstable, answer, perturb(feeds, sign * 2.0**-bits, pair), bits)
+            if not unstable and all(value.dtype.kind == "f" for value in answer.values()):
+                break  # which is so with nearly all models
+        if not any(_is_whole(value).any() for value in answer.values()):
+            break
+    return unstable
+
+
+def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int) -> None:
+    for name, value in answer.items():
+        if name in changed and changed[name].shape == value.shape and value.size:
+            moved = _find_moved(value, changed[name], floats=bits == FINE)
+            if moved.any():
+                known = unstable.get(name, np.zeros(value.shape, np.uint8))
+                unstable[name] = np.maximum(known, np.where(moved, np.uint8(bits), np.uint8(0)))
+
+
+def _find_moved(value: Array, changed: Array, *, floats: bool) -> Array:
+    if value.dtype.kind != "f":
+        return np.asarray(value != changed)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(value.astype(np.float64) - changed)
+        moved = _is_whole(value) & (changed == np.round(changed)) & (apart > 0)
+        if floats and np.isfinite(value).any():
+            far = apart > _MARGIN * _ILL * float(np.ptp(value[np.isfinite(value)]))
+            if 0 < far.mean() <= _MOST_ILL:
+                moved |= far
+    return np.asarray(moved)
+
+
+def _is_whole(value: Array) -> Array:
+    return np.asarray(value == np.round(value)) & np.isfinite(value) if value.dtype.kind == "f" else value == value
+
+
+def take_as_right(reference: Feeds, actual: Feeds, unstable: Feeds, bits: int) -> dict[str, Array]:
+    """Put the reference's numbers in the place of those that rounding decides, with so many right bits."""
+    taken = dict(actual)
+    for name, known in unstable.items():
+        given = actual.get(name)
+        if given is not None and given.shape == known.shape and given.dtype.kind == reference[name].dtype.kind:
+            taken[name] = np.where(known >= bits, reference[name], given)
+    return taken
+
+
+def measure_movement(perturb: Perturb, feeds: Feeds, answer: Feeds, unstable: Feeds) -> dict[str, float]:
+    """Measure how far each output of floats moves if its operations are rounded otherwise; without what is unstable."""
+    moved = dict[str, float]()
+    for seed in range(_DRAWS):
+        for name, value in perturb(feeds, _LAST_BITS, seed).items():
+            right = answer[name]
+            if value.dtype.kind == "f" and value.shape == right.shape:
+                numbers = np.isfinite(value) & np.isfinite(right)
+                marks = np.where(numbers, unstable.get(name, np.uint8(0)), FINE)
+                moved[name] = max(moved.get(name, 0.0), find_farthest(right, value, marks))
+    return moved
+
+
+def find_farthest(right: Array, moved: Array, unstable: Array | None) -> float:
+    """Find how far a number has moved at most; NaN counts for nothing, nor does what is unstable."""
+    with np.errstate(invalid="ignore"):
+        apart = np.nan_to_num(np.abs(moved.astype(np.float64) - right.astype(np.float64)), nan=0.0)
+    return float(apart.max(initial=0.0, where=True if unstable is None else unstable == 0))

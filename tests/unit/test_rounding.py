@@ -1,0 +1,155 @@
+"""What rounding decides in a model's answers: which numbers these are, and that they alone are not compared."""
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from enginesmith.pipeline.engines.torch.session import EagerSession
+from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.measure.rounding import COARSE, FINE, UnstableNumbers, find_unstable
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
+
+SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,2"),))
+RNG = np.random.default_rng(0)
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.function(x),)
+
+
+def open_session(module: nn.Module | Callable[[torch.Tensor], torch.Tensor], dtype: str = "float32") -> EagerSession:
+    made = module if isinstance(module, nn.Module) else Function(module)
+    output = SIGNATURE.outputs[0].model_copy(update={"dtype": dtype})
+    signature = SIGNATURE.model_copy(update={"outputs": (output,)})
+    return EagerSession(made, signature, Device(), None, lambda: None)
+
+
+def perturb(function: Callable[[torch.Tensor], torch.Tensor], x: Array, step: float = 2.0**-10) -> Array:
+    return open_session(function).perturb({"x": x}, step, 0)["y"]
+
+
+def test_operations_are_changed_by_about_the_step_and_the_other_way_by_its_negative() -> None:
+    x = RNG.standard_normal((64, 4)).astype(np.float32)
+    right = 3 * x
+    up, down = perturb(lambda x: 3 * x, x), perturb(lambda x: 3 * x, x, -(2.0**-10))
+    assert 0 < np.abs(up - right).max() < 8 * 2**-10 * np.abs(right).max()
+    assert np.abs(up / right - 1).max() < 8 * 2**-10, "each product by its own size"
+    assert np.allclose(up - right, right - down, atol=1e-6)
+    sums = perturb(lambda x: x @ torch.eye(4), x)
+    assert np.abs(sums / x - 1).max() > 8 * 2**-10, "sums by the size of all"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.relu(x - 10),
+        lambda x: x.masked_fill(x > 0, -1e9),
+        lambda x: x.max(1, keepdim=True).values.expand(-1, 2),
+        lambda x: torch.cat([x, x.flip(1)], 1),
+        lambda x: torch.zeros_like(x) + torch.arange(4),
+    ],
+)
+def test_what_is_chosen_and_what_is_0_stays(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = RNG.standard_normal((8, 4)).astype(np.float32)
+    wanted = function(torch.from_numpy(x)).numpy()
+    assert np.array_equal(perturb(function, x), wanted) or np.allclose(perturb(function, x), wanted, rtol=0.01)
+    assert np.array_equal(perturb(function, x) == 0, wanted == 0)
+
+
+def test_probabilities_stay_above_0_and_writes_into_views_arrive() -> None:
+    def half_written(x: torch.Tensor) -> torch.Tensor:
+        found = torch.sigmoid(x - 30)
+        found[:, 0] = 7
+        return found
+
+    changed = perturb(half_written, np.zeros((64, 4), np.float32))
+    assert (changed[:, 0] == 7).all()
+    assert (changed > 0).all()
+    assert changed[:, 1:].max() > 1e-4, "a function that ends at 1 is computed to a share of 1"
+
+
+def test_scripted_modules_are_changed_too_and_others_are_not() -> None:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        traced = torch.jit.trace(Function(torch.tanh), torch.ones(2, 4))
+    x = RNG.standard_normal((2, 4)).astype(np.float32)
+    assert not np.array_equal(open_session(traced).perturb({"x": x}, 2.0**-10, 0)["y"], np.tanh(x))
+    session = open_session(torch.tanh)
+    session.forward = lambda x: (torch.tanh(x),)
+    assert session.perturb({"x": x}, 2.0**-10, 0) == {}
+
+
+def find(function: Callable[[torch.Tensor], torch.Tensor], x: Array, dtype: str = "float32") -> tuple[Array, Feeds]:
+    session = open_session(function, dtype)
+    answer = session.run({"x": x})
+    return answer["y"], find_unstable(session.perturb, {"x": x}, answer)
+
+
+def test_a_class_between_scores_that_are_nearly_0_is_decided_by_rounding() -> None:
+    x = np.full((4, 4), -40, np.float32) + RNG.standard_normal((4, 4)).astype(np.float32)
+    x[2, 3] = 2
+    x[3] = [0.1, 0.11, -1, -1]
+
+    def classify(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x).argmax(1, keepdim=True).expand(-1, 2)
+
+    _, unstable = find(classify, x, "int64")
+    assert unstable["y"][:, 0].tolist() == [FINE, FINE, 0, COARSE]
+    _, floats = find(lambda x: (classify(x) + 3).float(), x)
+    assert np.array_equal(floats["y"], unstable["y"])
+
+
+def test_floats_that_move_far_are_decided_by_rounding_and_where_most_do_none_is() -> None:
+    constant = RNG.standard_normal((20, 4)).astype(np.float32)
+    constant[5] = 0.7 + np.float32([0, 1e-7, 0, 0])
+
+    def standardise(x: torch.Tensor) -> torch.Tensor:
+        return (3 * x - (3 * x).mean(1, keepdim=True)) / ((3 * x).std(1, keepdim=True) + 1e-9)
+
+    _, unstable = find(standardise, constant)
+    assert (unstable["y"] > 0).any(axis=1).tolist() == [row == 5 for row in range(20)]
+    assert find(standardise, np.repeat(constant[5:6], 20, axis=0))[1] == {}
+    assert find(torch.tanh, constant)[1] == {}
+
+
+def test_only_numbers_that_rounding_decides_at_a_precision_are_left_out() -> None:
+    right, given = {"y": np.int64([1, 2, 3, 4])}, {"y": np.int64([1, 2, 9, 9])}
+    unstable = {"y": np.uint8([0, 0, FINE, COARSE])}
+    assert not compare(right, given, thresholds_for("int8")).passed
+    assert compare(right, given, thresholds_for("int8"), unstable=unstable).passed
+    assert not compare(right, given, thresholds_for("fp32"), unstable=unstable).passed
+    given = {"y": np.int64([1, 2, 9, 4])}
+    assert compare(right, given, thresholds_for("fp32"), unstable=unstable).passed
+    assert not compare(right, {"y": np.int64([9, 2, 9, 4])}, thresholds_for("int8"), unstable=unstable).passed
+
+
+def test_calls_are_looked_at_as_long_as_there_is_something() -> None:
+    tried = []
+
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        tried.append(step)
+        return {"y": np.float32([1.5, 2.5, 8 if step > 0 else 3])}
+
+    steady = UnstableNumbers(lambda feeds, step, seed: tried.append(step) or {})
+    for _ in range(3):
+        assert steady.find({}, {"y": np.float32([1.5, 2.5, 3])}) == {}
+    assert len(tried) == len(set(tried)) == 4, "one call, and one pair of each step"
+    assert steady.describe() == []
+    found = UnstableNumbers(perturb)
+    for _ in range(2):
+        assert found.find({}, {"y": np.float32([1.5, 2.5, 3])})["y"].tolist() == [0, 0, FINE]
+    assert found.describe()[0].startswith("rounding decides 33 % of the numbers in the output 'y'")
+    whole = UnstableNumbers(lambda feeds, step, seed: tried.append(step) or {})
+    tried.clear()
+    for _ in range(2):
+        whole.find({}, {"y": np.int64([1])})
+    assert len(tried) == 12
