@@ -235,7 +235,7 @@ def _search(
     corrections = (False, True) if correctable else (options.bias_correction,)
     trial = partial(
         Search, step=step, engine=engine, device=device, goal=goal, methods=methods, signs=signs, keep=options.keep,
-        corrections=corrections, timed=FLOAT in needs,
+        corrections=corrections, max_size_bytes=recipe.budgets.max_size_bytes, timed=FLOAT in needs,
     )  # fmt: skip
     trained = variant.name.quantizer == "qat"
     count = options.search_steps

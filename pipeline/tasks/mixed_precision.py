@@ -169,6 +169,7 @@ class Search(Task):
     """Patterns of groups that stay in floating point anyway."""
     advice: Advice = NO_ADVICE
     """The order of the trials that earlier searches suggest."""
+    max_size_bytes: int | None = None
     timed: bool = False
     """True where speed decides, too: what is found then holds for this machine alone."""
 
@@ -201,7 +202,7 @@ class Search(Task):
             parts = [f"drop {format_metric(trial.drop)}"] if trial.drop is not None else []
             parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
             parts += [f"{trial.speedup:.2f}× the float graph's speed"] if trial.speedup else []
-            verdict = "reaches the goal" if trial.passed else trial.reason
+            verdict = ("reaches the goal" if trial.fits else "above --max-size") if trial.passed else trial.reason
             summary = f"{trial.why}: {', '.join(parts)}; {verdict}"
         else:
             winner = best(trials, forms["given"])
@@ -228,12 +229,14 @@ class Search(Task):
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             graph, out = self._quantize(candidate, groups, inputs, Path(scratch), progress), Path(scratch, "engine")
             out.mkdir()
-            speedup: float | None = None
+            speedup, fits = None, True
             try:
                 if FLOAT not in inputs:
                     raise MissingCapability(f"{self.engine.name} cannot run on this machine")
                 effect = self.engine.build(BuildRequest(graph, out, self.device, read_ranges(inputs), progress))
                 built = scratch_artifact("engine", out / effect.file, graph.signature)
+                size = sum(file.stat().st_size for file in out.iterdir())
+                fits = self.max_size_bytes is None or size <= self.max_size_bytes
                 judged, reads = self.goal.judge(self.engine, built, self.device, inputs, progress)
                 if judged.passed:
                     sides = {"float": (self.engine, inputs[FLOAT]), "quantised": (self.engine, built)}
@@ -245,6 +248,7 @@ class Search(Task):
         trial = Trial(
             **{**vars(candidate), "kept": tuple(sorted(candidate.kept))},
             speedup=speedup,
+            fits=fits,
             seconds=round(time.monotonic() - start, 3),
             **judged.model_dump(),
         )

@@ -141,6 +141,15 @@ def test_a_kind_that_loses_stays_in_floating_point() -> None:
     assert found.kept == ("g1",)
 
 
+def test_what_is_faster_and_too_large_is_not_taken() -> None:
+    facts = groups(20, 20, macs=(1000, 500), kinds=("Conv", "Gemm"))
+    trials = run(facts, lambda candidate: (True, 0.0, 1.8 if candidate.kept else 1.5))
+    assert best(trials, facts).kept == ("g1",)
+    large = [trial.model_copy(update={"fits": not trial.kept}) for trial in trials]
+    assert best(large, facts).kept == ()
+    assert best([trial.model_copy(update={"fits": False}) for trial in trials], facts).kept == ("g1",)
+
+
 def test_a_kind_with_next_to_no_work_is_not_tried_for_speed() -> None:
     facts = groups(20, 20, macs=(100_000, 10), kinds=("Conv", "Gemm"))
     assert [trial.phase for trial in run(facts, lambda candidate: (True, 0.0, 1.5))] == ["everything"]

@@ -95,6 +95,8 @@ class Trial(Judgement):
     impact_seconds: float = 0.0
     speedup: float | None = None
     """Against the float graph in the same engine; None where the engine cannot run here."""
+    fits: bool = True
+    """False where its engine is larger than is allowed."""
     seconds: float = 0.0
 
 
@@ -262,9 +264,13 @@ def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> 
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
-    """Return the fastest trial that passed; of those that are equally fast, the one with the most work quantised."""
+    """Return the fastest trial that passed; of those that are equally fast, the one with the most work quantised.
+
+    Where engines are larger than is allowed, it is one of the others, if there are any.
+    """
     work = {group.name: group.macs for group in groups}
     passed = [trial for trial in trials if trial.passed]
+    passed = [trial for trial in passed if trial.fits] or passed
     passed.sort(key=lambda trial: (sum(work.get(name, 0) for name in trial.kept), trial.error))
     fastest: Trial | None = None
     for trial in passed:
