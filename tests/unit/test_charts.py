@@ -373,6 +373,13 @@ def test_summaries_say_what_is_seen() -> None:
     assert found["memory"].summary.endswith("3 of 4 meet the budget of 50 MiB.")
 
 
+def test_what_is_wrong_is_not_drawn_as_fast() -> None:
+    wrong = record("wrong", 0.01, 1, 0.0).model_copy(update={"status": "failed"})
+    found = by_id(run(record("right", 0.5, 24, 0.0), wrong))
+    assert found["pareto"].summary.startswith("right has the lowest latency (0.5")
+    assert not any(trace.get("name") == "wrong" for kind in ("pareto", "memory") for trace in traces(found[kind]))
+
+
 def test_noise_is_said_and_not_drawn_as_an_interval() -> None:
     wild = Interval(median=1.0, low=0.01, high=500)
     noisy = latency(1, 1.0)

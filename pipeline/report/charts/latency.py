@@ -63,7 +63,7 @@ def throughput_by_batch(cast: Cast) -> Chart:
 
 def _collect_rows(cast: Cast, name: str, value: _Numbers) -> tuple[_Rows, str]:
     """Collect each record's rows that have a number, and explain why there is nothing to draw if so."""
-    rows = {record.id: mine for record in cast.records if (mine := [row for row in record.latency if value(row)])}
+    rows = {record.id: mine for record in cast.usable if (mine := [row for row in record.latency if value(row)])}
     if not rows:
         return rows, f"No {name} was measured: {why_none(cast.run, 'latency', 'nothing has run yet')}."
     sizes = {row.batch for mine in rows.values() for row in mine}
@@ -124,7 +124,7 @@ def _format_rate(interval: Interval) -> str:
 
 
 def _summarize_throughput(cast: Cast, rows: _Rows) -> str:
-    pairs = [(record, row) for record in cast.records for row in rows.get(record.id, ())]
+    pairs = [(record, row) for record in cast.usable for row in rows.get(record.id, ())]
     best, row = max(pairs, key=lambda pair: pair[1].throughput_per_s or 0.0)
     text = f"{short_name(best)} answers most, {rate(row.throughput_per_s)} samples/s at batch {row.batch}"
     baseline = cast.run.baseline

@@ -32,7 +32,7 @@ _PARTS = {"weights": "", "activations": "/", "not divided": "."}
 
 def memory(cast: Cast) -> Chart:
     """Draw weights and activations stacked, beside the peak that was seen."""
-    rows = {entry.id: entry.memory for entry in cast.records if entry.memory and entry.memory.peak_bytes is not None}
+    rows = {entry.id: entry.memory for entry in cast.usable if entry.memory and entry.memory.peak_bytes is not None}
     where = " and ".join(dict.fromkeys(row.device for row in rows.values())) or "the device"
     title = f"Peak memory (MiB) on {where}, by part"
     if not rows:
@@ -120,7 +120,7 @@ def pareto(cast: Cast) -> Chart:
     """Draw median latency at the budget's batch size against peak memory; the area of a marker is the drop."""
     run, at = cast.run, cast.run.deciding_batch
     title = f"Median latency (p50, ms) at batch {at} against peak memory (MiB)"
-    rows = [(record, row) for record in cast.records if (row := record.row(at))]
+    rows = [(record, row) for record in cast.usable if (row := record.row(at))]
     points = [
         _Point(record, row, row.p50_ms, record.peak_bytes / MEBIBYTE, record.id in run.pareto)
         for record, row in rows
@@ -223,6 +223,6 @@ def _summarize_pareto(cast: Cast, points: Sequence[_Point]) -> str:
     others = [short_name(point.record) for point in points if point.front and short_name(point.record) not in front]
     text += f"; on the front: {name_some(front, _MOST_ON_FRONT) or 'none'}"
     text += f"; for a smaller drop: {name_some(others, _MOST_ON_FRONT)}" if others else ""
-    if without := len(cast.records) - len(points):
+    if without := len(cast.usable) - len(points):
         text += f"; {without} without both numbers {'is' if without == 1 else 'are'} left out"
     return f"{text}{cast.unnamed({point.record.id for point in points})}."

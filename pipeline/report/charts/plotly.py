@@ -139,6 +139,8 @@ class Cast:
 
     def __init__(self, run: Run) -> None:
         self.run, self.records = run, run.records
+        self.usable = [record for record in run.records if record.status != "failed"]
+        """Records whose speed and memory are worth something: what is wrong may be fast."""
         measured = (record.id for record in run.records if record.status == "measured")
         ordered = (run.winner or run.baseline.id, run.baseline.id, *run.pareto, *measured)
         names = dict.fromkeys((*ordered, *(record.id for record in run.records)))
