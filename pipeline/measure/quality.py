@@ -18,7 +18,7 @@ from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
 from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric
 from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, find_own
 from enginesmith.pipeline.measure.rows import explain_missing
-from enginesmith.pipeline.measure.statistics import Samples, mean_interval
+from enginesmith.pipeline.measure.statistics import NORMAL, Samples, count_for_width, matched_interval, mean_interval
 from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_metric
@@ -35,10 +35,6 @@ class MetricError(DataError):
     """A metric that failed on these samples; on more of them it may not."""
 
 
-_SELDOM = 0.05
-"""Share of cases in which a drop may be larger than told."""
-
-
 class Quality(BaseModel, frozen=True):
     """A metric on one engine's outputs and on the baseline's; ``drop`` is positive where the engine is worse."""
 
@@ -53,10 +49,13 @@ class Quality(BaseModel, frozen=True):
     drop: float
     drop_low: float | None = None
     drop_high: float | None = None
-    """95 % bootstrap interval of the mean drop, paired by sample."""
+    """95 % interval of the mean drop, paired by sample; by bootstrap, except where samples are right or wrong."""
     samples: int
     counted: bool = False
     """True where each sample is right or wrong, and scores are not graded."""
+    worse: int | None = None
+    """Samples that the baseline alone answers right, and this engine alone; None where scores are graded."""
+    better: int | None = None
     whole: bool = False
     """True where the metric is one number for all samples; the interval is of samples drawn anew."""
     batch: int | None = None
@@ -67,6 +66,17 @@ class Quality(BaseModel, frozen=True):
     def basis(self) -> str:
         """How many samples it is of, and how they were computed."""
         return f"{self.samples} samples" + (f" in batches of {self.batch}" if self.batch else "")
+
+    @property
+    def seen_high(self) -> float | None:
+        """Upper end of the drop by what these samples show: 0 where no answer changed, however few there are.
+
+        Variants are chosen by it, as nothing is known against those that changed no answer.
+        """
+        if self.worse is None or self.better is None:
+            return self.drop_high
+        spread = (self.worse + self.better) / self.samples - self.drop**2
+        return self.drop + NORMAL * math.sqrt(max(spread, 0.0) / self.samples)
 
     @property
     def title(self) -> str:
@@ -96,31 +106,16 @@ class Quality(BaseModel, frozen=True):
         """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough."""
         if max_drop <= 0:
             return ""
-        if self.counted and self.drop == self.drop_low == self.drop_high:
-            return self._explain_unseen(max_drop)
         half = ((self.drop_high or 0.0) - (self.drop_low or 0.0)) / 2
         if half <= max_drop:
             return ""
-        needed = math.ceil(self.samples * (half / max_drop) ** 2)  # an interval shrinks with the root of the number
+        if self.worse is None or self.better is None:
+            needed = math.ceil(self.samples * (half / max_drop) ** 2)  # it shrinks with the root of the number
+        else:
+            needed = count_for_width(max_drop, (self.worse + self.better) / self.samples)
         return (
             f"{self.samples} samples tell the drop to ±{format_metric(half)}: to see one of {max_drop:g}, about "
             f"{needed - self.samples} more are needed"
-        )
-
-    def _explain_unseen(self, max_drop: float) -> str:
-        """Tell which drop shows nothing in so few samples, where no answer became wrong; empty if that is allowed.
-
-        The interval is 0 alone then. In one of 20 cases, a drop of 1 - 0.05^(1 / samples), about 3 / samples, makes no
-        answer wrong.
-        """
-        unseen = 1 - _SELDOM ** (1 / self.samples)
-        if unseen <= max_drop:
-            return ""
-        needed = math.ceil(math.log(_SELDOM) / math.log1p(-max_drop))
-        return (
-            f"none of {self.samples} answers became wrong, which happens in 1 of 20 cases with a drop of "
-            f"{format_metric(unseen)}: to see one of {max_drop:g}, about {needed - self.samples} more samples are "
-            "needed"
         )
 
 
@@ -182,7 +177,11 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     )
     whole = ours.ndim == 0 or theirs.ndim == 0
     interval: tuple[float, float] | None
-    if not whole:
+    if judged.counted and not (whole or same):
+        worse, better = (int((sign * drops > 0).sum()) for sign in (1, -1))
+        judged = judged.model_copy(update={"worse": worse, "better": better})
+        interval = matched_interval(worse, better, rows)
+    elif not whole:
         interval = mean_interval(drops, seed)
     elif own is None or chosen is None:
         return explain_missing(judged, f"{metric} returns one number for all samples")

@@ -50,7 +50,7 @@ _RESAMPLES = 2_000
 _CONFIDENCE = 0.95
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 %, by degrees of freedom from 1 on."""
-_NORMAL = 1.959964
+NORMAL = 1.959964
 """97.5 % quantile of the normal distribution."""
 MOST_LAUNCHES = len(_STUDENT) + 1
 _DRAWN_AT_ONCE = 500_000
@@ -193,6 +193,27 @@ def mean_interval(values: Samples, seed: int) -> tuple[float, float]:
     return _bootstrap(values, np.mean, seed)
 
 
+def matched_interval(worse: int, better: int, count: int) -> tuple[float, float]:
+    """Estimate the 95 % interval of a difference of shares, of samples that are right or wrong on two sides.
+
+    ``worse`` and ``better`` count those that one side alone answers right. The adjusted Wald interval of Bonett and
+    Price (J. Educ. Behav. Stat. 37, 2012): a bootstrap's is 0 alone where nothing changed, however few samples there
+    are.
+    """
+    one, other = (worse + 1) / (count + 2), (better + 1) / (count + 2)
+    half = NORMAL * math.sqrt((one + other - (one - other) ** 2) / (count + 2))
+    return one - other - half, one - other + half
+
+
+def count_for_width(half: float, changed: float) -> int:
+    """Count the samples of which :func:`matched_interval` is at most so wide to each side.
+
+    ``changed`` is the share that one side alone answers right.
+    """
+    square, share = NORMAL**2, 2 * half**2
+    return math.ceil((square * changed + math.sqrt((square * changed) ** 2 + 4 * share * square)) / share) - 2
+
+
 def _interval(launches: Sequence[Samples], seed: int) -> Interval:
     """Estimate the median of positive values by launch, with its interval."""
     values = np.concatenate(launches)
@@ -210,8 +231,8 @@ def student(degrees: int) -> float:
     """Compute Student's t at 97.5 %; beyond the table by its expansion, to 0.001 (Abramowitz, Stegun 26.7.5)."""
     if degrees <= len(_STUDENT):
         return _STUDENT[degrees - 1]
-    first, second = (_NORMAL**3 + _NORMAL) / 4, (5 * _NORMAL**5 + 16 * _NORMAL**3 + 3 * _NORMAL) / 96
-    return _NORMAL + first / degrees + second / degrees**2
+    first, second = (NORMAL**3 + NORMAL) / 4, (5 * NORMAL**5 + 16 * NORMAL**3 + 3 * NORMAL) / 96
+    return NORMAL + first / degrees + second / degrees**2
 
 
 def _bootstrap(values: Samples, statistic: Callable[..., Samples], seed: int) -> tuple[float, float]:

@@ -229,7 +229,7 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
         loss = f"{quality.metric} drop {format_metric(quality.drop, '+')}" if quality else ""
         risky = verdicts.may_lose_more(record, allowed) and not verdicts.may_lose_more(winner, allowed)
         if quality and holds and risky:
-            most, times = format_metric(quality.drop_high or 0.0, "+"), divide(theirs.speedup, mine.speedup).times()
+            most, times = format_metric(quality.seen_high or 0.0, "+"), divide(theirs.speedup, mine.speedup).times()
             other = f"{record.id} ({loss}, and up to {most}) is {times} as fast"
             return f"it wins by its accuracy: {other}, but may lose more than allowed"
         if lower:

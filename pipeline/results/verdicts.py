@@ -444,8 +444,8 @@ def _is_worth_a_risk(record: VariantRecord, sure: VariantRecord, objective: Obje
 
 
 def may_lose_more(record: VariantRecord, max_drop: float | None) -> bool:
-    """Tell whether the interval of a record's accuracy drop reaches over the limit."""
-    high = record.quality.drop_high if record.quality else None
+    """Tell whether a record's accuracy drop may be over the limit, by what its samples show."""
+    high = record.quality.seen_high if record.quality else None
     return high is not None and max_drop is not None and high > max_drop
 
 

@@ -92,7 +92,7 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
             if worst.passed and self.quality and BASELINE in inputs:  # the metric takes long
                 quality, _, reads = self.quality.judge(session, inputs[BASELINE], progress)
                 if not isinstance(quality, str):
-                    drop, high, reason = quality.drop, quality.drop_high, self._judge_drop(quality)
+                    drop, high, reason = quality.drop, quality.seen_high, self._judge_drop(quality)
         sqnr = worst.sqnr_db
         few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
         if any((output.paired or 1) < 1 for output in worst.outputs) and not worst.passed:

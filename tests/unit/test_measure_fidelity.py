@@ -10,6 +10,7 @@ from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
 from enginesmith.pipeline.measure.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
 from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, explain_few_samples, find_metric
 from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.measure.statistics import count_for_width, matched_interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.tensors import Array, find_fill
 from enginesmith.pipeline.workflows.stages import _describe_closeness
@@ -239,12 +240,37 @@ def test_drop_is_against_the_baseline_on_the_same_samples() -> None:
     assert found.drop == pytest.approx(0.05)
     assert found.drop_low is not None
     assert found.drop_high is not None
+    assert (found.worse, found.better) == (10, 0)
     assert 0.01 < found.drop_low < 0.05 < found.drop_high < 0.09
 
 
-def test_no_difference_has_no_interval_to_speak_of() -> None:
-    found = evaluate("top1", mixed(10), mixed(10), LABELS)
-    assert (found.drop, found.drop_low, found.drop_high) == (0.0, 0.0, 0.0)
+def test_no_wrong_answer_among_few_is_no_proof_that_none_becomes_wrong() -> None:
+    baseline = mixed(10)
+    assert evaluate("top1", baseline, baseline, LABELS).drop_high == 0, "it is the same model"
+    found = evaluate("top1", mixed(10), baseline, LABELS)
+    assert found.drop == found.seen_high == 0
+    assert found.drop_high == -(found.drop_low or 0.0) == pytest.approx(1.96 * 2**0.5 / 202, rel=1e-3)
+
+
+@pytest.mark.parametrize(("count", "worse", "better"), [(100, 0.01, 0), (300, 0.003, 0), (300, 0.03, 0.02)])
+def test_the_interval_holds_the_true_drop_in_19_of_20_sets(count: int, worse: float, better: float) -> None:
+    drawn = np.random.default_rng(0).multinomial(count, [worse, better, 1 - worse - better], size=1000)
+    ends = [matched_interval(lost, won, count) for lost, won, _ in drawn.tolist()]
+    assert np.mean([low <= worse - better <= high for low, high in ends]) >= 0.94
+
+
+@pytest.mark.parametrize(("half", "changed"), [(0.01, 0.0), (0.01, 0.05), (0.002, 0.01)])
+def test_so_many_samples_are_enough_for_a_narrow_interval(half: float, changed: float) -> None:
+    count = count_for_width(half, changed)
+    widths = [np.ptp(matched_interval(round(changed * each), 0, each)) / 2 for each in (count, count // 2)]
+    assert widths[0] <= 1.02 * half < widths[1]
+
+
+def test_variants_are_chosen_by_what_the_samples_show() -> None:
+    found = evaluate("top1", mixed(20), mixed(10), LABELS)
+    assert found.seen_high == pytest.approx(0.05 + 1.96 * (0.05 * 0.95 / 200) ** 0.5, rel=1e-3)
+    earlier = found.model_copy(update={"worse": None, "better": None})
+    assert earlier.seen_high == found.drop_high
 
 
 def test_top5_counts_the_five_greatest() -> None:

@@ -358,13 +358,13 @@ def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
 
 
 def test_no_wrong_answer_among_few_says_little() -> None:
-    same = Quality(metric="top1", value=0.5, baseline=0.5, drop=0, drop_low=0, drop_high=0, samples=100, counted=True)
+    outputs, labels = np.eye(2)[np.arange(100) % 2], np.arange(100) % 2
+    same = evaluate("top1", {"y": outputs}, {"y": outputs.copy()}, labels)
+    assert (same.worse, same.better, same.seen_high) == (0, 0, 0)
     assert same.explain_width(0.01) == (
-        "none of 100 answers became wrong, which happens in 1 of 20 cases with a drop of 0.0295: to see one of 0.01, "
-        "about 199 more samples are needed"
+        "100 samples tell the drop to ±0.0272: to see one of 0.01, about 176 more are needed"
     )
     assert same.explain_width(0.03) == same.explain_width(0.0) == ""
-    assert same.model_copy(update={"counted": False}).explain_width(0.01) == ""
 
 
 @pytest.mark.parametrize(

@@ -533,12 +533,12 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
 @pytest.mark.parametrize("name", [INT8, "onnxruntime-fp32"])
 def test_how_little_no_wrong_answer_says_is_told_of_what_may_lose_something(name: str) -> None:
     same = Quality(
-        metric="top1", value=0.9, baseline=0.9, drop=0, drop_low=0, drop_high=0, samples=100, counted=True
+        metric="top1", value=0.9, baseline=0.9, drop=0, drop_low=-0.03, drop_high=0.03, samples=100, counted=True
     )  # fmt: skip
     chosen = (quantised() if name == INT8 else record(name, 0.5, 4.0)).model_copy(update={"quality": same})
     recipe = make({"model": "digits", "budgets": {"max_drop": 0.01}}, listed=True)
     told = tables.describe_data(run(variants=(chosen,), winner=name, recipe=recipe))
-    assert ("none of 100 answers became wrong" in told) == (name == INT8)
+    assert ("100 samples tell the drop to ±0.0300" in told) == (name == INT8)
 
 
 def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
