@@ -1,33 +1,31 @@
-"""Rounds, stopping, failures and rows with scripted workers; callers at the same time."""
+"""Rounds, stopping, failures and rows with scripted workers."""
 
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Candidate, Session
-from enginesmith.pipeline.errors import NO_TIME, ModelError, StepCrashed, StepOutOfMemory, StepTimeout
-from enginesmith.pipeline.measure.latency import benchmark, timer
+from enginesmith.pipeline.engines.base import Candidate
+from enginesmith.pipeline.errors import NO_TIME, StepCrashed, StepOutOfMemory, StepTimeout
+from enginesmith.pipeline.measure.latency import benchmark
 from enginesmith.pipeline.measure.latency import rows as latency_rows
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark, LatencyResult, measure_latency
-from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, ConcurrentClients, Ready
+from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.tasks import measure as tasks
 from enginesmith.pipeline.tasks.race import drop_slow
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 Script = Callable[[int], float]
 """Number of the block → seconds of its calls."""
@@ -488,81 +486,6 @@ def test_raw_samples_are_kept_in_order(measure: Callable[..., LatencyResult]) ->
     assert result.samples["eager/4/waited"].size == seconds.size
     np.testing.assert_array_equal(seconds, np.repeat(np.arange(1, len(calls) + 1) / 1000, calls))
     assert result.rows["eager"][0].p50_ms == np.percentile(seconds, 50) * 1e3
-
-
-CALL_SECONDS = 0.02
-
-
-class Clocks(threading.local):
-    """A clock for each thread, which its own calls move."""
-
-    seconds = 0.0
-
-
-class Served(Session):
-    """Siblings whose first timed calls wait for each other; each call moves its thread's clock."""
-
-    signature = Signature(inputs=(), outputs=())
-
-    def __init__(self, seen: list[tuple[str, int]], clocks: Clocks, fails: bool = False) -> None:
-        self.seen, self.clocks, self.fails = seen, clocks, fails
-        self.together = threading.Barrier(1)
-        self.calls = 0
-
-    def sibling(self) -> Self:
-        self.seen.append(("opened", threading.get_ident()))
-        sibling = type(self)(self.seen, self.clocks, self.fails)
-        sibling.together = self.together
-        return sibling
-
-    def bind(self, feeds: Feeds) -> Feeds:
-        return feeds
-
-    def enqueue(self, bound: Any) -> None:
-        if self.fails:
-            raise ModelError("it does not run")
-        self.calls += 1
-        if self.calls == timer._WARM_CALLS + 1:
-            self.together.wait(60)  # fails unless the others call at the same time
-        self.clocks.seconds += CALL_SECONDS
-
-    def synchronize(self) -> None:
-        pass
-
-    def fetch(self) -> dict[str, Array]:
-        return {}
-
-    def close(self) -> None:
-        self.seen.append(("closed", threading.get_ident()))
-
-
-@pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    clocks = Clocks()
-    monkeypatch.setattr(timer, "_now", lambda: round(clocks.seconds * 1e9))
-    return clocks
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_calls_of_all_callers_are_counted(count: int, clocks: Clocks) -> None:
-    seen: list[tuple[str, int]] = []
-    served = Served(seen, clocks)
-    served.together = threading.Barrier(count)
-    callers = ConcurrentClients(served, {}, {})
-    calls = callers.run(count, 14.5 * CALL_SECONDS)
-    callers.run(1, CALL_SECONDS)
-    assert sum(what == "closed" for what, _ in seen) == count - 1, "idle threads would slow this one down"
-    callers.close()
-    assert calls.calls_per_second == pytest.approx(count / CALL_SECONDS)
-    np.testing.assert_allclose(calls.host_seconds, np.full(15 * count, CALL_SECONDS))
-    assert len({thread for what, thread in seen if what == "opened"}) == count - 1  # the first one is this thread
-    assert {one for what, one in seen if what == "opened"} == {one for what, one in seen if what == "closed"}
-    assert threading.get_ident() not in {thread for _, thread in seen}
-
-
-def test_an_error_of_a_caller_is_raised(clocks: Clocks) -> None:
-    with pytest.raises(ModelError, match="does not run"):
-        ConcurrentClients(Served([], clocks, fails=True), {}, {}).run(2, 0.01)
 
 
 def test_waiting_for_a_core_is_seen() -> None:

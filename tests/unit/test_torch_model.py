@@ -1,29 +1,25 @@
-"""A loaded module: names of inputs and outputs, dynamic dimensions, and what is kept of it."""
+"""A loaded module: names of inputs and outputs, and dynamic dimensions."""
 
 import dataclasses
-import itertools
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import SignatureError, SourceError, StoreError
-from enginesmith.pipeline.frameworks.processing import ProcessingRequest
-from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.frameworks.torch import dims, factories, saved
+import loading
+from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import factories, saved
 from enginesmith.pipeline.frameworks.torch import module as torch_model
-from enginesmith.pipeline.frameworks.torch.factories import Built
-from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, flatten
-from enginesmith.pipeline.frameworks.torch.saved import parameters_left_empty
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.frameworks.torch.module import LoadOptions, flatten
+from loading import ONE, SOURCE, lambda_module, stored
 
-SOURCE = Source(form="zoo", text="test", target="test")
+load = loading.load  # a fixture
+
+
 LABEL = namedtuple("LABEL", "best score")
 
 
@@ -37,29 +33,6 @@ class Output:
 class Add(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         return left - right
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Loads a module as if a factory had built it."""
-
-    def run(module: nn.Module, example: Any = None, *inputs: str, **processing: tuple[str, ...]) -> LoadedModel:
-        monkeypatch.setattr(factories, "build", lambda source: Built(module.eval(), example))
-        specs, request = tuple(TensorSpec.parse(text) for text in inputs), ProcessingRequest(**processing)
-        return torch_model.load(SOURCE, LoadOptions(inputs=specs, processing=request))
-
-    return run
-
-
-def lambda_module(function: Any) -> nn.Module:
-    class Wrapped(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return function(x)
-
-    return Wrapped()
-
-
-ONE = torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -278,62 +251,6 @@ def test_outputs_called_as_an_input_get_names_of_their_own(load) -> None:
     assert [float(value[0, 0]) for value in loaded.module(ONE, ONE, ONE)] == [2.0, 1.0, 2.0]
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.register_buffer("steps", torch.tensor(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.second(self.first(x))
-        return found
-
-
-def stored(folder: Path) -> Artifact:
-    return Artifact(kind="torch", path=folder / saved.RECORD, sha256="", bytes=0)
-
-
-@pytest.mark.parametrize("part_bytes", [saved._PART_BYTES, 12])
-def test_what_is_stored_comes_back_with_its_weights(
-    part_bytes: int, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saved, "_PART_BYTES", part_bytes)
-    loaded = load(Tied(), ONE)
-    saved.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
-    fresh = Tied()
-    nn.init.zeros_(fresh.first.weight)
-    monkeypatch.setattr(factories, "build", lambda source: Built(fresh.eval().requires_grad_(False)))
-    again = saved.load_artifact(stored(tmp_path))
-    assert again.signature == loaded.signature
-    torch.testing.assert_close(again.module(ONE)[0], loaded.module(ONE)[0])
-    assert fresh.second.weight is fresh.first.weight
-    assert len(load_file(tmp_path / "state.safetensors")) == len(fresh.state_dict()) - 1  # the tied one once
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-    assert saved.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
-
-    monkeypatch.setattr(factories, "build", lambda source: Built(nn.Linear(3, 3)))
-    with pytest.raises(SourceError, match="no longer builds the module"):
-        saved.load_artifact(stored(tmp_path))
-
-
-def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(message: str) -> None:
-        def save_file(*args: object) -> None:
-            raise SafetensorError(message)
-
-        monkeypatch.setattr("safetensors.torch.save_file", save_file)
-
-    loaded = load(nn.Linear(3, 3), ONE)
-    refuse("Error while serializing: I/O error: No space left on device (os error 28)")
-    with pytest.raises(StoreError, match=r"no space left.*\n.*free some space"):
-        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
-    refuse("something else")
-    with pytest.raises(SafetensorError):
-        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
-
-
 class Buffer(nn.Module):
     """Adds as much of a table as the input is long; where it is too short, it makes a longer one."""
 
@@ -398,246 +315,3 @@ def test_an_exported_program_gets_its_tensors_and_what_else_it_was_exported_with
     loaded = torch_model.load(resolve(f"{tmp_path}/net.pt2"), LoadOptions())
     assert [spec.name for spec in loaded.signature.inputs] == inputs
     torch.testing.assert_close(loaded.answers[0], Net()(*args, **kwargs))
-
-
-NET = """
-import torch
-from torch import nn
-
-hidden = []
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.tied = nn.Linear(4, 4)
-        self.tied.weight = self.layer.weight
-        self.register_buffer("shift", nn.init.normal_(torch.empty(4)), persistent=False)
-        {extra}
-
-    def forward(self, x):
-        return self.tied(self.layer(x)) + self.shift {use}
-
-def build():
-    return Net(), torch.randn(2, 4)
-"""
-
-
-def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of a module as it was loaded, and as it comes back from its artifact."""
-    file = tmp_path / f"net_{tmp_path.name}.py"
-    file.write_text(NET.format(extra=extra, use=use))
-    source, options = resolve(f"{file}:build"), LoadOptions(seed=3)
-    loaded = torch_model.load(source, options)
-    saved.save(loaded, source, options, tmp_path)
-    artifact = Artifact(kind="torch", path=tmp_path / saved.RECORD, sha256="", bytes=0)
-    again = saved.load_artifact(artifact)
-    x = torch.randn(5, 4)
-    return loaded.module(x)[0], again.module(x)[0]
-
-
-def test_parameters_are_listed_and_buffers_are_filled() -> None:
-    with parameters_left_empty():
-        layer = nn.Linear(8, 8)
-        plain = nn.init.constant_(torch.zeros(3), 2.0)
-    with parameters_left_empty():
-        assert nn.init.ones_(layer.weight) is layer.weight
-    assert not torch.equal(layer.weight, torch.ones(8, 8))
-    assert plain.tolist() == [2.0, 2.0, 2.0]
-    assert nn.init.constant_(nn.Parameter(torch.zeros(1)), 3.0).item() == 3.0
-
-
-@pytest.mark.parametrize(
-    ("extra", "frozen"),
-    [("self.table = nn.Parameter(torch.ones(4), False)", ("table",)), ("self.layer.requires_grad_(False)", ())],
-)
-def test_parameters_that_the_factory_froze_are_known(tmp_path: Path, extra: str, frozen: tuple[str, ...]) -> None:
-    file = tmp_path / f"frozen_{len(frozen)}.py"
-    file.write_text(NET.format(extra=extra, use=""))
-    source, options = resolve(f"{file}:build"), LoadOptions()
-    loaded = torch_model.load(source, options)
-    saved.save(loaded, source, options, tmp_path)
-    assert loaded.frozen == saved.load_artifact(stored(tmp_path)).frozen == frozen
-
-
-def test_a_module_that_changes_its_input_gets_copies(tmp_path: Path) -> None:
-    file = tmp_path / "in_place.py"
-    file.write_text(NET.format(extra="pass", use="+ x.sub_(0.5)"))
-    source, options = resolve(f"{file}:build"), LoadOptions(processing=ProcessingRequest(append=("sigmoid",)))
-    loaded, x = torch_model.load(source, options), torch.zeros(2, 4)
-    saved.save(loaded, source, options, tmp_path)
-    for each in (loaded, loaded.without_processing, saved.load_artifact(stored(tmp_path))):
-        each.module(x)
-        assert x.tolist() == [[0.0] * 4] * 2
-
-
-def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
-    before, after = round_trip(tmp_path)
-    assert torch.equal(before, after)
-
-
-def test_a_parameter_the_module_does_not_know_of_is_still_filled(tmp_path: Path) -> None:
-    secret = "self.secret = [nn.init.ones_(nn.Parameter(torch.empty(4)))]"
-    before, after = round_trip(tmp_path, secret, "+ self.secret[0]")
-    assert torch.equal(before, after)
-
-
-class TimeFirst(nn.Module):
-    """As recurrent layers are by default: [time, batch, features]; with states, [layers, batch, features]."""
-
-    def __init__(self, states: bool, whole: bool) -> None:
-        super().__init__()
-        self.lstm, self.states, self.whole = nn.LSTM(4, 3, 2), states, whole
-
-    def forward(self, x: Tensor, h: Tensor | None = None, c: Tensor | None = None) -> Any:
-        outputs, states = self.lstm(x, None if h is None or c is None else (h, c))
-        last = outputs if self.whole else outputs[-1]
-        return (last, *states) if self.states else last
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> None:
-    """Not along the time, although the outputs of all steps follow that, too."""
-    alone = load(TimeFirst(states=False, whole=whole), torch.randn(5, batch, 4))
-    assert [spec.shape for spec in alone.signature.inputs] == [(5, "batch", 4)]
-    assert alone.signature.outputs[0].shape == ((5, "batch", 3) if whole else ("batch", 3))
-    assert "--input x:float32:5,batch,4" in alone.notes[0]
-    states = (torch.randn(2, batch, 3), torch.randn(2, batch, 3))
-    beside = load(TimeFirst(states=True, whole=whole), (torch.randn(5, batch, 4), *states))
-    assert [spec.shape for spec in beside.signature.inputs] == [(5, "batch", 4), *[(2, "batch", 3)] * 2]
-
-
-class Scale(nn.Module):
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return torch.tanh(x * scale)
-
-
-class Louder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 3)
-
-    def forward(self, x: Tensor, factor: Tensor) -> Any:
-        return self.lstm(factor * x)[0]
-
-
-@pytest.mark.parametrize(
-    ("module", "examples", "shapes"),
-    [
-        (nn.MultiheadAttention(8, 2), [(5, 3, 8), (7, 3, 8), (7, 3, 8)], [(5, "batch", 8), *[(7, "batch", 8)] * 2]),
-        (nn.Conv2d(3, 5, 1), [(3, 9, 9)], [(3, 9, 9)]),
-        (nn.Sequential(nn.Linear(4, 2), nn.Flatten(0, 1)), [(1, 5, 4)], [("batch", 5, 4)]),
-        (lambda_module(lambda x: x.argmax()), [(4, 8)], [("batch", 8)]),
-        (Scale(), [(32, 10), (10,)], [("batch", 10), (10,)]),
-        (Scale(), [(32, 10), ()], [("batch", 10), ()]),
-        (Louder(), [(5, 3, 4), ()], [(5, "batch", 4), ()]),
-        (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("batch", 0, 8)]),
-    ],
-    ids=["attention", "pixels", "flat", "number", "table", "rate", "rate of time", "empty"],
-)
-def test_a_batch_is_moved_only_where_one_dimension_alone_can_be_it(
-    load, module: nn.Module, examples: list[tuple[int, ...]], shapes: list[tuple[int | str, ...]]
-) -> None:
-    loaded = load(module, tuple(torch.randn(shape) for shape in examples))
-    assert [spec.shape for spec in loaded.signature.inputs] == shapes
-    tables = [spec.name for spec in loaded.signature.inputs if spec.shape == (10,)]
-    told = [f"the same for all samples, without a batch: {name!r}" for name in tables]
-    assert [note for note in loaded.notes if "for all samples" in note] == told
-
-
-class EachAgainstEach(nn.Module):
-    """A number for each pair of an image and a text of the batch, as CLIP has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.flat = nn.Embedding(9, 4), nn.Sequential(nn.Flatten(), nn.Linear(6, 4))
-
-    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
-        return self.flat(images) @ self.words(texts).mean(1).T
-
-
-def test_a_number_for_each_pair_of_the_batch_has_the_batch_twice(load) -> None:
-    """Images have more dimensions than texts, which are no table for all that."""
-    loaded = load(EachAgainstEach(), {"images": torch.randn(2, 1, 2, 3), "texts": torch.tensor([[1, 2], [3, 4]])})
-    assert [spec.shape[0] for spec in loaded.signature.inputs] == ["batch", "batch"]
-    assert loaded.signature.outputs[0].shape == ("batch", "batch")
-
-
-class EachPairOfFeatures(nn.Module):
-    """Covariances: no dimension of the input is a batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.T @ x / len(x)
-
-
-def test_a_number_for_each_pair_moves_no_batch(load) -> None:
-    """The second dimension stands twice in the answers, and each number but for the diagonal is of two of them."""
-    (spec,) = load(EachPairOfFeatures(), {"x": torch.randn(6, 4)}).signature.inputs
-    assert spec.shape[1] == 4
-
-
-class Deep(nn.Module):
-    """Two LSTMs: an input and four states, whose batch stands elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.LSTM(4, 4, 2, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor, h: Tensor, c: Tensor, h2: Tensor, c2: Tensor) -> Any:
-        y, states = self.first(x, (h, c))
-        y, more = self.second(y, (h2, c2))
-        return y, *states, *more
-
-
-def test_the_batch_of_many_states_is_found(load) -> None:
-    """Without listing all sets of dimensions that could be it: of thirty states of one layer there are 2 ** 30."""
-    axes = dims._list_axes({str(index): torch.zeros(1, 1, 4) for index in range(30)})
-    assert len([*itertools.islice(axes, 5)]) == 5
-    loaded = load(Deep(), (torch.randn(3, 5, 4), *(torch.randn(2, 3, 4) for _ in range(4))))
-    assert [spec.shape for spec in loaded.signature.inputs] == [("batch", 5, 4), *[(2, "batch", 4)] * 4]
-
-
-@pytest.mark.parametrize(
-    "sample", [torch.ones(1, 4), torch.zeros(1, 4), torch.ones(1, 4).long(), torch.zeros(1, 4).bool()]
-)
-def test_a_sample_of_one_number_is_changed_too(sample: Tensor) -> None:
-    changed = dims._change(sample)
-    assert (changed.shape, changed.dtype) == (sample.shape, sample.dtype)
-    assert not torch.equal(changed, sample)
-    words = torch.arange(4)[None]
-    assert sorted(dims._change(words)[0].tolist()) == [0, 1, 2, 3]
-
-
-class OneAtATime(nn.Module):
-    """Takes one sequence, in which each place is told of all others: more rows are read as a longer one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = x.reshape(1, -1, x.shape[-1])
-        return x + (whole.softmax(1) * whole).sum((1, 2), keepdim=True)
-
-
-class Ramp(nn.Module):
-    """Divides by zero where an image is one pixel high."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.arange(x.shape[1])[:, None] * (2.0 / (x.shape[1] - 1))
-
-
-@pytest.mark.parametrize("fill", [torch.ones, torch.zeros, torch.randn])
-def test_rows_of_one_number_do_not_hide_what_they_do_to_each_other(load, fill: Any) -> None:
-    assert load(OneAtATime(), fill(1, 5, 4)).signature.inputs[0].shape[1:] == (5, 4)
-    assert load(TimeFirst(states=False, whole=True), fill(5, 3, 4)).signature.inputs[0].shape == (5, "batch", 4)
-    assert load(Ramp(), fill(3, 8, 8)).signature.inputs[0].shape == ("batch", 8, 8)
-    ids = torch.zeros(5, 3, dtype=torch.long) if fill is torch.zeros else torch.ones(5, 3, dtype=torch.long)
-    words = nn.Sequential(nn.Embedding(9, 4), TimeFirst(states=False, whole=True))
-    assert load(words, ids).signature.inputs[0].shape == (5, "batch")
-
-
-@pytest.mark.parametrize(
-    "module", [nn.Linear(4, 2), nn.Conv1d(4, 4, 1), lambda_module(lambda x: x - x.mean()), lambda_module(torch.sum)]
-)
-def test_the_batch_comes_first_where_it_can_and_where_nothing_else_is_one(load, module: nn.Module) -> None:
-    loaded = load(module, torch.randn(3, 4, 4) if not isinstance(module, nn.Linear) else torch.randn(3, 4))
-    assert loaded.signature.inputs[0].shape[0] == "batch"
-    assert not any("the batch is the dimension" in note for note in loaded.notes)

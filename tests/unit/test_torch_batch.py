@@ -1,0 +1,175 @@
+"""Where a module has its batch: along which dimension samples are apart."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loading
+from enginesmith.pipeline.frameworks.torch import dims
+from loading import lambda_module
+
+load = loading.load  # a fixture
+
+
+class TimeFirst(nn.Module):
+    """As recurrent layers are by default: [time, batch, features]; with states, [layers, batch, features]."""
+
+    def __init__(self, states: bool, whole: bool) -> None:
+        super().__init__()
+        self.lstm, self.states, self.whole = nn.LSTM(4, 3, 2), states, whole
+
+    def forward(self, x: Tensor, h: Tensor | None = None, c: Tensor | None = None) -> Any:
+        outputs, states = self.lstm(x, None if h is None or c is None else (h, c))
+        last = outputs if self.whole else outputs[-1]
+        return (last, *states) if self.states else last
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_batch_is_where_samples_are_apart(load, batch: int, whole: bool) -> None:
+    """Not along the time, although the outputs of all steps follow that, too."""
+    alone = load(TimeFirst(states=False, whole=whole), torch.randn(5, batch, 4))
+    assert [spec.shape for spec in alone.signature.inputs] == [(5, "batch", 4)]
+    assert alone.signature.outputs[0].shape == ((5, "batch", 3) if whole else ("batch", 3))
+    assert "--input x:float32:5,batch,4" in alone.notes[0]
+    states = (torch.randn(2, batch, 3), torch.randn(2, batch, 3))
+    beside = load(TimeFirst(states=True, whole=whole), (torch.randn(5, batch, 4), *states))
+    assert [spec.shape for spec in beside.signature.inputs] == [(5, "batch", 4), *[(2, "batch", 3)] * 2]
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.tanh(x * scale)
+
+
+class Louder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: Tensor, factor: Tensor) -> Any:
+        return self.lstm(factor * x)[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "examples", "shapes"),
+    [
+        (nn.MultiheadAttention(8, 2), [(5, 3, 8), (7, 3, 8), (7, 3, 8)], [(5, "batch", 8), *[(7, "batch", 8)] * 2]),
+        (nn.Conv2d(3, 5, 1), [(3, 9, 9)], [(3, 9, 9)]),
+        (nn.Sequential(nn.Linear(4, 2), nn.Flatten(0, 1)), [(1, 5, 4)], [("batch", 5, 4)]),
+        (lambda_module(lambda x: x.argmax()), [(4, 8)], [("batch", 8)]),
+        (Scale(), [(32, 10), (10,)], [("batch", 10), (10,)]),
+        (Scale(), [(32, 10), ()], [("batch", 10), ()]),
+        (Louder(), [(5, 3, 4), ()], [(5, "batch", 4), ()]),
+        (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("batch", 0, 8)]),
+    ],
+    ids=["attention", "pixels", "flat", "number", "table", "rate", "rate of time", "empty"],
+)
+def test_a_batch_is_moved_only_where_one_dimension_alone_can_be_it(
+    load, module: nn.Module, examples: list[tuple[int, ...]], shapes: list[tuple[int | str, ...]]
+) -> None:
+    loaded = load(module, tuple(torch.randn(shape) for shape in examples))
+    assert [spec.shape for spec in loaded.signature.inputs] == shapes
+    tables = [spec.name for spec in loaded.signature.inputs if spec.shape == (10,)]
+    told = [f"the same for all samples, without a batch: {name!r}" for name in tables]
+    assert [note for note in loaded.notes if "for all samples" in note] == told
+
+
+class EachAgainstEach(nn.Module):
+    """A number for each pair of an image and a text of the batch, as CLIP has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.flat = nn.Embedding(9, 4), nn.Sequential(nn.Flatten(), nn.Linear(6, 4))
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.flat(images) @ self.words(texts).mean(1).T
+
+
+def test_a_number_for_each_pair_of_the_batch_has_the_batch_twice(load) -> None:
+    """Images have more dimensions than texts, which are no table for all that."""
+    loaded = load(EachAgainstEach(), {"images": torch.randn(2, 1, 2, 3), "texts": torch.tensor([[1, 2], [3, 4]])})
+    assert [spec.shape[0] for spec in loaded.signature.inputs] == ["batch", "batch"]
+    assert loaded.signature.outputs[0].shape == ("batch", "batch")
+
+
+class EachPairOfFeatures(nn.Module):
+    """Covariances: no dimension of the input is a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.T @ x / len(x)
+
+
+def test_a_number_for_each_pair_moves_no_batch(load) -> None:
+    """The second dimension stands twice in the answers, and each number but for the diagonal is of two of them."""
+    (spec,) = load(EachPairOfFeatures(), {"x": torch.randn(6, 4)}).signature.inputs
+    assert spec.shape[1] == 4
+
+
+class Deep(nn.Module):
+    """Two LSTMs: an input and four states, whose batch stands elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LSTM(4, 4, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor, h2: Tensor, c2: Tensor) -> Any:
+        y, states = self.first(x, (h, c))
+        y, more = self.second(y, (h2, c2))
+        return y, *states, *more
+
+
+def test_the_batch_of_many_states_is_found(load) -> None:
+    """Without listing all sets of dimensions that could be it: of thirty states of one layer there are 2 ** 30."""
+    axes = dims._list_axes({str(index): torch.zeros(1, 1, 4) for index in range(30)})
+    assert len([*itertools.islice(axes, 5)]) == 5
+    loaded = load(Deep(), (torch.randn(3, 5, 4), *(torch.randn(2, 3, 4) for _ in range(4))))
+    assert [spec.shape for spec in loaded.signature.inputs] == [("batch", 5, 4), *[(2, "batch", 4)] * 4]
+
+
+@pytest.mark.parametrize(
+    "sample", [torch.ones(1, 4), torch.zeros(1, 4), torch.ones(1, 4).long(), torch.zeros(1, 4).bool()]
+)
+def test_a_sample_of_one_number_is_changed_too(sample: Tensor) -> None:
+    changed = dims._change(sample)
+    assert (changed.shape, changed.dtype) == (sample.shape, sample.dtype)
+    assert not torch.equal(changed, sample)
+    words = torch.arange(4)[None]
+    assert sorted(dims._change(words)[0].tolist()) == [0, 1, 2, 3]
+
+
+class OneAtATime(nn.Module):
+    """Takes one sequence, in which each place is told of all others: more rows are read as a longer one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x.reshape(1, -1, x.shape[-1])
+        return x + (whole.softmax(1) * whole).sum((1, 2), keepdim=True)
+
+
+class Ramp(nn.Module):
+    """Divides by zero where an image is one pixel high."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[1])[:, None] * (2.0 / (x.shape[1] - 1))
+
+
+@pytest.mark.parametrize("fill", [torch.ones, torch.zeros, torch.randn])
+def test_rows_of_one_number_do_not_hide_what_they_do_to_each_other(load, fill: Any) -> None:
+    assert load(OneAtATime(), fill(1, 5, 4)).signature.inputs[0].shape[1:] == (5, 4)
+    assert load(TimeFirst(states=False, whole=True), fill(5, 3, 4)).signature.inputs[0].shape == (5, "batch", 4)
+    assert load(Ramp(), fill(3, 8, 8)).signature.inputs[0].shape == ("batch", 8, 8)
+    ids = torch.zeros(5, 3, dtype=torch.long) if fill is torch.zeros else torch.ones(5, 3, dtype=torch.long)
+    words = nn.Sequential(nn.Embedding(9, 4), TimeFirst(states=False, whole=True))
+    assert load(words, ids).signature.inputs[0].shape == (5, "batch")
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(4, 2), nn.Conv1d(4, 4, 1), lambda_module(lambda x: x - x.mean()), lambda_module(torch.sum)]
+)
+def test_the_batch_comes_first_where_it_can_and_where_nothing_else_is_one(load, module: nn.Module) -> None:
+    loaded = load(module, torch.randn(3, 4, 4) if not isinstance(module, nn.Linear) else torch.randn(3, 4))
+    assert loaded.signature.inputs[0].shape[0] == "batch"
+    assert not any("the batch is the dimension" in note for note in loaded.notes)

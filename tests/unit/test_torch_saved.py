@@ -1,0 +1,157 @@
+"""What is kept of a loaded module, and what comes back of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import loading
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import SourceError, StoreError
+from enginesmith.pipeline.frameworks.processing import ProcessingRequest
+from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.frameworks.torch import factories, saved
+from enginesmith.pipeline.frameworks.torch import module as torch_model
+from enginesmith.pipeline.frameworks.torch.factories import Built
+from enginesmith.pipeline.frameworks.torch.module import LoadOptions
+from enginesmith.pipeline.frameworks.torch.saved import parameters_left_empty
+from loading import ONE, SOURCE, stored
+
+load = loading.load  # a fixture
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("steps", torch.tensor(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x))
+        return found
+
+
+@pytest.mark.parametrize("part_bytes", [saved._PART_BYTES, 12])
+def test_what_is_stored_comes_back_with_its_weights(
+    part_bytes: int, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_PART_BYTES", part_bytes)
+    loaded = load(Tied(), ONE)
+    saved.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
+    fresh = Tied()
+    nn.init.zeros_(fresh.first.weight)
+    monkeypatch.setattr(factories, "build", lambda source: Built(fresh.eval().requires_grad_(False)))
+    again = saved.load_artifact(stored(tmp_path))
+    assert again.signature == loaded.signature
+    torch.testing.assert_close(again.module(ONE)[0], loaded.module(ONE)[0])
+    assert fresh.second.weight is fresh.first.weight
+    assert len(load_file(tmp_path / "state.safetensors")) == len(fresh.state_dict()) - 1  # the tied one once
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert saved.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
+
+    monkeypatch.setattr(factories, "build", lambda source: Built(nn.Linear(3, 3)))
+    with pytest.raises(SourceError, match="no longer builds the module"):
+        saved.load_artifact(stored(tmp_path))
+
+
+def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(message: str) -> None:
+        def save_file(*args: object) -> None:
+            raise SafetensorError(message)
+
+        monkeypatch.setattr("safetensors.torch.save_file", save_file)
+
+    loaded = load(nn.Linear(3, 3), ONE)
+    refuse("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(StoreError, match=r"no space left.*\n.*free some space"):
+        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
+    refuse("something else")
+    with pytest.raises(SafetensorError):
+        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
+
+
+NET = """
+import torch
+from torch import nn
+
+hidden = []
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.layer.weight
+        self.register_buffer("shift", nn.init.normal_(torch.empty(4)), persistent=False)
+        {extra}
+
+    def forward(self, x):
+        return self.tied(self.layer(x)) + self.shift {use}
+
+def build():
+    return Net(), torch.randn(2, 4)
+"""
+
+
+def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of a module as it was loaded, and as it comes back from its artifact."""
+    file = tmp_path / f"net_{tmp_path.name}.py"
+    file.write_text(NET.format(extra=extra, use=use))
+    source, options = resolve(f"{file}:build"), LoadOptions(seed=3)
+    loaded = torch_model.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    artifact = Artifact(kind="torch", path=tmp_path / saved.RECORD, sha256="", bytes=0)
+    again = saved.load_artifact(artifact)
+    x = torch.randn(5, 4)
+    return loaded.module(x)[0], again.module(x)[0]
+
+
+def test_parameters_are_listed_and_buffers_are_filled() -> None:
+    with parameters_left_empty():
+        layer = nn.Linear(8, 8)
+        plain = nn.init.constant_(torch.zeros(3), 2.0)
+    with parameters_left_empty():
+        assert nn.init.ones_(layer.weight) is layer.weight
+    assert not torch.equal(layer.weight, torch.ones(8, 8))
+    assert plain.tolist() == [2.0, 2.0, 2.0]
+    assert nn.init.constant_(nn.Parameter(torch.zeros(1)), 3.0).item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "frozen"),
+    [("self.table = nn.Parameter(torch.ones(4), False)", ("table",)), ("self.layer.requires_grad_(False)", ())],
+)
+def test_parameters_that_the_factory_froze_are_known(tmp_path: Path, extra: str, frozen: tuple[str, ...]) -> None:
+    file = tmp_path / f"frozen_{len(frozen)}.py"
+    file.write_text(NET.format(extra=extra, use=""))
+    source, options = resolve(f"{file}:build"), LoadOptions()
+    loaded = torch_model.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    assert loaded.frozen == saved.load_artifact(stored(tmp_path)).frozen == frozen
+
+
+def test_a_module_that_changes_its_input_gets_copies(tmp_path: Path) -> None:
+    file = tmp_path / "in_place.py"
+    file.write_text(NET.format(extra="pass", use="+ x.sub_(0.5)"))
+    source, options = resolve(f"{file}:build"), LoadOptions(processing=ProcessingRequest(append=("sigmoid",)))
+    loaded, x = torch_model.load(source, options), torch.zeros(2, 4)
+    saved.save(loaded, source, options, tmp_path)
+    for each in (loaded, loaded.without_processing, saved.load_artifact(stored(tmp_path))):
+        each.module(x)
+        assert x.tolist() == [[0.0] * 4] * 2
+
+
+def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
+    before, after = round_trip(tmp_path)
+    assert torch.equal(before, after)
+
+
+def test_a_parameter_the_module_does_not_know_of_is_still_filled(tmp_path: Path) -> None:
+    secret = "self.secret = [nn.init.ones_(nn.Parameter(torch.empty(4)))]"
+    before, after = round_trip(tmp_path, secret, "+ self.secret[0]")
+    assert torch.equal(before, after)
