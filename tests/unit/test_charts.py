@@ -377,7 +377,9 @@ def test_what_is_wrong_is_not_drawn_as_fast() -> None:
     wrong = record("wrong", 0.01, 1, 0.0).model_copy(update={"status": "failed"})
     found = by_id(run(record("right", 0.5, 24, 0.0), wrong))
     assert found["pareto"].summary.startswith("right has the lowest latency (0.5")
-    assert not any(trace.get("name") == "wrong" for kind in ("pareto", "memory") for trace in traces(found[kind]))
+    for kind in ("pareto", "memory", "latency-by-batch", "throughput-by-batch"):
+        assert "right" in json.dumps(traces(found[kind])), kind
+        assert "wrong" not in json.dumps(traces(found[kind])), kind
 
 
 def test_noise_is_said_and_not_drawn_as_an_interval() -> None:

@@ -21,6 +21,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import FidelityError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.torch.module import Replacement, describe_structure
 from enginesmith.pipeline.measure.fidelity import thresholds_for
+from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workflows.load import LoadedModel, Stored
@@ -284,6 +285,11 @@ def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path)
     np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X})
     with pytest.raises(FidelityError, match="does not answer its test vector: output 'y'"):
         opened("y").check()
+    np.savez(
+        tmp_path / "vector.npz",
+        **{"input:x": X, "input:scale": SCALE, "output:y": X, "unstable:y": np.full(X.shape, FINE, np.uint8)},
+    )
+    assert opened("y").check().passed, "rounding decides it"
 
 
 def test_a_module_of_an_engine_that_runs_one_is_pickled_and_not_compiled_again() -> None:

@@ -322,7 +322,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
 
     def judge(*given: Any) -> tuple[Any, dict[str, Any], tuple[Path, ...]]:
         computed.append(given)
-        return SimpleNamespace(drop=0.02, drop_high=0.03), {}, ()
+        return SimpleNamespace(drop=0.02, seen_high=0.03), {}, ()
 
     monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0, outputs=()))
     goal = Goal.model_construct(max_drop=0.01, quality=SimpleNamespace(judge=judge, data_options=None))

@@ -13,15 +13,19 @@ from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
 from enginesmith.calibration.options import PARTS, DataOptions, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds
+from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
+from enginesmith.pipeline.tasks.mixed_precision import Goal
+from enginesmith.pipeline.tasks.tune import ENGINE, Tune
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
@@ -500,6 +504,41 @@ def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(vector.outputs["y"], rows[:1])
     assert vector.ranges == {"y": 3.0}
     assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
+
+
+def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last number of each row is a class: where the first is 0, a step more makes it another one."""
+
+    def perturb(session: object, feeds: Feeds, step: float, seed: int) -> Feeds:
+        jumps = 5 * ((feeds["x"][:, 0] == 0) & (step > 0)).astype(np.float32)
+        return {"y": feeds["x"] + np.stack([0 * jumps, 0 * jumps, jumps], axis=1)}
+
+    monkeypatch.setattr(OnnxRuntimeSession, "perturb", perturb)
+    np.savez(tmp_path / "data.npz", x=np.float32([[0, 0.3, 7], [1, 0.4, 7], [0, 0.2, 8]]))
+    for name in ("given", "changed", "verify"):
+        (tmp_path / name).mkdir()
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(3,), seed=0, **data)
+    given = {"model": graph(tmp_path / "same.onnx", "Identity")}
+    (note,) = sample.run(given, tmp_path / "given", lambda _: None).notes
+    assert note.startswith("rounding decides 22 % of the numbers in the output 'y'")
+    given["reference"] = Artifact(kind="reference", path=tmp_path / "given" / samples.RECORD, sha256="", bytes=0)
+    Answers(engine=OnnxRuntime()).run(given, tmp_path / "changed", lambda _: None)
+    samples.write_vector(tmp_path / "given", tmp_path / "vector.npz")
+    assert samples.read_vector(tmp_path / "vector.npz").unstable["y"][:, 2].tolist() == [FINE, 0, FINE]
+    check = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    goal = Goal(threshold="fp32", min_sqnr_db=None, max_drop=None, quality=None, simulation=OnnxRuntime())
+    tune = Tune.model_construct(device=Device(), precision="fp32", min_sqnr_db=None, max_memory_bytes=None)
+    for folder in ("given", "changed"):
+        reference = Artifact(kind="reference", path=tmp_path / folder / samples.RECORD, sha256="", bytes=0)
+        for classes, right in (([3, 0, 4], True), ([3, 1, 4], False)):
+            change = np.float32([[0, 0, each] for each in classes])
+            inputs = {"model": graph(tmp_path / "other.onnx", "Add", change), "reference": reference}
+            assert bool(check.run(inputs, tmp_path / "verify", lambda _: None).rejected) is not right
+            with OnnxRuntime().load(inputs["model"], Device()) as session:
+                assert goal._compare(session, reference).passed is right
+            inputs[ENGINE] = inputs["model"]
+            assert (tune._find_fault(OnnxRuntime(), inputs, lambda _: None) == "") is right
 
 
 def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from enginesmith.pipeline.results.verdicts import (
     format_verdict,
     judge_budgets,
     judge_compression,
+    may_lose_more,
     select_winner,
 )
 
@@ -118,6 +119,15 @@ def test_a_drop_that_may_be_more_than_allowed_has_to_pay(
     chosen = select_winner(both, Budgets(max_drop=0.01), "latency", 1)
     assert chosen.winner == winner
     assert ("surely meet" in chosen.reason) == (winner == "safe")
+
+
+def test_what_made_no_answer_wrong_counts_as_sure_of_few_samples_too() -> None:
+    unseen = Quality(
+        metric="top1", value=0.9, baseline=0.9, drop=0, drop_high=0.03, samples=96, counted=True, worse=0, better=0
+    )
+    seen = unseen.model_copy(update={"drop": 1 / 96, "drop_high": 0.05, "worse": 1})
+    records = [record("x", 1.0, 1, 1, quality=quality) for quality in (unseen, seen)]
+    assert [may_lose_more(each, 0.01) for each in records] == [False, True]
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory", "size"])
