@@ -62,6 +62,8 @@ class Samples(BaseModel, frozen=True):
     """Range (max − min) of each floating-point output, over all answers."""
     interacting: bool = False
     """True if the baseline's answer to a sample depends on the others of its batch."""
+    unsteady: tuple[str, ...] = ()
+    """Outputs of the baseline that move far where its operations are rounded otherwise."""
 
 
 def batch_symbol(signature: Signature) -> str | None:
@@ -244,7 +246,7 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
 
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    unset = {name for name in ("parts", "spans", "interacting") if not getattr(samples, name)}
+    unset = {name for name in ("parts", "spans", "interacting", "unsteady") if not getattr(samples, name)}
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset))
 
 

@@ -36,11 +36,13 @@ class UnstableNumbers:
     def __init__(self, perturb: Perturb) -> None:
         self._perturb, self._looking, self._counts = perturb, True, Counter[str]()
         self._sizes = Counter[str]()
+        self.unsteady = set[str]()
+        """Outputs of which most floats move too far to be expected of an engine, and are compared all the same."""
 
     def find(self, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
         """Find them in one call, as :func:`find_unstable` does."""
         self._sizes.update({name: value.size for name, value in answer.items()})
-        found = find_unstable(self._perturb, feeds, answer) if self._looking else {}
+        found = find_unstable(self._perturb, feeds, answer, self.unsteady) if self._looking else {}
         self._looking = self._looking and (bool(found) or any(value.dtype.kind != "f" for value in answer.values()))
         self._counts.update({name: int((bits >= FINE).sum()) for name, bits in found.items()})
         return found
@@ -55,17 +57,18 @@ class UnstableNumbers:
         ]
 
 
-def find_unstable(perturb: Perturb, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
+def find_unstable(perturb: Perturb, feeds: Feeds, answer: Feeds, unsteady: set[str] | None = None) -> dict[str, Array]:
     """Find the numbers that rounding decides, of whole numbers and of floats that move by far.
 
     Returns, by output where there are some, an array like it: with how many right bits a number is still another one,
-    0 where it never is.
+    0 where it never is. The outputs of which most floats move by far are added to ``unsteady``.
     """
     unstable = dict[str, Array]()
     for bits, pairs in _PAIRS.items():
         for pair in range(pairs):
             for sign in (1, -1):
-                _mark(unstable, answer, perturb(feeds, sign * 2.0**-bits, pair), bits)
+                changed = perturb(feeds, sign * 2.0**-bits, pair)
+                _mark(unstable, answer, changed, bits, set() if unsteady is None else unsteady)
             if not unstable and all(value.dtype.kind == "f" for value in answer.values()):
                 break  # which is so with nearly all models
         if not any(_is_whole(value).any() for value in answer.values()):
@@ -73,26 +76,28 @@ def find_unstable(perturb: Perturb, feeds: Feeds, answer: Feeds) -> dict[str, Ar
     return unstable
 
 
-def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int) -> None:
+def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, unsteady: set[str]) -> None:
     for name, value in answer.items():
         if name in changed and changed[name].shape == value.shape and value.size:
-            moved = _find_moved(value, changed[name], floats=bits == FINE)
+            moved, far = _find_moved(value, changed[name])
+            if bits == FINE and far.mean() > _MOST_ILL:
+                unsteady.add(name)
+            elif bits == FINE:
+                moved |= far
             if moved.any():
                 known = unstable.get(name, np.zeros(value.shape, np.uint8))
                 unstable[name] = np.maximum(known, np.where(moved, np.uint8(bits), np.uint8(0)))
 
 
-def _find_moved(value: Array, changed: Array, *, floats: bool) -> Array:
+def _find_moved(value: Array, changed: Array) -> tuple[Array, Array]:
+    """Find the whole numbers that have become others, and the floats that have moved by far."""
     if value.dtype.kind != "f":
-        return np.asarray(value != changed)
+        return value != changed, np.zeros(value.shape, bool)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(value.astype(np.float64) - changed)
-        moved = _is_whole(value) & (changed == np.round(changed)) & (apart > 0)
-        if floats and np.isfinite(value).any():
-            far = apart > _MARGIN * _ILL * float(np.ptp(value[np.isfinite(value)]))
-            if 0 < far.mean() <= _MOST_ILL:
-                moved |= far
-    return np.asarray(moved)
+        apart, numbers = np.abs(value.astype(np.float64) - changed), np.isfinite(value)
+        jumped = _is_whole(value) & (changed == np.round(changed)) & (apart > 0)
+        span = float(np.ptp(value[numbers])) if numbers.any() else np.inf
+        return np.asarray(jumped), np.asarray(apart > _MARGIN * _ILL * span)
 
 
 def _is_whole(value: Array) -> Array:

@@ -541,6 +541,23 @@ def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, m
             assert (tune._find_fault(OnnxRuntime(), inputs, lambda _: None) == "") is right
 
 
+def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = lambda session, feeds, step, seed: {"y": feeds["x"] * np.float32(1 + 2e4 * step)}  # noqa: E731
+    monkeypatch.setattr(OnnxRuntimeSession, "perturb", moved)
+    reference = tmp_path / "reference" / samples.RECORD
+    for folder in (reference.parent, tmp_path / "verify"):
+        folder.mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(2,), data=None, data_options=DataOptions(), seed=0)
+    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, reference.parent, lambda _: None)
+    assert samples.read(reference.parent).unsteady == ("y",)
+    check = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    inputs = {"model": graph(tmp_path / "other.onnx", "Mul", 1.01)}
+    inputs["reference"] = Artifact(kind="reference", path=reference, sha256="", bytes=0)
+    assert "look for a division by nearly 0" in check.run(inputs, tmp_path / "verify", lambda _: None).rejected
+
+
 def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:
     for name in ("given", "changed"):
         (tmp_path / name).mkdir()
