@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from enginesmith.pipeline.engines.torch.session import EagerSession
+from enginesmith.pipeline.frameworks.torch import rounding
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.rounding import COARSE, FINE, UnstableNumbers, find_unstable
 from enginesmith.pipeline.system.device import Device
@@ -89,6 +90,27 @@ def test_scripted_modules_are_changed_too_and_others_are_not() -> None:
     session = open_session(torch.tanh)
     session.forward = lambda x: (torch.tanh(x),)
     assert session.perturb({"x": x}, 2.0**-10, 0) == {}
+
+
+def test_a_loop_that_ends_at_equal_numbers_is_ended_and_errors_of_the_module_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def settle(x: torch.Tensor) -> torch.Tensor:
+        before = x + 1
+        while not torch.equal(before, x):
+            before, x = x, (x + 1 / x) / 2 + 0 * x
+        return x
+
+    def insist(x: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(x * 3, x + 2 * x)
+        return x
+
+    monkeypatch.setattr(rounding, "_MOST_OPERATIONS", 500)
+    for function in (settle, insist):
+        session = open_session(function)
+        feeds = {"x": np.full((1, 4), 2, np.float32)}
+        assert session.run(feeds)["y"].size
+        assert session.perturb(feeds, 2.0**-7, 0) == {}
 
 
 def find(function: Callable[[torch.Tensor], torch.Tensor], x: Array, dtype: str = "float32") -> tuple[Array, Feeds]:

@@ -31,6 +31,7 @@ _PROBABILITIES = ("sigmoid", "softmax", "_softmax")
 _UP_TO_ONE = (*_PROBABILITIES, "tanh", "erf")
 _APPROXIMATE = (*_UP_TO_ONE, "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish", "log_sigmoid")
 """Functions that runtimes compute by polynomials, whose error is one of the whole range."""
+_MOST_OPERATIONS = 100_000
 _NEARER_TO_0, _LEAST_FILL = 16.0, 900.0
 _INWARDS = 4.0
 """Steps by which functions that end at 0 or 1 are moved away from there, so that changes do not lead beyond."""
@@ -41,13 +42,19 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Negative steps change everything the other way. No number changes its sign, and 0 stays 0, but where a function that
     ends at 1 is far from it. Masks and counts stay as they are.
+
+    Raises:
+        RuntimeError: there are too many operations, as in a loop that ends where two numbers are equal.
     """
 
     def __init__(self, step: float, seed: int, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._step, self._generator = step, torch.Generator(device).manual_seed(seed)
+        self._step, self._generator, self._left = step, torch.Generator(device).manual_seed(seed), _MOST_OPERATIONS
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError(f"there are more than {_MOST_OPERATIONS} operations")
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         views = any(value.alias_info is not None for value in func._schema.returns)
