@@ -458,7 +458,9 @@ def _describe_tuning(run: Run) -> Iterator[str]:
             kept = " (kept)" if f"{trial.option}={trial.value}" in tuning.kept else ""
             yield f"{mark_name(record)}, tuned: {trial.option}={trial.value}: {gain}{kept}"
         if tuning.confirmation:
-            yield f"{mark_name(record)}, tuned: together, measured once more: {tuning.confirmation.times()}"
+            others = (f"; at batch {batch}: {speedup.times()}" for batch, speedup in tuning.other_batches.items())
+            times = tuning.confirmation.times() + "".join(others)
+            yield f"{mark_name(record)}, tuned: together, measured once more: {times}"
         if tuning.dropped:
             yield f"{mark_name(record)}, tuned: the recipe's options are used instead of {tuning.dropped}"
         if tuning.untried:

@@ -90,24 +90,50 @@ class Tune(Measurement):
                 continue
             progress(f"trying {name}={' and '.join(values)}")
             sides = {"": best, **{value: best.with_option(name, value) for value in values}}
-            found = self._measure(name, sides, inputs, progress, share, launches=1)
+            found = self._measure(name, sides, inputs, progress, share, self._list_batches(inputs)[0], launches=1)
             trials += found
             if value := _choose_faster(found):
                 best, kept = sides[value], [*kept, f"{name}={value}"]
 
     def _confirm(self, best: Engine, tuning: Tuning, inputs: Inputs, seconds: float, progress: Progress) -> Tuning:
-        """Compare all that was kept with the recipe's options, and drop it where it is not faster or cannot be used."""
+        """Compare all that was kept with the recipe's options, and drop it where it is not faster or cannot be used.
+
+        Nor is it kept where it loses more at another batch size that is measured than it gains at the one that decides:
+        a single thread for batch 1, say.
+        """
         kept, sides = ", ".join(tuning.kept), {"": self.engine, "kept": best}
         progress(f"comparing {kept} with the recipe's options once more")
-        (trial,) = self._measure("", sides, inputs, progress, seconds)
+        decides, *others = self._list_batches(inputs)
+        seconds /= 1 + len(others)
+        (trial,) = self._measure("", sides, inputs, progress, seconds, batch=decides)
         slower = "" if _choose_faster([trial]) else trial.failure or "together they are not measurably faster"
-        changes: dict[str, Any] = {"confirmation": trial.speedup}
+        elsewhere = dict[int, Interval]()
+        for batch in others if not slower else ():
+            (there,) = self._measure("", sides, inputs, progress, seconds, batch=batch)
+            if trial.speedup and there.speedup:
+                elsewhere[batch] = there.speedup
+                if there.speedup.high < 1 and there.speedup.median * trial.speedup.median < 1:
+                    slower = slower or f"at batch {batch} they are {there.speedup.times()} as fast"
+        changes: dict[str, Any] = {"confirmation": trial.speedup, "other_batches": elsewhere}
         if reason := slower or self._find_fault(best, inputs, progress):
             changes |= {"fields": {}, "kept": (), "dropped": f"{kept}: {reason}"}
         return tuning.model_copy(update=changes)
 
+    def _list_batches(self, inputs: Inputs) -> list[int]:
+        """List the batch size that decides, and for the time of a call the others that are measured, too."""
+        measured = list(measured_feeds(inputs["reference"]))
+        decides = measured[0] if self.batch is None else self.batch
+        return [decides] if self.callers else [decides, *(batch for batch in measured if batch != decides)]
+
     def _measure(
-        self, option: str, sides: Mapping[str, Engine], inputs: Inputs, progress: Progress, seconds: float, **more: Any
+        self,
+        option: str,
+        sides: Mapping[str, Engine],
+        inputs: Inputs,
+        progress: Progress,
+        seconds: float,
+        batch: int,
+        **more: Any,
     ) -> list[TuningTrial]:
         """Measure engines beside each other; return the gain of each over the one without a name."""
         measured, limit = measured_feeds(inputs["reference"]), seconds / (2 if self.callers else 1)  # after latency
@@ -115,7 +141,6 @@ class Tune(Measurement):
         settings = LatencySettings(
             time_limit_seconds=limit, start_limit_seconds=start, concurrency=self.callers, noisy_extension=1, **more
         )
-        batch = next(iter(measured)) if self.batch is None else self.batch
         candidates = [Candidate(name, engine, inputs[ENGINE], self.device) for name, engine in sides.items()]
         with logs_in_own_log() as logs:
             found = measure_latency(candidates, {batch: measured[batch]}, settings, logs, progress).rows

@@ -153,6 +153,36 @@ def test_the_recipes_options_stay_where_others_are_no_better(
     assert OnnxRuntime().tuned(built) == OnnxRuntime()
 
 
+@pytest.mark.parametrize(
+    ("there", "kept"),
+    [
+        (Interval(median=0.6, low=0.5, high=0.7), False),
+        (Interval(median=0.9, low=0.85, high=0.95), True),  # less than the gain of 1.3 where it decides
+        (Interval(median=0.6, low=0.2, high=1.1), True),
+    ],
+)
+def test_options_that_lose_more_at_another_batch_than_they_gain_are_not_kept(
+    there: Interval, kept: bool, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [samples.Case(points=("min",), sizes={"n": size}, batch=size, measured=True) for size in (2, 8)]
+    ranges = {"n": ShapeRange.parse("2:2:8")}
+    samples.write(tuned.reference, samples.Samples(data="x", ranges=ranges, cases=tuple(cases)))
+    large = np.ones((8, 64), np.float32)
+    samples.write_arrays(tuned.reference, "feeds", 1, {"x": large})
+    samples.write_arrays(tuned.reference, "outputs", 1, {"y": large @ WEIGHT})
+
+    def measure(candidates: Any, feeds: Any, settings: Any, logs: Path, progress: Any) -> Any:
+        (batch,) = feeds
+        found = FASTER if batch == 2 else there
+        return SimpleNamespace(rows={one.id: [LatencyRow(batch=batch, speedup=found)] for one in candidates})
+
+    monkeypatch.setattr(tune, "measure_latency", measure)
+    _, record = tuned.run()
+    assert bool(record["kept"]) is kept
+    assert record["other_batches"]["8"]["median"] == there.median
+    assert ("at batch 8 they are 0.60× [0.50, 0.70] as fast" in record["dropped"]) is not kept
+
+
 def test_the_best_throughput_of_several_callers_decides(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"": (10, 20), "2": (10, 40), "1": (30, 10), "kept": (10, 40)}
 
