@@ -87,4 +87,4 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             moved = noise.mul_(largest).add_(found)
             moved = torch.where(moved * found <= 0, found / _NEARER_TO_0, moved)
-        return (moved if numbers is None else moved.where(numbers, found)).to(value.dtype)
+        return moved.to(value.dtype) if numbers is None else torch.where(numbers, moved.to(value.dtype), value)
