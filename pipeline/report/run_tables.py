@@ -96,7 +96,7 @@ def _status(record: VariantRecord) -> str:
     if record.reference:
         return f"{record.status}, for comparison"
     if record.status == "skipped" and (record.untried or record.dropped):
-        begun = record.reason in (NO_TIME_TO_MEASURE, OVER_SHARE)
+        begun = bool(record.search) or record.reason in (NO_TIME_TO_MEASURE, OVER_SHARE)
         return "dropped" if not record.untried else "not measured" if begun else "not tried"
     if not record.shortfall:
         return record.status

@@ -94,8 +94,11 @@ def make_record(
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
         unfinished = unfinished and f"dropped: {dropped}"
     untried = unfinished in LATE
+    searched = artifact_of(outcomes, variant.assignment)
     if unfinished == NO_TIME and (build or race):
         unfinished = NO_TIME_TO_MEASURE
+    elif unfinished == NO_TIME and searched and searched.rejected:
+        unfinished = f"the time was over before its search was; so far, {searched.rejected}"
     reason = failure or unfinished or variant.unavailable or _partial_failure(rows)
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
