@@ -4,7 +4,7 @@ variant."""
 from collections.abc import Iterable, Iterator, Mapping
 
 from enginesmith.pipeline.engines import REFERENCES
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
+from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import describe_fallback
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
@@ -136,6 +136,8 @@ def summarize(run: Run) -> str:
         sentences.append(f"it meets all {len(run.verdicts)} budgets")
     if why := _explain_near_win(run, record, row.batch):
         sentences.append(why)
+    if any(step.id == f"prosecute-{record.id}" and step.effect in LATE for step in run.steps):
+        sentences.append("no time was left to try inputs beside the samples on it")
     return mark(run, "; ".join(sentences) + ".")
 
 

@@ -373,6 +373,9 @@ def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixt
     told = "inputs beside the samples: no time was left to try any on onnxruntime-fp32; `enginesmith resume`"
     assert told in printed(run(steps=(step,)), capsys)
     assert told not in printed(run(), capsys)
+    untried = "; no time was left to try inputs beside the samples on it."
+    assert sentences.summarize(run(steps=(step,))).endswith(untried)
+    assert untried not in sentences.summarize(run())
     stopped = step.model_copy(update={"effect": OVER_SHARE})
     told = "inputs beside the samples: none could be tried in its share of the time on onnxruntime-fp32; `enginesmith"
     assert told in printed(run(steps=(stopped,)), capsys)
