@@ -389,11 +389,17 @@ class Quality(EngineCheck):
 def _answer_rows(session: Session, feeds: Feeds, size: int) -> dict[str, Array]:
     """Run a batch of this size; return the outputs that have a row for each sample, with the samples first.
 
+    All that a model of fixed batch 1 answers is one sample's, wherever its batch is: [time, 1, classes], say.
+
     Raises:
         DataError: none has.
     """
     answers = rows_first(session.run(feeds), session.signature.outputs)
     rows = {name: value for name, value in answers.items() if value.shape[:1] == (size,)}
+    if not rows and size == 1 and batch_symbol(session.signature) is None:
+        rows = {
+            name: np.moveaxis(value, value.shape.index(1), 0) for name, value in answers.items() if 1 in value.shape
+        }
     if not rows:
         shapes = ", ".join(f"{name!r} is {list(value.shape)}" for name, value in answers.items())
         raise DataError(

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds
 from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks import verify
+from enginesmith.pipeline.tasks import measure, verify
 from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
@@ -365,6 +366,22 @@ def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> N
         try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
     reason, _, _ = unnamed.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
     assert str(reason).startswith("no metric was named, and for 2 samples, no output of the model has a row")
+
+
+@pytest.mark.parametrize(("size", "taken"), [(1, True), (2, False), ("batch", False)])
+def test_all_that_a_model_of_batch_1_answers_is_of_that_sample(size: int | str, taken: bool) -> None:
+    """As of readers of text, [time, 1, letters]."""
+    rows = size if isinstance(size, int) else 1
+    x, y = TensorSpec.parse(f"x:float32:{size},3"), TensorSpec.parse(f"y:float32:5,{rows}")
+    signature = Signature(inputs=(x,), outputs=(y,))
+    answer = np.arange(5 * rows).reshape(5, rows)
+    model: Any = SimpleNamespace(signature=signature, run=lambda feeds: {"y": answer})
+    if taken:
+        answers = measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1)
+        assert answers["y"].tolist() == [[0, 1, 2, 3, 4]]
+    else:
+        with pytest.raises(DataError, match="no output of the model has a row for each"):
+            measure._answer_rows(model, {"x": np.zeros((rows, 3))}, rows)
 
 
 @pytest.mark.parametrize(
