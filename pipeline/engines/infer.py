@@ -71,13 +71,12 @@ class Model:
             vector = dict(stored)
         answers = self({name[6:]: value for name, value in vector.items() if name.startswith("input:")})
         chosen, pairs = self.manifest["signature"].get("unordered", {}), []
-        right_bits = 19 if self.manifest["thresholds"]["min_agreement"] > 0.999 else 1
         for name, value in answers.items():
             kind, wanted = chosen.get(name), vector[f"output:{name}"]
             if kind != "positions" or len(chosen) == 1:  # which of two equal boxes was chosen says nothing
                 known, unstable = float(vector.get(f"range:{name}", 0)), vector.get(f"unstable:{name}")
-                if unstable is not None and unstable.shape == value.shape:  # rounding decides these
-                    value = np.where(unstable >= right_bits, wanted, value)
+                if unstable is not None and not kind and unstable.shape == value.shape:  # rounding decides these
+                    value = np.where(unstable >= self.manifest["thresholds"]["right_bits"], wanted, value)
                 pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known)))
         return answers, [name for name, near in pairs if not near]
 

@@ -51,7 +51,7 @@ class UnstableNumbers:
         """Say how many there are in all calls, output by output."""
         return [
             f"rounding decides {100 * count / self._sizes[name]:.2g} % of the numbers in the output {name!r}, such as "
-            "between two values that are equal but for it: these are not compared"
+            "between two values that are equal but for it: engines may answer others there"
             for name, count in self._counts.items()
             if count
         ]

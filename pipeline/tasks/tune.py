@@ -62,7 +62,7 @@ class Tune(Measurement):
         if tuning.untried and self.measuring_seconds < self.seconds:
             tuning = tuning.model_copy(update={"cut": True})
         if tuning.kept:
-            tuning = self._confirm(best, tuning, inputs, max(_LEAST_SECONDS, deadline - time.monotonic()), progress)
+            tuning = self._confirm(best, tuning, inputs, deadline - time.monotonic(), progress)
         shutil.copytree(built.folder, out, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
         (out / TUNING).write_text(tuning.model_dump_json(indent=1))
         summary = f"{', '.join(tuning.kept) or 'nothing'} was measurably faster, of {len(tuning.trials)} values"
@@ -75,6 +75,7 @@ class Tune(Measurement):
     def _search(self, inputs: Inputs, deadline: float, progress: Progress) -> tuple[Engine, Tuning]:
         """Try one option after another beside the best ones so far."""
         best, kept, trials, untried = self.engine, list[str](), list[TuningTrial](), list[str]()
+        batches = self._list_batches(inputs)
         graph, tried = inputs["model"].path, set[str]()
         while True:
             offered = best.tunable_options(graph, self.device)  # one option can make others useless
@@ -84,13 +85,13 @@ class Tune(Measurement):
                 return best, Tuning(fields=fields, kept=tuple(kept), trials=tuple(trials), untried=tuple(untried))
             name, values = left[0], offered[left[0]]
             tried.add(name)
-            share = (deadline - time.monotonic()) / (len(left) + 1)  # the last one is for the confirmation
+            share = (deadline - time.monotonic()) / (len(left) + len(batches))  # the last ones are for the confirmation
             if share < _LEAST_SECONDS:
                 untried.append(name)
                 continue
             progress(f"trying {name}={' and '.join(values)}")
             sides = {"": best, **{value: best.with_option(name, value) for value in values}}
-            found = self._measure(name, sides, inputs, progress, share, self._list_batches(inputs)[0], launches=1)
+            found = self._measure(name, sides, inputs, progress, share, batches[0], launches=1)
             trials += found
             if value := _choose_faster(found):
                 best, kept = sides[value], [*kept, f"{name}={value}"]
@@ -104,7 +105,7 @@ class Tune(Measurement):
         kept, sides = ", ".join(tuning.kept), {"": self.engine, "kept": best}
         progress(f"comparing {kept} with the recipe's options once more")
         decides, *others = self._list_batches(inputs)
-        seconds /= 1 + len(others)
+        seconds = max(_LEAST_SECONDS, seconds / (1 + len(others)))
         (trial,) = self._measure("", sides, inputs, progress, seconds, batch=decides)
         slower = "" if _choose_faster([trial]) else trial.failure or "together they are not measurably faster"
         elsewhere = dict[int, Interval]()

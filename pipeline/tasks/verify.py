@@ -91,8 +91,8 @@ class Sample(Task):
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
-        facts = {"parts": parts, "spans": spans, "interacting": bool(interacting)}
-        facts["unsteady"] = tuple(sorted(unstable.unsteady))
+        unsteady = tuple(sorted(unstable.unsteady))
+        facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -463,5 +463,6 @@ class Answers(Task):
                             )
                     ends.append(samples.find_ends(outputs))
                     _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
-        samples.write(out, known.model_copy(update={"spans": samples.join_ends(ends)}))
+        facts = {"spans": samples.join_ends(ends), "unsteady": tuple(sorted(unstable.unsteady))}
+        samples.write(out, known.model_copy(update=facts))
         return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")
