@@ -1,4 +1,4 @@
-"""What a call through ``enginesmith.load`` costs over the raw session, and whether answers from many threads are right.
+"""Measure a call through ``enginesmith.load`` beside the raw session, and check the answers from many threads.
 
     python benchmarks/calling.py [--blocks 500] [--calls 20] [--threads 8] [--calls-per-thread 10000]
 

@@ -16,7 +16,7 @@ _PROMISED = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call of the command line came to."""
+    """Hold the result of one call of the command line."""
 
     exit_code: int
     document: Any
@@ -36,17 +36,17 @@ class Answer:
 
     @property
     def message(self) -> str:
-        """What was wrong, as the user reads it."""
+        """Return the error's message, as the user reads it."""
         return str(self.error.message) if isinstance(self.error, EnginesmithError) else repr(self.error or "")
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """Return the error's remedy."""
         return str(self.error.remedy) if isinstance(self.error, EnginesmithError) else ""
 
     @property
     def broken_promises(self) -> tuple[str, ...]:
-        """What an answer must not be: a traceback, an exit code of no meaning, an error without class or remedy."""
+        """List broken promises: a traceback, an exit code of no meaning, an error without class or remedy."""
         found = ["a traceback"] if "Traceback (most recent call last)" in self.output else []
         if self.exit_code == 0:
             return (*found, *([] if self.document is not None else ["no JSON document"]))

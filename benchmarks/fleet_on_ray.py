@@ -114,7 +114,7 @@ def in_the_middle(out: Path, target: str) -> None:
 
 
 def summary(out: Path, seconds: float, code: int) -> dict[str, Any]:
-    """What the fleet's own record says."""
+    """Sum up the fleet's own record."""
     found = json.loads((out / "fleet.json").read_bytes())
     return {
         "exit_code": code,

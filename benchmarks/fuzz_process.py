@@ -23,7 +23,7 @@ _HANG_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a pass over a model."""
+    """Hold the result of a pass over a model."""
 
     seed: int
     trial: str

@@ -1,4 +1,4 @@
-"""Whether `gate` catches a model that became 10 % slower, and lets one pass that did not, on a noisy machine.
+"""Count how often `gate` catches a model that became 10 % slower, and passes one that did not, on a noisy machine.
 
     python benchmarks/gate_power.py [--tries 20] [--work build/gate_power] [--loads quiet,random]
 
@@ -97,7 +97,7 @@ def calibrated(work: Path, baseline: Path, repeats: int, seconds: float) -> tupl
 
 
 def asked(run: Path, baseline: Path) -> dict[str, Any]:
-    """What one gate said of latency."""
+    """Ask one gate, and return its verdict on latency."""
     answer = call("gate", str(run), "--baseline", str(baseline))
     if answer.exit_code not in (0, 3) or answer.document is None:
         sys.exit(f"gate failed: {answer.message}")

@@ -58,7 +58,7 @@ def make(model: str, precision: str, folder: Path) -> Path:
 
 
 def attempt(model: str, precision: str, folder: Path, engine: str = ENGINE) -> Made:
-    """The same with what was said of it, and for another engine."""
+    """Quantise like :func:`make`, for any engine; a refusal is returned with its reason."""
     target = folder / (f"{model}-{precision}" if engine == ENGINE else f"{model}-{precision}-{engine}")
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)

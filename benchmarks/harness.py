@@ -1,4 +1,4 @@
-"""What the instrument itself costs, and whether it agrees with a plain timing loop.
+"""Measure the instrument's own cost, and compare it with a plain timing loop.
 
     python benchmarks/harness.py [--models digits,resnet18] [--runs 5]
 

@@ -23,6 +23,6 @@ class Nothing(Task):
 
 
 class NothingAlone(Nothing):
-    """The same in a process of its own."""
+    """Writes its number in a process of its own."""
 
     in_process: ClassVar[bool] = False

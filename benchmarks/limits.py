@@ -109,7 +109,7 @@ def held(path: Path, limits: DeviceLimits, device: Device, seconds: float) -> tu
 
 
 def entry(name: str, row: LimitRow, median_ms: float) -> dict[str, Any]:
-    """What is written of a graph; printed, too."""
+    """Make a graph's entry in the results, and print it."""
     print(f"{name}: {row.measured_ms:.4g} ms (median {median_ms:.4g}), {row.summary}", flush=True)
     return {**row.model_dump(mode="json"), "median_ms": median_ms}
 

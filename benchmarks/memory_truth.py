@@ -117,7 +117,7 @@ def module(net: Net, folder: Path) -> Artifact:
 
 
 def graph(net: Net, folder: Path, *, mapped: bool) -> Artifact:
-    """The same as an ONNX graph; its weights in a file of their own, which ONNX Runtime maps, or inside, to be read."""
+    """Write the ONNX graph; its weights in a file of their own, which ONNX Runtime maps, or inside, to be read."""
     generator = np.random.default_rng(0)
     scale = np.float32(net.width**-0.5)
     names = [f"w{index}" for index in range(net.depth)]

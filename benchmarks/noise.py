@@ -1,4 +1,4 @@
-"""Whether a busy neighbour moves the reported speed-up.
+"""Measure how far a busy neighbour moves the reported speed-up.
 
     python benchmarks/noise.py [--models resnet18,digits] [--runs 10] [--seconds 20] [--only quiet|even|...]
 

@@ -1,4 +1,4 @@
-"""What the pipeline costs on top of the raw calls that it wraps.
+"""Measure the pipeline's cost on top of the raw calls that it wraps.
 
     python benchmarks/overhead.py [--models digits,resnet50,bert_base] [--repeats 3]
 
@@ -51,7 +51,7 @@ def timed(command: list[str], environment: dict[str, str]) -> float:
 
 
 def measuring_seconds(run: Path) -> float:
-    """What the run spent on measuring and on looking for wrong answers: its own record of those steps."""
+    """Sum up the time of measuring and of looking for wrong answers, from the run's own record of those steps."""
     steps, kinds = json.loads((run / "run.json").read_text())["steps"], ("latency", "memory", "quality", "prosecute")
     return sum(step["seconds"] for step in steps if step["id"].startswith(kinds))
 

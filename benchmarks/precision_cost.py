@@ -1,4 +1,4 @@
-"""What calibration and quantisation take: seconds and peak memory of the steps of ``enginesmith precision``.
+"""Measure seconds and peak memory of calibration and quantisation, the steps of ``enginesmith precision``.
 
     python benchmarks/precision_cost.py [--work build/precision] [--models resnet50 …]
 

@@ -60,7 +60,7 @@ def cell(model: str, row: str, folder: Path) -> dict[str, Any]:
 
 
 def _last(fidelity: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is of the last stage: stages before it are the float graph's."""
+    """Tell whether an entry is of the last stage: stages before it are the float graph's."""
     return bool(entry["stage"] == fidelity[-1]["stage"])
 
 

@@ -29,7 +29,7 @@ _ALONE = (*_NORMS, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Ins
 
 
 class NotComparable(Exception):
-    """What was removed cannot be told from what is left."""
+    """Say that the removed parts cannot be told from those that are left."""
 
 
 class Fault(Exception):

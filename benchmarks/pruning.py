@@ -100,7 +100,7 @@ def _by_id(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _variants(document: Mapping[str, Any], precisions: Sequence[str]) -> dict[str, Any]:
-    """What the product says itself of each variant."""
+    """Read the product's own figures of each variant."""
     known = _by_id(document)
     found: dict[str, Any] = {"winner": document["winner"], "variants": {}}
     for precision in precisions:

@@ -1,4 +1,4 @@
-"""What benchmarks/pruning.py found, as text."""
+"""Write the results of benchmarks/pruning.py as text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

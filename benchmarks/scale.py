@@ -1,4 +1,4 @@
-"""What planning, scheduling and looking things up cost where there are many steps and many variants.
+"""Measure planning, scheduling and looking things up with many steps and many variants.
 
     python benchmarks/scale.py [plan steps alone ray warm shared] [--steps 10000] [--variants 1000] [--work build/scale]
 
@@ -119,7 +119,7 @@ def carried_out(steps: Sequence[Step], executor: Executor, logs: Path) -> dict[s
 
 
 def resident_bytes() -> int:
-    """Of this process (statm of proc(5))."""
+    """Read this process's resident bytes (statm of proc(5))."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""What `simplify` brings on ONNX Runtime: nodes before and after, and the paired ratio of latencies.
+"""Measure the gain of `simplify` on ONNX Runtime: nodes before and after, and the paired ratio of latencies.
 
     python benchmarks/simplify.py
 

@@ -1,4 +1,4 @@
-"""What one-shot 2:4 covers and what it costs in fidelity, with and without an order of channels, and how long it takes.
+"""Measure coverage, fidelity and time of one-shot 2:4, with and without an order of channels.
 
     python benchmarks/sparsity.py [digits resnet18 …]
 

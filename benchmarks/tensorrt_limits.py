@@ -117,7 +117,7 @@ def _smallest(graph: Path, batch: int) -> dict[str, Any]:
 
 
 def _holds(graph: Path, batch: int, limit: int) -> bool:
-    """Whether an engine is built within a limit; any other failure than the limit's ends the program."""
+    """Tell whether an engine is built within a limit; any other failure than the limit's ends the program."""
     answer = build(graph, batch, "--workspace", str(limit))
     if answer.exit_code and answer.failure != LimitTooSmall.failure:
         sys.exit(f"another failure than expected: {answer.failure}: {answer.message}")

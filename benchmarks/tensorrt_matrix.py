@@ -34,7 +34,7 @@ _LENGTH = 200
 
 
 def listed(precision: str, target: str) -> bool:
-    """Whether the vendor's support matrix has the precision for the target."""
+    """Tell whether the vendor's support matrix has the precision for the target."""
     return precision in LISTED_FROM and int(target.removeprefix("sm")) >= LISTED_FROM[precision]
 
 

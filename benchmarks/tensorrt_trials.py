@@ -1,4 +1,4 @@
-"""Whether `build` keeps its promise on files of every kind: an engine, or one clear message with a class and a remedy.
+"""Hold `build` to its promise on files of every kind: an engine, or one clear message with a class and a remedy.
 
     python benchmarks/tensorrt_trials.py --graphs build/graphs [--mutations 200] [--elsewhere 150] [--zoo fp16]
 
@@ -95,7 +95,7 @@ def _options(folder: Path) -> tuple[str, ...]:
 
 
 def row(answer: Answer, folder: Path, **more: object) -> dict[str, Any]:
-    """What is kept of an answer; temporary paths are left out."""
+    """Make the row of an answer; temporary paths are left out."""
     kept: dict[str, Any] = {**more, "built": answer.exit_code == 0, "seconds": round(answer.seconds, 2)}
     if answer.exit_code:
         kept |= {"failure": answer.failure, "exit_code": answer.exit_code}

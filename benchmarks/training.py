@@ -1,4 +1,4 @@
-"""What int8 or 2:4 loses, and what some minutes of training bring back.
+"""Measure the loss of int8 or 2:4, and the part that some minutes of training bring back.
 
     pip install scikit-learn pillow tokenizers transformers
     python benchmarks/training.py [--cases text_reader …] [--minutes 5]

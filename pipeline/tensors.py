@@ -60,7 +60,7 @@ class TensorSpec(BaseModel, frozen=True):
 
     @property
     def as_row(self) -> "TensorSpec":
-        """The same array with the batch as its first dimension, as samples are kept."""
+        """Move the batch to the first dimension, as samples are kept."""
         rest = list(self.shape)
         first = [rest.pop(self.batch_axis)] if rest else []
         return self.model_copy(update={"shape": (*first, *rest)})

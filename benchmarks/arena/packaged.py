@@ -57,7 +57,7 @@ class SpeechDetector(nn.Module):
 
 
 def silero_vad() -> tuple[nn.Module, Example]:
-    """Whether a frame of 32 ms has speech in it, given the state after the frames before it."""
+    """Tell whether a frame of 32 ms has speech in it, given the state after the frames before it."""
     detector = SpeechDetector()
     script = torch.jit.load(PACKAGES / "silero_vad" / "data" / "silero_vad.jit").state_dict()
     detector.load_state_dict({_renamed(key): value for key, value in script.items() if key.startswith("_model.")})

@@ -107,7 +107,7 @@ def _made(chosen: Field, jobs: int, clock: Clock) -> Mapping[str, Outcome]:
 
 
 def _fidelity(variant: Variant, outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
-    """What its own check found, at each point of the shape range."""
+    """List the figures of its own check, at each point of the shape range."""
     last = outcomes.get(variant.verified[-1]) if variant.verified else None
     return read_records(last.artifact) if last and last.artifact else []
 

@@ -1,4 +1,4 @@
-"""What users run, on the device at hand: the doctor, a search, models in all engines, bundles, the vendors' timers.
+"""Run users' commands on the device at hand: the doctor, a search, models in all engines, bundles, the vendors' timers.
 
     python benchmarks/gpu/commands.py --models resnet18 bert_base --out gpu_lane.json [--measure-time 15s]
 

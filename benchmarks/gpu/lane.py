@@ -1,4 +1,4 @@
-"""What TensorRT does on the device at hand: engines built, verified, swept, with and without CUDA graphs, and measured.
+"""Try TensorRT on the device at hand: build, verify, sweep and measure engines, with and without CUDA graphs.
 
     python benchmarks/gpu/lane.py --models digits resnet50 --out gpu_lane.json [--seconds 10]
 
@@ -43,7 +43,7 @@ class Lane:
         self._whole.write()
 
     def skip_without_device(self) -> bool:
-        """Whether there is no device, which the record and the terminal then say."""
+        """Tell whether there is no device, which the record and the terminal then say."""
         if nvidia.cuda_device(0) is not None:
             return False
         self.record |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}

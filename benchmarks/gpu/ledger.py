@@ -129,7 +129,7 @@ def _feeds(inputs: tuple[TensorSpec, ...], batch: int) -> Feeds:
 
 
 def _said(session: TensorRTSession) -> dict[str, Any]:
-    """What the opened engine says of itself; names that a version does not have are left out."""
+    """Read the opened engine's own figures; names that a version does not have are left out."""
     engine = session._opened.engine
     contexts = [context.native for context in session._contexts.values()]
     said: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the lane measures of a model: eager in all its forms, compiled, CUDA graphs, ONNX Runtime and TensorRT."""
+"""Plan the lane's variants of a model: eager in all its forms, compiled, CUDA graphs, ONNX Runtime and TensorRT."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class Field:
 
 
 def field(values: Mapping[str, Any], only: Sequence[str] = ()) -> Field:
-    """What is to be made of a recipe's model; ``only`` keeps the variants whose ids start so, and the baseline."""
+    """Plan the variants of a recipe's model; ``only`` keeps the variants whose ids start so, and the baseline."""
     where = make(dict(values)).where
     refused = {name: found.reason for name in FLAVOURS if not (found := engine_class(name).available(where)).ok}
     engines = ["onnxruntime", *(name for name in FLAVOURS if name not in refused)]

@@ -150,5 +150,5 @@ def vit() -> tuple[nn.Module, Example]:
 
 
 def swin() -> tuple[nn.Module, Example]:
-    """The same task."""
+    """A digit before a photo, by a transformer with windows."""
     return load_trained(WindowTransformer(), "swin"), {"image": images(3, SIZE)}

@@ -163,12 +163,12 @@ def resnet20() -> tuple[nn.Module, Example]:
 
 
 def resnet56() -> tuple[nn.Module, Example]:
-    """The same task, 56 layers."""
+    """A digit before a photo, by 56 layers."""
     return load_trained(SmallResNet(9), "resnet56"), {"image": images(3, SIZE)}
 
 
 def mobilenet() -> tuple[nn.Module, Example]:
-    """The same task, depthwise convolutions."""
+    """A digit before a photo, by depthwise convolutions."""
     return load_trained(SmallMobileNet(), "mobilenet"), {"image": images(3, SIZE)}
 
 
@@ -183,7 +183,7 @@ def lstm() -> tuple[nn.Module, Example]:
 
 
 def gru() -> tuple[nn.Module, Example]:
-    """The same task, with a state that goes one way."""
+    """A digit read row by row, with a state that goes one way."""
     return load_trained(Gated(), "gru"), {"rows": features(SIZE, SIZE)}
 
 

@@ -95,7 +95,7 @@ def mobilenet_v3() -> tuple[nn.Module, Example]:
 
 
 def efficientnet() -> tuple[nn.Module, Example]:
-    """The same task."""
+    """A digit before a photo, by squeeze-and-excitation."""
     return load_trained(build_efficientnet(), "efficientnet"), {"image": images(3, SIZE)}
 
 

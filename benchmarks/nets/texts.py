@@ -85,7 +85,7 @@ def read(name: str) -> bytes:
 
 
 def _paragraphs(part: str) -> Iterator[str]:
-    """What the docstrings of a package or module say."""
+    """Collect the paragraphs of a package's or module's docstrings."""
     library = Path(sysconfig.get_path("stdlib"))
     folder = library / part
     for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:

@@ -57,12 +57,12 @@ class Case:
 
     @property
     def source(self) -> str:
-        """What the command line calls MODEL."""
+        """Name the model for the command line's MODEL."""
         return f"{self.folder.parent / 'networks.py'}:{self.name}"
 
     @property
     def metric(self) -> str:
-        """What the command line calls METRIC."""
+        """Name the metric for the command line's METRIC."""
         name = TASKS[self.name].metric
         return name if name == "top1" else f"{self.folder.parent / 'metrics.py'}:{name}"
 
@@ -173,7 +173,7 @@ def _text_classifier() -> nn.Module:
 
 
 def _embeddings(feeds: Arrays, weights: Path) -> NDArray[Any]:
-    """What the encoder itself answers."""
+    """Answer with the encoder alone."""
     encoder = networks.Encoder()
     encoder.load_state_dict(load(weights.read_bytes()))
     return _encoded(encoder.eval(), {name: feeds[name] for name in ("input_ids", "attention_mask")}).numpy()

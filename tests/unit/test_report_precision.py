@@ -1,4 +1,4 @@
-"""What reports tell of variants in a low precision."""
+"""Reports of variants in a low precision."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What reports tell of pruned and trained models."""
+"""Reports of pruned and trained models."""
 
 import json
 from pathlib import Path

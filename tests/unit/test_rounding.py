@@ -1,4 +1,4 @@
-"""What rounding decides in a model's answers: which numbers these are, and that they alone are not compared."""
+"""Numbers of a model's answer that rounding decides: they are found, and they alone are not compared."""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is kept of a loaded module, and what comes back of it."""
+"""The stored form of a loaded module, and the module that comes back of it."""
 
 from pathlib import Path
 

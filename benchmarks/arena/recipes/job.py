@@ -1,4 +1,4 @@
-"""What a rival is given: a model's files, and the cell that it will be measured in. Runs in the rival's environment."""
+"""Describe a rival's job: a model's files, and the cell that it is measured in. Runs in the rival's environment."""
 
 import importlib
 import importlib.util
@@ -108,7 +108,7 @@ class Job:
 
 
 class Recipe(NamedTuple):
-    """What a rival does once (its files go to the job's folder), and how its result is opened."""
+    """Prepare a rival once (its files go to the job's folder), and open its result."""
 
     prepare: Callable[[Job], None]
     open: Callable[[Job], Call]

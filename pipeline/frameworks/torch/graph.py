@@ -92,7 +92,7 @@ class _Grid:
 
     @property
     def tie(self) -> tuple[float, int, str]:
-        """What tells grids of one scale apart."""
+        """Return what tells this grid from another one with a single scale: scale, zero point, dtype."""
         return float(self.scale.reshape(())), int(self.zero.reshape(())), self.dtype
 
     def compute(self) -> Compute:
