@@ -11,7 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.frameworks.onnx import evaluator
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.tensors import Array
 
 Weights = dict[str, Any]
 NOWHERE = Provenance(data="made up", digest="", rows=(), seed=0, batch=1)
@@ -46,6 +47,21 @@ def save_graph(folder: Path, *arguments: Any, **options: Any) -> Path:
         onnx.shape_inference.infer_shapes(build_graph(*arguments, **options), data_prop=True), folder / "given.onnx"
     )
     return folder / "given.onnx"
+
+
+def save_operator(path: Path, operator: str, *constants: float | np.int64 | Array) -> Artifact:
+    """Save ``y = operator(x, constants …)``; constants are float32 where they are Python's."""
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    stored = [
+        numpy_helper.from_array(
+            np.asarray(value if isinstance(value, np.int64 | np.ndarray) else np.float32(value)), f"c{index}"
+        )
+        for index, value in enumerate(constants)
+    ]
+    nodes = [helper.make_node(operator, ["x", *(one.name for one in stored)], ["y"])]
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
 
 
 def parse_graph(text: str, opset: int = 21, *, named: bool = False, **weights: Any) -> ir.Model:

@@ -1,4 +1,4 @@
-"""What a model answers on samples, and how engines, files and metrics are held against it."""
+"""Samples of a model, its answers to them, and metrics on them."""
 
 import re
 from pathlib import Path
@@ -14,21 +14,18 @@ from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
 from enginesmith.calibration.options import PARTS, DataOptions, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds
-from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import measure, verify
-from enginesmith.pipeline.tasks.base import RECORDS, read_records, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, write_records
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
-from enginesmith.pipeline.tasks.mixed_precision import Goal
-from enginesmith.pipeline.tasks.tune import ENGINE, Tune
-from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
+from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
+from graphs import save_operator
 
 
 def signature(*inputs: str) -> Signature:
@@ -36,21 +33,6 @@ def signature(*inputs: str) -> Signature:
 
 
 IMAGE = signature("x:float32:batch,3")
-
-
-def graph(path: Path, operator: str, *constants: float | np.int64 | Array) -> Artifact:
-    """Save ``y = operator(x, constants …)``; constants are float32 where they are Python's."""
-    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
-    stored = [
-        numpy_helper.from_array(
-            np.asarray(value if isinstance(value, np.int64 | np.ndarray) else np.float32(value)), f"c{index}"
-        )
-        for index, value in enumerate(constants)
-    ]
-    nodes = [helper.make_node(operator, ["x", *(one.name for one in stored)], ["y"])]
-    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
-    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
 
 
 def test_a_metric_gets_the_sample_first_wherever_the_batch_is(tmp_path: Path) -> None:
@@ -92,7 +74,7 @@ def test_the_metric_is_tried_on_two_samples(
     (reference := tmp_path / "reference").mkdir()
     kinds = {"engine": OnnxRuntime(), "data": "data.npz", "data_options": DataOptions(), "metric": metric}
     sample = Sample(ranges={}, batches=(1,), seed=0, **kinds)
-    model = graph(tmp_path / "float.onnx", "Identity")
+    model = save_operator(tmp_path / "float.onnx", "Identity")
     if words and metric == "top1":
         with pytest.raises(DataError, match=words):
             sample.run({"model": model}, reference, lambda _: None)
@@ -166,7 +148,7 @@ def test_samples_from_data_are_not_said_to_be_random(
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", x=np.ones((8, 3), np.float32))
     (reference := tmp_path / "reference").mkdir()
-    model = graph(tmp_path / "model.onnx", "Reshape", np.array([7, -1]))  # 24 numbers are no seven rows
+    model = save_operator(tmp_path / "model.onnx", "Reshape", np.array([7, -1]))  # 24 numbers are no seven rows
     sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(8,), data=data, data_options=DataOptions(), seed=0)
     with pytest.raises(ModelError, match="at batch 8") as error:
         sample.run({"model": model}, reference, lambda _: None)
@@ -319,7 +301,7 @@ def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartN
     np.savez(place, x=rows, labels=np.where(np.arange(40)[:, None] == row, np.inf, rows))
     fields = {"data": str(place), "data_options": options, "samples": None, "metric": "mse"}
     quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, seed=0, **fields)
-    with quality.engine.load(graph(tmp_path / "model.onnx", "Identity"), Device()) as session:
+    with quality.engine.load(save_operator(tmp_path / "model.onnx", "Identity"), Device()) as session:
         data = open_dataset(str(place), session.signature.inputs, split="test", options=options)
         for judge in (lambda: quality.judge(session, None, lambda _: None), lambda: try_metric("mse", session, data)):
             with pytest.raises(DataError, match=f"have NaN or infinity, first for row {row} of data.npz\n"):
@@ -394,7 +376,7 @@ def test_a_model_may_answer_nan_for_some_samples_with_a_note(tmp_path: Path, bad
     (reference := tmp_path / "reference").mkdir()
     data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
     sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
-    model = {"model": graph(tmp_path / "float.onnx", "Log")}
+    model = {"model": save_operator(tmp_path / "float.onnx", "Log")}
     if bad == 20:
         with pytest.raises(SourceError, match=words):
             sample.run(model, reference, lambda _: None)
@@ -409,7 +391,7 @@ def test_a_model_whose_samples_influence_each_other_is_noted(
     tmp_path: Path, operator: str, axis: int | None, interacting: bool
 ) -> None:
     """The first sample of a running sum has its own answer; the last one has not."""
-    model = graph(tmp_path / "sum.onnx", operator, *([] if axis is None else [np.int64(axis)]))
+    model = save_operator(tmp_path / "sum.onnx", operator, *([] if axis is None else [np.int64(axis)]))
     for batches in ((1, 8), (1,)):
         (reference := tmp_path / f"{len(batches)}").mkdir()
         sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
@@ -452,7 +434,7 @@ def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch
     code = "def {}():\n    return ({{'x': random.default_rng({}).random((30, 3), 'float32')}},)\n"
     functions = code.format("same", 0) + code.format("other", "")
     Path("parts_rows.py").write_text(f"from numpy import random\n{functions}")
-    model, counts = {"model": graph(tmp_path / "float.onnx", "Identity")}, dict.fromkeys(PARTS, 10)
+    model, counts = {"model": save_operator(tmp_path / "float.onnx", "Identity")}, dict.fromkeys(PARTS, 10)
     for data, options, parts in (
         ("data.npz", DataOptions(), {}),
         ("data.npz", PartOptions(part="choice"), counts),
@@ -465,178 +447,3 @@ def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch
     unstable = sample.model_copy(update={"data": "parts_rows.py:other"})
     with pytest.raises(DataError, match="yields other samples each time"):
         unstable.run(model, tmp_path, lambda _: None)
-
-
-def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:
-    rows = np.ones((20, 3), np.float32)
-    rows[5] = 10.0  # what saturates at 4 is right on the first sample, and on all but this one
-    np.savez(tmp_path / "data.npz", x=rows)
-    (reference := tmp_path / "reference").mkdir()
-    engine = OnnxRuntime(graph_optimization="disabled")
-    data = str(tmp_path / "data.npz")
-    sample = Sample(engine=engine, ranges={}, batches=(1,), data=data, data_options=DataOptions(), seed=0)
-    effect = sample.run({"model": graph(tmp_path / "float.onnx", "Identity")}, reference, lambda _: None)
-    assert effect.summary.startswith("1 set of feeds from ")
-    judged = Artifact(kind="reference", path=reference / effect.file, sha256="", bytes=0)
-    measured = samples.read_arrays(reference, "feeds", 0)["x"]
-    assert measured.tolist() == rows[:1].tolist()  # what is measured is one sample as before
-    for name, most, passed in (("good", 10.0, True), ("bad", 4.0, False)):
-        (out := tmp_path / name).mkdir()
-        verify = Verify(stage="engine", engine=engine, device=Device(), precision="int8", min_sqnr_db=None)
-        made = graph(tmp_path / f"{name}.onnx", "Clip", -most, most)
-        effect = verify.run({"model": made, "reference": judged}, out, lambda _: None)
-        assert (effect.rejected == "") is passed
-        assert effect.summary == f"SQNR at least {'200.0' if passed else '4.7'} dB"
-        entries = read_records(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
-        assert [entry["passed"] for entry in entries] == [passed] * 3
-
-
-def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tmp_path: Path) -> None:
-    """The reference is doubled from two rows on, as by an ``if`` in the module; the graph answers its input."""
-    cases = tuple(Case(points=(point,), sizes={"batch": size}, batch=size) for point, size in (("min", 1), ("max", 2)))
-    samples.write(tmp_path, Samples(data="x", ranges={}, cases=cases))
-    for index, case in enumerate(cases):
-        rows = np.ones((case.batch, 3), np.float32)
-        samples.write_arrays(tmp_path, "feeds", index, {"x": rows})
-        samples.write_arrays(tmp_path, "outputs", index, {"y": rows * case.batch})
-    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
-    made = graph(tmp_path / "graph.onnx", "Identity")
-    for stage, told in (("export", True), ("engine", False)):
-        (out := tmp_path / stage).mkdir()
-        verify = Verify(stage=stage, engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
-        rejected = verify.run({"model": made, "reference": judged}, out, lambda _: None).rejected
-        assert rejected.startswith(f"after {stage} at max (batch 2): output 'y' has an SQNR of 6.0 dB")
-        assert ("perhaps the module decides by a size" in rejected) is told
-
-
-def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
-    rows = np.float32([[0.5, 0.5, 0.5], [1.0, 0.0, -1e9], [-2.0, 0.0, 0.5]])
-    np.savez(tmp_path / "data.npz", x=rows)
-    (reference := tmp_path / "reference").mkdir()
-    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
-    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
-    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, reference, lambda _: None)
-    samples.write_vector(reference, tmp_path / "vector.npz")
-    vector = samples.read_vector(tmp_path / "vector.npz")
-    np.testing.assert_array_equal(vector.outputs["y"], rows[:1])
-    assert vector.ranges == {"y": 3.0}
-    assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
-
-
-def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last number of each row is a class: where the first is 0, a step more makes it another one."""
-
-    def perturb(session: object, feeds: Feeds, step: float, seed: int) -> Feeds:
-        jumps = 5 * ((feeds["x"][:, 0] == 0) & (step > 0)).astype(np.float32)
-        return {"y": feeds["x"] + np.stack([0 * jumps, 0 * jumps, jumps], axis=1)}
-
-    monkeypatch.setattr(OnnxRuntimeSession, "perturb", perturb)
-    np.savez(tmp_path / "data.npz", x=np.float32([[0, 0.3, 7], [1, 0.4, 7], [0, 0.2, 8]]))
-    for name in ("given", "changed", "verify"):
-        (tmp_path / name).mkdir()
-    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
-    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(3,), seed=0, **data)
-    given = {"model": graph(tmp_path / "same.onnx", "Identity")}
-    (note,) = sample.run(given, tmp_path / "given", lambda _: None).notes
-    assert note.startswith("rounding decides 22 % of the numbers in the output 'y'")
-    given["reference"] = Artifact(kind="reference", path=tmp_path / "given" / samples.RECORD, sha256="", bytes=0)
-    Answers(engine=OnnxRuntime()).run(given, tmp_path / "changed", lambda _: None)
-    samples.write_vector(tmp_path / "given", tmp_path / "vector.npz")
-    assert samples.read_vector(tmp_path / "vector.npz").unstable["y"][:, 2].tolist() == [FINE, 0, FINE]
-    check = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
-    goal = Goal(threshold="fp32", min_sqnr_db=None, max_drop=None, quality=None, simulation=OnnxRuntime())
-    tune = Tune.model_construct(device=Device(), precision="fp32", min_sqnr_db=None, max_memory_bytes=None)
-    for folder in ("given", "changed"):
-        reference = Artifact(kind="reference", path=tmp_path / folder / samples.RECORD, sha256="", bytes=0)
-        for classes, right in (([3, 0, 4], True), ([3, 1, 4], False)):
-            change = np.float32([[0, 0, each] for each in classes])
-            inputs = {"model": graph(tmp_path / "other.onnx", "Add", change), "reference": reference}
-            assert bool(check.run(inputs, tmp_path / "verify", lambda _: None).rejected) is not right
-            with OnnxRuntime().load(inputs["model"], Device()) as session:
-                assert goal._compare(session, reference).passed is right
-            inputs[ENGINE] = inputs["model"]
-            assert (tune._find_fault(OnnxRuntime(), inputs, lambda _: None) == "") is right
-
-
-def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved = lambda session, feeds, step, seed: {"y": feeds["x"] * np.float32(1 + 2e4 * step)}  # noqa: E731
-    monkeypatch.setattr(OnnxRuntimeSession, "perturb", moved)
-    reference = tmp_path / "reference" / samples.RECORD
-    for folder in (reference.parent, tmp_path / "verify"):
-        folder.mkdir()
-    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(2,), data=None, data_options=DataOptions(), seed=0)
-    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, reference.parent, lambda _: None)
-    assert samples.read(reference.parent).unsteady == ("y",)
-    check = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
-    inputs = {"model": graph(tmp_path / "other.onnx", "Mul", 1.01)}
-    inputs["reference"] = Artifact(kind="reference", path=reference, sha256="", bytes=0)
-    assert "look for a division by nearly 0" in check.run(inputs, tmp_path / "verify", lambda _: None).rejected
-
-
-def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:
-    for name in ("given", "changed"):
-        (tmp_path / name).mkdir()
-    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
-    sample.run({"model": graph(tmp_path / "same.onnx", "Identity")}, tmp_path / "given", lambda _: None)
-    before = samples.read(tmp_path / "given")
-    inputs = {"model": graph(tmp_path / "tenth.onnx", "Mul", 0.1)}
-    inputs["reference"] = Artifact(kind="reference", path=tmp_path / "given" / samples.RECORD, sha256="", bytes=0)
-    Answers(engine=OnnxRuntime()).run(inputs, tmp_path / "changed", lambda _: None)
-    after = samples.read(tmp_path / "changed")
-    assert after.spans == {"y": pytest.approx(0.1 * before.spans["y"])}
-    assert after.cases == before.cases
-
-
-def test_a_file_with_other_names_is_compared_by_position(tmp_path: Path) -> None:
-    (reference := tmp_path / "reference").mkdir()
-    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
-    samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans={"answer": 2.0}))
-    row = np.float32([[0.5, 1.0, -1.0]])
-    samples.write_arrays(reference, "feeds", 0, {"given": row})
-    samples.write_arrays(reference, "outputs", 0, {"answer": row})
-    inputs = {"reference": Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)}
-    verify = Verify(stage="file", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
-    for operator, passed in (("Identity", True), ("Neg", False)):
-        inputs["model"] = graph(tmp_path / f"{operator}.onnx", operator)
-        (out := tmp_path / operator).mkdir()
-        effect = verify.run(inputs, out, lambda _: None)
-        assert (effect.rejected == "") == passed
-        assert effect.notes == (
-            "'given' is compared with 'x', by position",
-            "'answer' is compared with 'y', by position",
-        )
-
-
-@pytest.mark.parametrize(
-    ("data", "error", "told"), [("synthetic", 3e-8, True), ("synthetic", 3e-6, False), ("mine.npz", 3e-8, False)]
-)
-def test_a_tiny_error_on_samples_that_are_made_up_is_told(tmp_path: Path, data: str, error: float, told: bool) -> None:
-    """Answers near 0 have an SQNR of their own, which tells little of those to real samples."""
-    for what, name in (("feeds", "x"), ("outputs", "y")):
-        samples.write_arrays(tmp_path, what, 0, {name: np.float32([[1e-5, 2e-5, 0]])})
-    samples.write(tmp_path, Samples(data=data, ranges={}, cases=(Case(points=("min",), sizes={"batch": 1}, batch=1),)))
-    given = {"model": graph(tmp_path / "add.onnx", "Add", error)}
-    given["reference"] = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
-    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
-    (out := tmp_path / "out").mkdir()
-    rejected = verify.run(given, out, lambda _: None).rejected
-    assert "has an SQNR of " in rejected
-    assert rejected.endswith("the samples are made up: --data or --eval judges on real ones") is told
-
-
-def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
-    """Of one answer, 0.001, an engine's 0.002 is all wrong; of answers from -1 to 1, it is right in int8."""
-    (reference := tmp_path / "reference").mkdir()
-    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
-    row = np.float32([[0.001, 0.001, 0.001]])
-    for what, name in (("feeds", "x"), ("outputs", "y")):
-        samples.write_arrays(reference, what, 0, {name: row})
-    given = {"model": graph(tmp_path / "add.onnx", "Add", 0.001)}
-    given["reference"] = Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)
-    verify = Verify(stage="engine", engine=OnnxRuntime(), device=Device(), precision="int8", min_sqnr_db=None)
-    for spans, passed in (({}, False), ({"y": 2.0}, True)):
-        samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans=spans))
-        (out := tmp_path / f"out{passed}").mkdir()
-        assert (verify.run(given, out, lambda _: None).rejected == "") == passed
