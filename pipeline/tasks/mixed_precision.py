@@ -333,8 +333,12 @@ class Assign(Task):
             rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
             summary += f"{rescaled}, ranges by {chosen.method}"
             if left == len(groups):
-                nothing = f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
-                rejected = rejected or nothing
+                low = self.step.precision.partition("+")[0]
+                slower = any(trial.passed and len(trial.kept) < len(chosen.kept) for trial in trials)
+                nothing = f"the goal is reached only with nothing in {low}"
+                rejected = rejected or (
+                    f"with groups in {low}, what reaches the goal is no faster" if slower else nothing
+                )
         write_records(out, rows)
         return Effect(file=RECORDS, summary=summary, rejected=rejected)
 

@@ -27,7 +27,7 @@ from enginesmith.pipeline.passes.quantize.search import Advice, Candidate, Group
 from enginesmith.pipeline.passes.quantize.weights import quantise_to_int4
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
-from enginesmith.pipeline.tasks.base import read_models
+from enginesmith.pipeline.tasks.base import RECORDS, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, Sensitivity, measure_impacts
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
@@ -345,6 +345,25 @@ def test_the_assignment_says_how_much_a_group_changes_the_answers(tmp_path: Path
     effect = Assign(step=step, keep=()).run({**inputs, trial_role(1): inputs[BEFORE]}, out, lambda _: None)
     changes = {row["group"]: row["answer_change"] for row in json.loads((out / effect.file).read_bytes())}
     assert changes == {name: pytest.approx(impact**0.5) for name, impact in trials[1].impacts.items()}
+
+
+@pytest.mark.parametrize(
+    ("slower", "words"),
+    [(False, "the goal is reached only with nothing in int8"),
+     (True, "with groups in int8, what reaches the goal is no faster")],
+)  # fmt: skip
+def test_a_variant_with_everything_in_float_says_whether_int8_reached_the_goal(
+    tmp_path: Path, slower: bool, words: str
+) -> None:
+    inputs, whole = prepare(tmp_path), {"passed": True, "speedup": 1.0, "phase": "sensitive"}
+    trials = [FAILED.model_copy(update={**whole, "kept": ("first", "second")})]
+    trials += [FAILED.model_copy(update={**whole, "kept": ("first",), "speedup": 0.9})] if slower else []
+    for folder in ("trials", "assigned"):
+        (tmp_path / folder).mkdir()
+    write_records(tmp_path / "trials", trials)
+    inputs[trial_role(1)] = Artifact(kind="record", path=tmp_path / "trials" / RECORDS, sha256="", bytes=0)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    assert Assign(step=step, keep=()).run(inputs, tmp_path / "assigned", lambda _: None).rejected == words
 
 
 @pytest.mark.parametrize("least", [0.0, 0.05])
