@@ -6,7 +6,7 @@ an engine, and are not compared.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -64,16 +64,21 @@ def find_unstable(perturb: Perturb, feeds: Feeds, answer: Feeds, unsteady: set[s
     0 where it never is. The outputs of which most floats move by far are added to ``unsteady``.
     """
     unstable = dict[str, Array]()
-    for bits, pairs in _PAIRS.items():
-        for pair in range(pairs):
-            for sign in (1, -1):
-                changed = perturb(feeds, sign * 2.0**-bits, pair)
-                _mark(unstable, answer, changed, bits, set() if unsteady is None else unsteady)
-            if not unstable and all(value.dtype.kind == "f" for value in answer.values()):
-                break  # which is so with nearly all models
+    for bits in _PAIRS:
+        for number, changed in enumerate(round_otherwise(perturb, feeds, bits)):
+            _mark(unstable, answer, changed, bits, set() if unsteady is None else unsteady)
+            if number and not unstable and all(value.dtype.kind == "f" for value in answer.values()):
+                break  # after one pair, which is so with nearly all models
         if not any(_is_whole(value).any() for value in answer.values()):
             break
     return unstable
+
+
+def round_otherwise(perturb: Perturb, feeds: Feeds, bits: int) -> Iterator[dict[str, Array]]:
+    """Answer with so many bits of each operation right, some times; each time, then with the opposite changes."""
+    for seed in range(_PAIRS[bits]):
+        for sign in (1, -1):
+            yield perturb(feeds, sign * 2.0**-bits, seed)
 
 
 def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, unsteady: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.measure.fidelity import OutputFidelity
+from enginesmith.pipeline.measure.prosecution import judging
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
 from enginesmith.pipeline.measure.prosecution.locate import find_guilty_stage
@@ -235,6 +238,64 @@ def test_classes_that_rounding_decides_are_not_held_against_an_engine() -> None:
     assert search(lambda feeds: answer(feeds, 60, 4), **usual) is None
     assert search(lambda feeds: answer(feeds, 60, 4), **usual | {"perturb": None}) is not None
     assert search(lambda feeds: answer(feeds, 60, 50), **usual) is not None
+
+
+@pytest.mark.parametrize(("span", "wrong"), [(1.0, False), (0.0, True)])
+def test_rows_that_are_nearly_equal_are_judged_by_the_range_of_all_answers(span: float, wrong: bool) -> None:
+    outputs = (spec("y", "float32", "batch", 4, 2),)
+    judge = make_judge(
+        Signature(inputs=SIGNATURE.inputs, outputs=outputs, unordered={"y": "rows"}), "fp32", {"y": span}
+    )
+    rows = np.full((2, 4, 2), 1.869e-5, np.float32)
+    assert bool(judge.find_fault({"y": rows}, {"y": rows - np.float32(5e-9)}, no_movement)) is wrong
+
+
+@pytest.mark.parametrize(
+    ("found", "near"),
+    [
+        ({}, True),
+        ({"paired": 0.3}, True),
+        ({"paired": 0.2}, False),
+        ({"agreement": 0.1}, False),
+        ({"max_abs_error": 15.0}, True),
+        ({"max_abs_error": 17.0}, False),
+    ],
+)
+def test_rows_are_explained_by_rounding_that_leaves_about_as_many_alike(found: dict[str, float], near: bool) -> None:
+    usual = {"name": "y", "paired": 0.5, "agreement": 0.5, "max_abs_error": 1.0}
+    others = [OutputFidelity.model_validate(usual), OutputFidelity.model_validate({**usual, "paired": 0.8})]
+    output = OutputFidelity.model_validate({**usual, **found})
+    assert judging._is_as_near(output, others) is near
+    assert not judging._is_as_near(output, [])
+    nothing_left = OutputFidelity(name="y", paired=0.0)
+    assert judging._is_as_near(output.model_copy(update={"max_abs_error": 99.0}), [nothing_left])
+
+
+def test_rows_that_rounding_chooses_are_not_held_against_an_engine() -> None:
+    """Of the best four of six equal scores, any four are right, and numbers that nobody answered are not."""
+    outputs = (spec("y", "float32", "batch", 4, 2), spec("kind", "int64", "batch", 4))
+    form = SIGNATURE.model_copy(update={"unordered": {"y": "rows", "kind": "rows"}, "outputs": outputs})
+
+    def answer(feeds: Feeds, *chosen: int) -> dict[str, Array]:
+        found = feeds["x"][:, chosen]
+        return {"y": np.stack([found, 2 * found], axis=2), "kind": np.tile(chosen, (len(found), 1))}
+
+    subject = Subject(
+        InputSpace(form, SPACE.ranges, SPACE.samples),
+        "fp32",
+        lambda feeds: answer(feeds, 0, 1, 4, 5),
+        lambda feeds: answer(feeds, 0, 1, 2, 3),
+        perturb=lambda feeds, step, seed: answer(feeds, 0, 1, 2, 4 if step > 0 else 5),
+    )
+    attempt = next(generate(subject.space, 0))
+    assert InputSearch(subject, seed=0).examine(attempt) is None
+    assert InputSearch(replace(subject, perturb=None), seed=0).examine(attempt) is not None
+    steady = replace(subject, perturb=lambda feeds, step, seed: answer(feeds, 0, 1, 2, 3))
+    assert InputSearch(steady, seed=0).examine(attempt) is not None
+    for name, shift in (("y", 900), ("kind", 1000)):
+        right = answer(attempt.feeds, 0, 1, 2, 4)
+        wrong = replace(subject, engine=lambda feeds, found={**right, name: right[name] + shift}: found)
+        assert InputSearch(wrong, seed=0).examine(attempt) is not None, name
 
 
 @pytest.mark.parametrize(("factor", "guilty"), [(2.0, 2), (3.0, 1)])

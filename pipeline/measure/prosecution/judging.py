@@ -6,7 +6,7 @@ its last digits. What moves as far by itself, as where a mean of equal numbers i
 number should be counts as far as the output's range: it is explained where such a change moves the answer as far.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import Thresholds, compare, thresholds_for
+from enginesmith.pipeline.measure.fidelity import OutputFidelity, Thresholds, compare, thresholds_for
 from enginesmith.pipeline.measure.rounding import COARSE, find_farthest
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
@@ -71,16 +71,36 @@ class Judge:
             (self._compare(name, wanted, actual[name]).excess for name, wanted in reference.items()), default=0.0
         )
 
+    def explains_rows(self, reference: Feeds, actual: Feeds, rounded: Iterable[Feeds]) -> bool:
+        """Tell whether rows are others because rounding chooses them: the model's own, rounded otherwise, are, too.
+
+        Each output that is too far from the reference is so then, with half of the likeness at least.
+        """
+        try:
+            ours = self._compare_sets(reference, actual)
+            others = [self._compare_sets(reference, each) for each in rounded if each]
+        except FidelityError:
+            return False
+        return all(
+            _is_as_near(output, [each for each in outputs if not each.passed])
+            for output, *outputs in zip(ours, *others, strict=True)
+            if not output.passed
+        )
+
+    def _compare_sets(self, reference: Feeds, actual: Feeds) -> tuple[OutputFidelity, ...]:
+        return compare(reference, actual, self.thresholds, self.signature, self.scales).outputs
+
     def _find_fault_in_rows(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> str:
         try:
-            result = compare(reference, actual, self.thresholds, self.signature)
+            outputs = self._compare_sets(reference, actual)
         except FidelityError as error:
             return error.message
-        shares = [output.paired for output in result.outputs if output.paired is not None]
-        enough = min(shares, default=1.0) >= _LEAST_PAIRED and self.precision not in EXACT
-        if result.passed or enough or np.inf in sensitivity().values():
+        share = min((output.paired for output in outputs if output.paired is not None), default=1.0)
+        passed = all(output.passed for output in outputs)
+        enough = share >= _LEAST_PAIRED and self.precision not in EXACT
+        if passed or enough or np.inf in sensitivity().values():
             return ""
-        return f"the rows that were chosen are others: {100 * min(shares, default=0.0):.0f} % have a partner"
+        return f"the rows that were chosen are others: {100 * share:.0f} % have a partner"
 
     def _compare(self, name: str, wanted: Array, given: Array) -> "_Difference":
         if wanted.shape != given.shape or (wanted.dtype.kind == "f") != (given.dtype.kind == "f"):
@@ -145,6 +165,18 @@ class _Difference:
 
 
 _EQUAL = _Difference("", 0.0, 0.0)
+
+
+def _is_as_near(output: OutputFidelity, others: Sequence[OutputFidelity]) -> bool:
+    """Tell whether an output is about as near to the reference as the farthest of others; False without any."""
+    if not others:
+        return False
+    paired, agreement = (
+        (getattr(output, name) or 0.0) >= _LEAST_PAIRED * min(getattr(each, name) or 0.0 for each in others)
+        for name in ("paired", "agreement")
+    )
+    farthest = max(np.inf if each.max_abs_error is None else each.max_abs_error for each in others)  # no row is left
+    return paired and agreement and (output.max_abs_error or 0.0) <= _EXPLAINED * farthest
 
 
 def measure_sensitivity(

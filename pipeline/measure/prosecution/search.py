@@ -29,7 +29,13 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     measure_sensitivity,
     take_row,
 )
-from enginesmith.pipeline.measure.rounding import Perturb, find_unstable, measure_movement, take_as_right
+from enginesmith.pipeline.measure.rounding import (
+    Perturb,
+    find_unstable,
+    measure_movement,
+    round_otherwise,
+    take_as_right,
+)
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, format_sizes
 
 MODEL, GRAPH, ALONE = "model", "graph", "alone"
@@ -243,7 +249,11 @@ class InputSearch:
                     moved[name] = max(moved.get(name, 0.0), distance)
             return moved
 
-        return judge.find_fault(wanted, given, measure)
+        reason = judge.find_fault(wanted, given, measure)
+        if reason and perturb and judge.signature.unordered:
+            rounded = round_otherwise(perturb, feeds, judge.thresholds.right_bits)
+            reason = "" if judge.explains_rows(wanted, given, rounded) else reason
+        return reason
 
     def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
         """Ask for one sample of the batch alone, where the model itself keeps samples apart."""
