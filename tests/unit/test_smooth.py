@@ -299,6 +299,56 @@ def test_what_is_joined_gets_a_multiplication_each(tmp_path: Path) -> None:
     assert difference(followed, after, X) < 1e-6, "one product reads all that is joined behind a Relu"
 
 
+def gated() -> tuple[list[onnx.NodeProto], Weights]:
+    """A gate makes two channels of a product large: for the next product they would have to be small before it."""
+    nodes = [node("MatMul", "x w1", "v"), node("ReduceMean", "v one", "m", keepdims=1), node("MatMul", "m w2", "f")]
+    nodes += [node("Add", "f b", "l"), node("Sigmoid", "l", "g"), node("Mul", "v g", "p"), node("MatMul", "p w3", "y")]
+    weights = {"one": np.array([1]), "w1": normal(WIDTH, WIDTH), "w2": 0.01 * normal(WIDTH, WIDTH)}
+    weights |= {"b": np.where(uneven() > 1, 4, -4).astype(np.float32), "w3": normal(WIDTH, 4, seed=3)}
+    return nodes, weights
+
+
+def test_values_on_the_way_do_not_lose_more_than_is_gained(tmp_path: Path) -> None:
+    before = saved(tmp_path, *gated())
+    ratios = []
+    for names in ((), ("p",), ("p", "v")):
+        amax = np.abs(evaluate(written(before, measured(before, *names), insert=True)[0], X, "v")["v"]).max((0, 1))
+        ratios.append(amax.max() / amax.min())
+    assert ratios[1] > 4 * ratios[0], "what is known of p alone makes v uneven"
+    assert ratios[2] < 1.5 * ratios[0]
+
+
+def test_a_mean_evens_out_the_noise_of_what_it_is_of(tmp_path: Path) -> None:
+    """Channels that are as large as others, and have a small mean, can be made larger for the mean's product."""
+    nodes = [node("MatMul", "x w1", "v"), node("ReduceMean", "v one", "m"), node("MatMul", "m w2", "y")]
+    weights = {"one": np.array([1]), "w1": np.eye(WIDTH, dtype=np.float32), "w2": normal(WIDTH, 4)}
+    before = saved(tmp_path, nodes, weights, shape=("n", 64, WIDTH))
+    x = np.clip(normal(16, 64, WIDTH), -3, 3)
+    x[..., list(OUTLIERS)] = 3
+    done = written(before, measured(before, "v", "m", x=x), alpha=None)[1]
+    assert done.values == 1
+    assert done.error_after < 0.7 * done.error_before
+
+
+def test_products_that_are_scaled_along_count(tmp_path: Path) -> None:
+    """What is large for one of two products that read the same channels is small for the other."""
+    nodes = [node("MatMul", "x w1", "v"), node("Relu", "v", "a"), node("Split", "a halves", "h t", axis=1)]
+    nodes += [node("MatMul", "h w2", "b"), node("MatMul", "t w3", "c"), node("ReduceSum", "b one", "d", keepdims=0)]
+    nodes += [node("ReduceSum", "c one", "e", keepdims=0), node("Add", "d e", "y")]
+    weights = {"w1": normal(WIDTH, WIDTH), "w2": normal(WIDTH, 4), "w3": normal(WIDTH, 4, seed=2)}
+    weights |= {"halves": np.array([2, 3]), "one": np.array([1])}
+    x = X.copy()
+    shift = np.linalg.lstsq(weights["w1"].T, uneven(60.0) - 1, rcond=None)[0]
+    x[:, :2] += shift
+    x[:, 2:] += shift[::-1]
+    before = saved(tmp_path, nodes, weights)
+    alone = written(before, measured(before, "h", x=x), insert=True, alpha=None)[1]
+    both = written(before, measured(before, "h", "t", x=x), insert=True, alpha=None)[1]
+    assert alone.error_after < 0.5 * alone.error_before
+    assert both.error_after <= both.error_before
+    assert both.error_after > 3 * alone.error_after
+
+
 @pytest.mark.parametrize("wall", ["another reader", "Clip", "Tanh"])
 def test_what_is_tied_to_something_else_is_scaled_before_its_reader(tmp_path: Path, wall: str) -> None:
     """A Clip would cut elsewhere, another reader would get other values."""

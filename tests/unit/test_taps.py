@@ -128,6 +128,17 @@ def test_only_what_meets_a_constant_weight_has_channels(
     assert seen(tmp_path, nodes, {"w": np.ones((4, 4), np.float32)}, shape=(4, 4)).channels == channels
 
 
+def test_what_is_scaled_along_with_a_product_has_channels(tmp_path: Path) -> None:
+    nodes = (
+        helper.make_node("MatMul", ["x", "w"], ["made"]),
+        helper.make_node("Relu", ["made"], ["kept"]),
+        helper.make_node("ReduceMean", ["kept"], ["mean"], axes=[1]),
+        helper.make_node("MatMul", ["mean", "v"], ["y"]),
+    )
+    weights = {"w": np.ones((4, 3), np.float32), "v": np.ones((3, 2), np.float32)}
+    assert seen(tmp_path, nodes, weights, shape=("batch", 5, 4)).channels == {"x": -1, "mean": -1, "kept": 2}
+
+
 def test_another_shape_of_the_same_numbers_is_read_out_only_for_its_channels(tmp_path: Path) -> None:
     nodes = (
         helper.make_node("Exp", ["x"], ["made"]),

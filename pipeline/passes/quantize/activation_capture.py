@@ -10,6 +10,8 @@ from typing import Any
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import evaluator, ir, model_file
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS
+from enginesmith.pipeline.passes.rescale.labels import find_axis, label
+from enginesmith.pipeline.passes.rescale.products import find
 from enginesmith.pipeline.tensors import Array, Feeds
 
 
@@ -96,6 +98,8 @@ _AROUND = frozenset(
     + ("LayerNormalization", "RMSNormalization", "BatchNormalization", "InstanceNormalization", "GroupNormalization")
 )
 """Operators whose inputs and outputs engines read and write in few bits where they stand next to a product."""
+_MIXING = frozenset(("Add", "Mul", "Concat", "MatMul", "Attention", "AveragePool", "GlobalAveragePool", "ReduceMean"))
+"""Operators behind which channels have other sizes than before, relative to each other."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class CalibrationPoints:
     histograms: frozenset[str]
     """Values that int8 may have to represent."""
     channels: Mapping[str, int]
-    """Channel axis of what is multiplied by a constant weight; −1 is the last one."""
+    """Channel axis of what is multiplied by a constant weight, and of what is scaled along with it; −1 is the last."""
     products: frozenset[str]
     """Values that products read or make: these have to be finite."""
     same: Mapping[str, str]
@@ -150,6 +154,12 @@ def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
             plain = node.op_type in CONVOLUTIONS or not node.attributes.get_int("transA", 0)
             if data is not None and data.name in floats and factor is not None and _is_constant(factor) and plain:
                 channels.setdefault(str(data.name), 1 if node.op_type in CONVOLUTIONS else -1)
+    found = label(model, find(model))
+    for value, labels in found.values.items():
+        mixed = value.name in histograms and any(use.node.op_type in _MIXING for use in value.uses())
+        axis = find_axis(labels)
+        if mixed and axis is not None and not found.fixed[labels].all():
+            channels.setdefault(str(value.name), axis)
     return CalibrationPoints(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
 
 

@@ -14,7 +14,7 @@ from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Cause
-from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
+from enginesmith.pipeline.passes.rescale.products import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"

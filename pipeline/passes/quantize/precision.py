@@ -26,7 +26,7 @@ from enginesmith.pipeline.passes.quantize.layers import Correct, Quantised, Quan
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from enginesmith.pipeline.passes.quantize.writer import Writer
-from enginesmith.pipeline.passes.rescale.channels import inputs_first
+from enginesmith.pipeline.passes.rescale.products import inputs_first
 from enginesmith.pipeline.tensors import Array
 
 FILE = "assignment.json"

@@ -10,7 +10,7 @@ import numpy as np
 from enginesmith.calibration.ranges import Method, Ranges, TensorRange
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
-from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
+from enginesmith.pipeline.passes.rescale.products import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
 
 Number = Literal["int8", "fp8"]

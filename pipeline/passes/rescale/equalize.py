@@ -26,8 +26,9 @@ from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.passes.rescale import channels
-from enginesmith.pipeline.passes.rescale.channels import Product, Tie
+from enginesmith.pipeline.passes.rescale import labels, products
+from enginesmith.pipeline.passes.rescale.labels import ChannelLabels, Labels
+from enginesmith.pipeline.passes.rescale.products import Product
 from enginesmith.pipeline.tensors import Array
 
 _ROUNDS = 100
@@ -35,24 +36,6 @@ _CONVERGED = 1e-3  # of a factor, relative
 _LARGEST_FACTOR = 2.0**10
 _DEAD = 1e-6  # of the largest range: channels below that do nothing
 _HEADROOM = 0.8  # share of a Clip's bound that channels are scaled up to, as other data may go beyond what was seen
-
-
-@dataclass
-class Equalized:
-    """A tie, and the factors by which its channels are divided."""
-
-    tie: Tie
-    smallest: Array
-    """Least factor of each channel."""
-    largest: Array
-    factors: Array
-    unbounded: "tuple[ir.Node, ...]" = ()
-    """Clips on the way whose bound is out of reach: they become Relu."""
-
-    @property
-    def products(self) -> list[Product]:
-        """The products on both sides; one that reads and writes it is there twice."""
-        return [*self.tie.writers, *(reader.product for reader in self.tie.readers)]
 
 
 @dataclass(frozen=True)
@@ -71,64 +54,168 @@ class EqualizationResult:
 
 def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None) -> EqualizationResult:
     """Equalise the channels between the products of a graph, in place."""
-    ties, clipped = _find_ties(model, ranges)
-    magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
-    for product in (product for tie in ties for product in tie.products):
-        weights = product.weights()
-        largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
-        magnitudes[product.node] = np.ascontiguousarray(largest, np.float64)
-    before = _ratio(ties, magnitudes)
+    every = products.find(model)
+    equalizer = _Equalizer(labels.label(model, every), every, ranges)
+    before = equalizer.measure_ratio()
     for _ in range(_ROUNDS):
-        if max((_settle(tie, magnitudes) for tie in ties), default=0.0) < _CONVERGED:
+        if max((equalizer.settle(each) for each in equalizer.sets), default=0.0) < _CONVERGED:
             break
-    changed = [tie for tie in ties if np.abs(tie.factors - 1).max() > _CONVERGED]
-    after = _ratio(ties, magnitudes)
-    _apply(changed)
-    return EqualizationResult(
-        ties=len(changed),
-        products=len({product.node for tie in changed for product in tie.products}),
-        ratio_before=before,
-        ratio_after=after,
-        clips_replaced=len({clip for tie in changed for clip in tie.unbounded}),
-        clips_left=clipped,
-    )
+    after = equalizer.measure_ratio()
+    return equalizer.finish(before, after)
 
 
-def _find_ties(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Equalized], int]:
-    """List all ties, and count those that a Clip prevents."""
-    found = channels.find_ties(channels.find(model))
-    limited = [(tie, _limits(tie, ranges)) for tie in found]
-    free = [Equalized(tie, *limits[:2], np.ones(len(limits[0])), limits[2]) for tie, limits in limited if limits]
-    return free, len(found) - len(free)
+@dataclass(frozen=True)
+class _Limits:
+    """Least and largest factor of each label, and the Clips that can go, as their bound is out of reach."""
+
+    smallest: Array
+    largest: Array
+    unbounded: "tuple[tuple[ir.Node, Labels], ...]"
+    clipped: Array
+    """Labels that stay, as it is not known where a Clip cuts."""
+
+    @classmethod
+    def find(cls, found: ChannelLabels, ranges: Ranges | None) -> Self:
+        smallest, largest = np.full(found.count, 1 / _LARGEST_FACTOR), np.full(found.count, _LARGEST_FACTOR)
+        for product, read in found.readers:
+            seen = _by_channel(product.data, product.inputs, ranges)
+            if seen is not None and seen.max() > 0:  # none grows beyond the largest; one that was never alive stays
+                np.maximum.at(smallest, read, np.where(seen > 0, seen / seen.max(), 1))
+        clipped, gone = np.zeros(found.count, bool), []
+        for clip, passed in found.clips:
+            channels, bound = passed.reshape(-1), _bound(clip)
+            if bound == np.inf:
+                continue
+            reached = _by_channel(clip.outputs[0], len(channels), ranges)
+            whole = ranges.tensors.get(clip.outputs[0].name or "") if ranges is not None else None
+            if reached is None and whole is not None:  # only the largest number of all channels is known
+                reached = np.full(len(channels), whole.maximum)
+            if bound is None or reached is None or (reached >= bound).all():
+                clipped[channels] = True
+            elif reached.max() < bound:
+                gone.append((clip, channels))
+            else:
+                cut = reached >= bound
+                np.maximum.at(smallest, channels, np.where(cut, 1, reached / (_HEADROOM * bound)))
+                np.minimum.at(largest, channels, np.where(cut, 1, np.inf))
+        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped)
 
 
-def _limits(tie: Tie, ranges: Ranges | None) -> "tuple[Array, Array, tuple[ir.Node, ...]] | None":
-    """Find least and largest factors, and the Clips that can go; None if it is unknown where a Clip cuts."""
-    count = tie.readers[0].count
-    smallest, largest = np.full(count, 1 / _LARGEST_FACTOR), np.full(count, _LARGEST_FACTOR)
-    for reader in tie.readers:
-        known = _by_channel(reader.product.data, reader.product.inputs, ranges)
-        seen = None if known is None else reader.select(known)
-        if seen is not None and seen.max() > 0:  # no channel grows beyond the largest; one that was never alive stays
-            smallest = np.maximum(np.where(seen > 0, seen / seen.max(), 1), smallest)
-    gone = []
-    for clip in (node for node in tie.nodes if node.op_type == "Clip"):
-        bound = _bound(clip)
-        if bound == np.inf:
-            continue
-        reached = _by_channel(clip.outputs[0], count, ranges)
-        whole = ranges.tensors.get(clip.outputs[0].name or "") if ranges is not None else None
-        if reached is None and whole is not None:  # only the largest number of all channels is known
-            reached = np.full(count, whole.maximum)
-        if bound is None or reached is None or (reached >= bound).all():
-            return None
-        if reached.max() < bound:
-            gone.append(clip)
-            continue
-        cut = reached >= bound
-        smallest = np.maximum(smallest, np.where(cut, 1, reached / (_HEADROOM * bound)))
-        largest = np.where(cut, 1, largest)
-    return np.minimum(smallest, 1), largest, tuple(gone)
+class _Equalizer:
+    """Equalises sets of channels: all those that one product reads and that can be scaled."""
+
+    def __init__(self, found: ChannelLabels, every: Sequence[Product], ranges: Ranges | None) -> None:
+        self._found, self._limits = found, _Limits.find(found, ranges)
+        self._factors = np.ones(found.count)
+        self._magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
+        for product in every:
+            weights = product.weights()
+            largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
+            self._magnitudes[product.node] = np.ascontiguousarray(largest, np.float64)
+        written = np.zeros(found.count, bool)
+        for _, channels in found.writers:
+            written[channels] = True
+        for _, channels in found.sources:
+            written[channels] = False
+        free = written & ~found.fixed
+        wanted = [each for each in {tuple(np.unique(read[free[read]])): None for _, read in found.readers} if each]
+        left = [np.array(each)[~self._limits.clipped[list(each)]] for each in wanted]
+        self.sets = [_ChannelSet.find(found, each) for each in left if each.size]
+        self.clipped = sum(len(each) < len(whole) for each, whole in zip(left, wanted, strict=True))
+
+    def settle(self, each: "_ChannelSet") -> float:
+        """Make the ranges on both sides equal, as far as the limits allow; return the largest relative change."""
+        outputs, inputs = each.measure_sides(self._magnitudes)
+        alive = _alive(outputs) & _alive(inputs)
+        factors, limits = self._factors[each.labels], self._limits
+        wanted = factors * np.sqrt(np.where(alive, outputs, 1) / np.where(alive, inputs, 1))
+        settled = np.clip(wanted, limits.smallest[each.labels], limits.largest[each.labels])
+        change = np.where(alive, settled, factors) / factors
+        self._factors[each.labels] *= change
+        each.divide(self._magnitudes, change)
+        return float(np.abs(change - 1).max())
+
+    def measure_ratio(self) -> float:
+        """Compute the largest ratio of a channel's range to another's in the same set."""
+        worst = 1.0
+        for side in (side for each in self.sets for side in each.measure_sides(self._magnitudes)):
+            alive = side[_alive(side)]
+            if alive.size:
+                worst = max(worst, float(alive.max() / alive.min()))
+        return worst
+
+    def finish(self, before: float, after: float) -> EqualizationResult:
+        """Write the factors into the graph."""
+        changed = [each for each in self.sets if np.abs(self._factors[each.labels] - 1).max() > _CONVERGED]
+        factors = np.ones(self._found.count)
+        for each in changed:
+            factors[each.labels] = self._factors[each.labels]
+        self._found.divide(factors)
+        gone = {clip for clip, channels in self._limits.unbounded if (factors[channels] != 1).any()}
+        for clip in gone:
+            clip.op_type = "Relu"
+            clip.resize_inputs(1)
+            clip.attributes.clear()
+        return EqualizationResult(
+            ties=len(changed),
+            products=len({part.product.node for each in changed for part in (*each.writers, *each.readers)}),
+            ratio_before=before,
+            ratio_after=after,
+            clips_replaced=len(gone),
+            clips_left=self.clipped,
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Channels of a product that are in a set: their numbers, and where their labels are in it."""
+
+    product: Product
+    channels: Array
+    places: Array
+
+
+@dataclass(frozen=True)
+class _ChannelSet:
+    """Labels whose factors are chosen together, and the products on both sides of their channels."""
+
+    labels: Array
+    """In ascending order."""
+    writers: list[_Part]
+    readers: list[_Part]
+
+    @classmethod
+    def find(cls, found: ChannelLabels, labels: Array) -> Self:
+        """Find the products of these labels."""
+        sides: list[list[_Part]] = []
+        for products_ in (found.writers, found.readers):
+            sides.append([])
+            for product, theirs in products_:
+                channels = np.flatnonzero(np.isin(theirs, labels))
+                if channels.size:
+                    sides[-1].append(_Part(product, channels, np.searchsorted(labels, theirs[channels])))
+        return cls(labels, *sides)
+
+    def measure_sides(self, magnitudes: "Mapping[ir.Node, Array]") -> tuple[Array, Array]:
+        """Compute the largest magnitude of each channel in the weights that write it, and in those that read it."""
+        written, read = np.zeros((2, len(self.labels)))
+        for part in self.writers:
+            np.maximum.at(written, part.places, magnitudes[part.product.node].max(axis=1)[part.channels])
+        for part in self.readers:
+            largest = _by_input(part.product, magnitudes[part.product.node])
+            np.maximum.at(read, part.places, largest[part.channels])
+        return written, read
+
+    def divide(self, magnitudes: "dict[ir.Node, Array]", factors: Array) -> None:
+        """Divide the channels, one factor for each label."""
+        for part in self.writers:
+            magnitudes[part.product.node][part.channels] /= factors[part.places, None]
+        for part in self.readers:
+            theirs, groups = magnitudes[part.product.node], part.product.groups
+            every = np.ones(part.product.inputs)
+            every[part.channels] = factors[part.places]
+            split = theirs.reshape(groups, -1, theirs.shape[1])  # a view: groups × outputs × inputs of a group
+            split *= every.reshape(groups, 1, -1)
 
 
 def _by_channel(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
@@ -157,62 +244,8 @@ def _by_input(product: Product, magnitudes: Array) -> Array:
     return largest.reshape(-1)
 
 
-def _settle(tie: Equalized, magnitudes: "dict[ir.Node, Array]") -> float:
-    """Make the ranges on both sides equal, as far as the limits allow; return the largest relative change."""
-    outputs, inputs = _sides(tie.tie, magnitudes)
-    alive = _alive(outputs) & _alive(inputs)
-    wanted = tie.factors * np.sqrt(np.where(alive, outputs, 1) / np.where(alive, inputs, 1))
-    settled = np.where(alive, np.clip(wanted, tie.smallest, tie.largest), tie.factors)
-    change = settled / tie.factors
-    tie.factors = settled
-    for writer in tie.tie.writers:
-        magnitudes[writer.node] /= change[:, None]
-    for reader in tie.tie.readers:
-        theirs, groups = magnitudes[reader.product.node], reader.product.groups
-        split = theirs.reshape(groups, -1, theirs.shape[1])  # a view: groups × outputs × inputs of a group
-        split *= reader.spread(change).reshape(groups, 1, -1)
-    return float(np.abs(change - 1).max())
-
-
-def _sides(tie: Tie, magnitudes: "dict[ir.Node, Array]") -> tuple[Array, Array]:
-    """Compute the largest magnitude of each channel in the weights that write it, and in those that read it."""
-    written = [magnitudes[writer.node].max(axis=1) for writer in tie.writers]
-    read = [reader.select(_by_input(reader.product, magnitudes[reader.product.node])) for reader in tie.readers]
-    return np.max(written, axis=0), np.max(read, axis=0)
-
-
-def _ratio(ties: Sequence[Equalized], magnitudes: "dict[ir.Node, Array]") -> float:
-    """Compute the largest ratio of a channel's range to another's."""
-    worst = 1.0
-    for each in (side for tie in ties for side in _sides(tie.tie, magnitudes)):
-        alive = each[_alive(each)]
-        if alive.size:
-            worst = max(worst, float(alive.max() / alive.min()))
-    return worst
-
-
 def _alive(magnitudes: Array) -> Array:
     return np.asarray(magnitudes > _DEAD * magnitudes.max())
-
-
-def _apply(ties: Sequence[Equalized]) -> None:
-    """Write the factors into the weights, each weight once, and into what lies between."""
-    outputs = {writer.node: 1 / each.factors for each in ties for writer in each.tie.writers}
-    inputs: dict[ir.Node, Array] = {}
-    for each in ties:
-        for reader in each.tie.readers:
-            node, factors = reader.product.node, reader.spread(each.factors)
-            inputs[node] = inputs.get(node, 1) * factors
-    every = {product.node: product for each in ties for product in each.products}
-    for node, product in every.items():
-        product.scale(outputs.get(node), inputs.get(node))
-    for each in ties:
-        for addend in each.tie.addends:
-            addend.scale(1 / each.factors)
-        for clip in each.unbounded:
-            clip.op_type = "Relu"
-            clip.resize_inputs(1)
-            clip.attributes.clear()
 
 
 class CrossLayerEqualization(GraphPass):

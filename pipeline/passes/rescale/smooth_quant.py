@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -29,13 +30,15 @@ from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records
 from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
-from enginesmith.pipeline.passes.rescale import channels
-from enginesmith.pipeline.passes.rescale.channels import Product
-from enginesmith.pipeline.passes.rescale.places import Place, locate, sizes
+from enginesmith.pipeline.passes.rescale import labels, products
+from enginesmith.pipeline.passes.rescale.labels import Labels, dims, find_axis, strip
+from enginesmith.pipeline.passes.rescale.products import Product, inputs_first
 from enginesmith.pipeline.tensors import Array
 
 AWQ_EXPONENTS = (0.2, 0.4, 0.6, 0.8)
 _LARGEST = 2.0**10
+_TINY = 1e-30
+_MANY = 64
 _INT8_LEVELS = 127
 _STEP_VARIANCE = 1 / 12  # of the error of rounding, in steps
 _CHUNK = 1 << 20  # elements worked on at a time
@@ -49,17 +52,23 @@ class Choice(NamedTuple):
     after: float
 
 
-def choose_smooth(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
+def choose_smooth(
+    weights: Sequence[Array],
+    statistics: ChannelStatistics,
+    exponents: Iterable[float],
+    error: Callable[[Array], float] | None = None,
+) -> Choice:
     """Find the best factors for int8 of weights that meet the same activation; ones if none helps.
 
-    Weights are groups × outputs × inputs × places in the kernel.
+    Weights are groups × outputs × inputs × places in the kernel. ``error`` is that of factors, where it is more than
+    that of these products.
     """
     amax = np.array(statistics.amax)
     largest = np.max([np.abs(weight).max(axis=(1, 3)).reshape(-1) for weight in weights], axis=0)
     alive = (amax > 0) & (largest > 0)
     base, met = np.where(alive, amax, 1.0), np.where(alive, largest, 1.0)
     tried = (np.where(alive, _limit(base**each / met ** (1 - each)), 1.0) for each in exponents)
-    return _best(len(amax), tried, lambda scale: _int8_error(weights, scale, statistics))
+    return _best(len(amax), tried, error or (lambda factors: _int8_error(weights, factors, statistics)))
 
 
 def smooth_exponents(*, few: bool) -> tuple[float, ...]:
@@ -71,15 +80,19 @@ def smooth_exponents(*, few: bool) -> tuple[float, ...]:
     return tuple(step / 10 for step in range(6 if few else 8))
 
 
-def choose_awq(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
+def choose_awq(
+    weights: Sequence[Array],
+    statistics: ChannelStatistics,
+    exponents: Iterable[float],
+    error: Callable[[Array], float] | None = None,
+) -> Choice:
     """Find the best factors for int4 by blocks of inputs; ones if none helps, or the inputs do not divide into blocks.
 
     The largest and smallest factor are center around 1; dead channels stay at 1.
     """
     absolute = np.array(statistics.mean_absolute)
     alive, ones = absolute > 0, np.ones(len(absolute))
-    block = block_size(len(absolute))
-    if not block:
+    if not block_size(len(absolute)):
         return Choice(ones, 0.0, 0.0)
 
     def center(values: Array) -> Array:
@@ -88,7 +101,7 @@ def choose_awq(weights: Sequence[Array], statistics: ChannelStatistics, exponent
         return np.where(alive, _limit(values / np.sqrt(values[alive].max() * values[alive].min())), 1.0)
 
     tried = (center(np.where(alive, absolute, 1.0) ** each) for each in exponents)
-    return _best(len(absolute), tried, lambda scale: _int4_error(weights, scale, statistics, block))
+    return _best(len(absolute), tried, error or (lambda factors: _int4_error(weights, factors, statistics)))
 
 
 def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -> Choice:
@@ -104,11 +117,15 @@ def _limit(factors: Array) -> Array:
     return np.clip(factors, 1 / _LARGEST, _LARGEST)
 
 
-def _int8_error(weights: Sequence[Array], scale: Array, statistics: ChannelStatistics) -> float:
-    """Estimate the error with one scale for activations, and one for each output of weights."""
+def _int8_error(
+    weights: Sequence[Array], scale: Array, statistics: ChannelStatistics, given: Array | float = 0.0
+) -> float:
+    """Estimate the error with one scale for activations, and one for each output of weights.
+
+    The activations have noise already: ``given``, the mean square of each channel's.
+    """
     square = np.array(statistics.mean_square)
-    step = float((np.array(statistics.amax) / scale).max()) / _INT8_LEVELS
-    noise = np.where(square > 0, _STEP_VARIANCE * (step * scale) ** 2, 0)  # of each activation, in units of its own
+    noise = given + np.where(square > 0, _noise(statistics, scale) * scale**2, 0)  # in units of the activation
     total = 0.0
     for weight in weights:
         groups, _, inputs, places = weight.shape
@@ -121,8 +138,17 @@ def _int8_error(weights: Sequence[Array], scale: Array, statistics: ChannelStati
     return total / len(weights)
 
 
-def _int4_error(weights: Sequence[Array], scale: Array, statistics: ChannelStatistics, block: int) -> float:
+def _noise(statistics: ChannelStatistics, scale: Array) -> float:
+    """Estimate the mean square of the error of rounding to int8, of activations divided by a scale for each channel."""
+    step = float((np.array(statistics.amax) / scale).max()) / _INT8_LEVELS
+    return _STEP_VARIANCE * step**2
+
+
+def _int4_error(weights: Sequence[Array], scale: Array, statistics: ChannelStatistics) -> float:
     """Estimate the error of weights (1 × outputs × inputs × 1) in their blocks; activations are exact."""
+    block = block_size(len(scale))
+    if not block:
+        return 0.0
     square = np.array(statistics.mean_square)
     narrow, importance = scale.astype(np.float32)[:, None], square / scale**2
     total = 0.0
@@ -145,6 +171,13 @@ def _parts(weight: Array) -> Iterator[Array]:
     """Iterate over some outputs at a time, so that intermediate results stay small."""
     rows = max(1, _CHUNK * weight.shape[1] // weight.size)
     return (weight[:, start : start + rows] for start in range(0, weight.shape[1], rows))
+
+
+def _count_places(value: "ir.Value", axis: int) -> float:
+    """Count the places of each channel in a sample; many along a dynamic axis."""
+    sizes = dims(value)
+    others = (size for index, size in enumerate(sizes) if index not in (0, axis % len(sizes)))
+    return math.prod(size if isinstance(size, int) else _MANY for size in others)
 
 
 def _share(error: float, signal: float) -> float:
@@ -193,19 +226,34 @@ def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth", products: Coll
     return smoother.done
 
 
+class _Reading(NamedTuple):
+    """What products read of a value: their weights, what is known of its channels, and the labels of these."""
+
+    weights: list[Array]
+    statistics: ChannelStatistics
+    labels: Labels
+    before: list[tuple[ChannelStatistics, Labels, Array]]
+    """Values that the channels come from: they are rounded, too. With their labels, and the gain of noise from there to
+    each of our channels, as a ratio of mean squares."""
+
+
 class _Smoother:
     def __init__(self, model: "ir.Model", ranges: Ranges, settings: "Smooth") -> None:
         self._ranges, self._settings = ranges, settings
-        every = channels.find(model)
+        every = products.find(model)
         self._first = model.graph[0]
-        self._made_by = {product.node.outputs[0]: product for product in every}
+        self._found = labels.label(model, every)
+        self._read = {product.node: read for product, read in self._found.readers}
+        self._movable = ~self._found.fixed
+        for _, passed in self._found.clips:
+            self._movable[passed] = False
+        self._costing = np.zeros(self._found.count, bool)
+        """Labels whose factors cost a multiplication."""
+        for _, there in self._found.sources:
+            self._costing[there] = True
         self._read_by: dict[tuple[ir.Value, int], list[Product]] = {}
-        self._scaled: set[ir.Value] = set()
-        """Values whose ties were scaled and that products read."""
-        self._ties: dict[ir.Value, list[tuple[channels.Tie, int]]] = {}
-        for tie in channels.find_all_ties(every) if settings.insert else ():
-            for value, first in dict.fromkeys((reader.product.data, reader.first) for reader in tie.readers):
-                self._ties.setdefault(value, []).append((tie, first))
+        self._scaled = np.zeros(self._found.count, bool)
+        """Labels that were scaled already: what is known of their channels no longer holds."""
         for product in every:
             if product.is_matrix or settings.mode == "smooth":
                 self._read_by.setdefault((product.data, product.axis), []).append(product)
@@ -215,98 +263,147 @@ class _Smoother:
         """Scale a value and everything that it is multiplied with, if there is a place for the factors."""
         nodes = {product.node for product in readers}
         weights = list({product.weight: product for product in readers}.values())
-        place = locate(value, axis, readers[0].inputs)
-        statistics = self._statistics(place) if place is not None else None
-        way = self._way(place, nodes) if place is not None else None
-        both_ways = len({(product.weight, channels.inputs_first(product.node)) for product in readers}) > len(weights)
-        elsewhere = (use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses())
-        if both_ways or any(elsewhere):
+        statistics = self._statistics(value, axis, readers[0].inputs)
+        both_ways = len({(product.weight, inputs_first(product.node)) for product in readers}) > len(weights)
+        read_elsewhere = (use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses())
+        channels = self._read[readers[0].node]
+        movable = self._movable[channels].all() and len(np.unique(channels)) == len(channels)
+        free = movable and not self._costing[channels].any() and self._find_readers(channels) <= nodes
+        if both_ways or any(read_elsewhere):
             self.done.shared += 1
-        elif place is None or statistics is None:
+        elif statistics is None:
             self.done.unknown += 1
-        elif way is None and not self._settings.insert:
+        elif not free and not self._settings.insert:
             self.done.homeless += 1
         else:
-            choice = self._choose(place, weights, statistics)
-            if choice.after >= (_WORTH_WRITING if way is not None else _WORTH_MULTIPLYING) * choice.before:
+            together = movable and not self._scaled[channels].any()
+            choice = self._choose(value, weights, statistics, self._estimate(channels) if together else None)
+            if choice.after >= (_WORTH_WRITING if free else _WORTH_MULTIPLYING) * choice.before:
                 self.done.even += 1
                 return
             self._note(statistics, choice, len(readers))
-            if way is not None:
-                way.scale(1 / choice.factors)
-            elif ties := self._find_ties(value, place.total):
-                for tie, first in ties:
-                    self._scale_tie(tie, choice.factors[first : first + tie.readers[0].count])
+            if together:
+                self._divide(channels, choice.factors)
                 return
-            else:
-                self._insert(place, 1 / choice.factors, readers[0].node, [(product.node, 0) for product in readers])
+            shape = [1] * len(dims(value))
+            shape[axis] = len(channels)
+            self._insert(
+                value, (1 / choice.factors).reshape(shape), readers[0].node, [(one.node, 0) for one in readers]
+            )
             for product in weights:
                 product.scale(inputs=choice.factors)
 
     def find_values(self, names: Collection[str] | None) -> Iterator[tuple["ir.Value", int, list[Product]]]:
         """Iterate over what nodes of these names read, or all do; large values first, as means say less of channels."""
-        order = sorted(self._read_by, key=lambda key: -math.prod(filter(None, sizes(key[0]))))
-        for value, axis in order if self._settings.insert else self._read_by:
-            readers = self._read_by[value, axis]
-            tied = {reader.product.node.name for tie, _ in self._ties.get(value, ()) for reader in tie.readers}
-            tied.update(reader.node.name for reader in readers)
-            if (names is None or not tied.isdisjoint(names)) and value not in self._scaled:
+        every = [(value, axis, readers) for (value, axis), readers in self._read_by.items()]
+        if self._settings.insert:
+            every.sort(key=lambda each: -math.prod(size for size in dims(each[0]) if isinstance(size, int)))
+        for value, axis, readers in every:
+            channels = self._read[readers[0].node]
+            scaled_with = {node.name for node in self._find_readers(channels)} if self._settings.insert else set()
+            scaled_with.update(reader.node.name for reader in readers)
+            done = self._settings.insert and self._scaled[channels].any()
+            if (names is None or not scaled_with.isdisjoint(names)) and not done:
                 yield value, axis, readers
 
-    def _find_ties(self, value: "ir.Value", count: int) -> list[tuple[channels.Tie, int]]:
-        """Find the ties of a value's channels, with the first channel of each; none unless all are as they were."""
-        ties = self._ties.get(value, [])
-        whole = sum(tie.readers[0].count for tie, _ in ties) == count
-        fresh = all(reader.product.data not in self._scaled for tie, _ in ties for reader in tie.readers)
-        return ties if whole and fresh else []
+    def _find_readers(self, channels: Labels) -> "set[ir.Node]":
+        """Find all products that read channels with one of these labels, but for those that cannot be scaled."""
+        wanted = channels[self._movable[channels]]
+        return {node for node, read in self._read.items() if np.isin(read, wanted).any()}
 
-    def _statistics(self, place: Place) -> ChannelStatistics | None:
-        known, rank = self._ranges.channels.get(place.value.name or ""), len(sizes(place.value))
-        fits = known is not None and len(known.amax) == place.total and known.axis % rank == place.axes[0]
-        return known if fits else None
+    def _estimate(self, channels: Labels) -> Callable[[Array], float]:
+        """Return what estimates the error in all products that are scaled along where channels are divided."""
+        return partial(self._sum_errors, self._find_readings(self._find_readers(channels)), channels)
 
-    def _way(self, place: Place, nodes: "set[ir.Node]") -> channels.ScalePropagation | None:
-        """Find how to scale a value for free, where nothing reads it but these nodes."""
-        if place.value.is_graph_output() or any(use.node not in nodes for use in place.value.uses()):
+    def _find_readings(self, nodes: "set[ir.Node]") -> list[_Reading]:
+        """Find what these products read, where something is known of it."""
+        found = []
+        for (value, axis), readers in self._read_by.items():
+            weights = {product.weight: product.grouped() for product in readers if product.node in nodes}
+            statistics = self._statistics(value, axis, readers[0].inputs) if weights else None
+            if statistics is not None:
+                read = self._read[readers[0].node]
+                found.append(_Reading([*weights.values()], statistics, read, self._find_before(value, axis, read)))
+        return found
+
+    def _find_before(
+        self, value: "ir.Value", place: int, read: Labels
+    ) -> "list[tuple[ChannelStatistics, Labels, Array]]":
+        """Find values that channels come from, with their labels, and the gain of noise on the way from there."""
+        found: list[tuple[ChannelStatistics, Labels, Array]] = []
+        square = np.array(self._ranges.channels[str(value.name)].mean_square)
+        for before, there in self._found.values.items():
+            if before is value:
+                return found
+            axis, theirs = find_axis(there), there.reshape(-1)
+            if axis is None or (statistics := self._statistics(before, axis, theirs.size)) is None:
+                continue
+            if np.isin(read, theirs[~self._found.fixed[theirs]]).any():
+                of_label = np.full(self._found.count, np.inf)  # mean square of what has this label there
+                of_label[theirs] = np.maximum(statistics.mean_square, _TINY)
+                averaged = _count_places(before, axis) / _count_places(value, place)  # as a mean evens noise out
+                found.append((statistics, theirs, square / of_label[read] / max(1.0, averaged)))
+        return found
+
+    def _sum_errors(self, readings: "Sequence[_Reading]", channels: Labels, factors: Array) -> float:
+        """Estimate the error in all products of these readings where channels are divided by factors."""
+        every = np.ones(self._found.count)
+        every[channels] = factors
+        if self._settings.mode == "awq":
+            return sum(_int4_error(each.weights, every[each.labels], each.statistics) for each in readings)
+        total = 0.0
+        for each in readings:
+            scale = every[each.labels]
+            noises = (gain * _noise(known, every[there]) for known, there, gain in each.before)
+            total += _int8_error(each.weights, scale, each.statistics, sum(noises, np.zeros(len(scale))) * scale**2)
+        return total
+
+    def _statistics(self, value: "ir.Value", axis: int, count: int) -> ChannelStatistics | None:
+        known, sizes = self._ranges.channels.get(value.name or ""), dims(value)
+        if known is None or not sizes or sizes[axis] != count or len(known.amax) != count:
             return None
-        return channels.trace(place, self._made_by, channels.EXACT)
+        return known if (known.axis - axis) % len(sizes) == 0 else None
 
-    def _choose(self, place: Place, weights: Sequence[Product], statistics: ChannelStatistics) -> Choice:
+    def _choose(
+        self,
+        value: "ir.Value",
+        weights: Sequence[Product],
+        statistics: ChannelStatistics,
+        error: Callable[[Array], float] | None,
+    ) -> Choice:
         arrays, alpha = [product.grouped() for product in weights], self._settings.alpha
         if self._settings.mode == "awq":
-            return choose_awq(arrays, statistics, AWQ_EXPONENTS if alpha is None else (alpha,))
-        whole = self._ranges.tensors.get(place.value.name or "")
-        few = whole is not None and whole.count < _FEW * place.total
-        return choose_smooth(arrays, statistics, (alpha,) if alpha is not None else smooth_exponents(few=few))
+            return choose_awq(arrays, statistics, AWQ_EXPONENTS if alpha is None else (alpha,), error)
+        whole = self._ranges.tensors.get(value.name or "")
+        few = whole is not None and whole.count < _FEW * len(statistics.amax)
+        exponents = (alpha,) if alpha is not None else smooth_exponents(few=few)
+        return choose_smooth(arrays, statistics, exponents, error)
 
-    def _scale_tie(self, tie: channels.Tie, factors: Array) -> None:
-        """Scale what is tied together: by multiplications where nothing else takes the factors."""
-        for source in tie.sources:
-            node = source.value.producer()
-            uses = [(use.node, use.idx) for use in source.value.uses()]
-            self._insert(source, 1 / factors, node or self._first, uses, after=node is not None)
-        for writer in tie.writers:
-            writer.scale(outputs=1 / factors)
-        for addend in tie.addends:
-            addend.scale(1 / factors)
-        for reader in tie.readers:
-            reader.product.scale(inputs=reader.spread(factors))
-            self._scaled.add(reader.product.data)
+    def _divide(self, channels: Labels, factors: Array) -> None:
+        """Divide channels, and all with the same labels; by multiplications where nothing else takes the factors."""
+        every = np.ones(self._found.count)
+        every[channels] = factors
+        for value, there in self._found.sources:
+            if (every[there] != 1).any():
+                node, uses = value.producer(), [(use.node, use.idx) for use in value.uses()]
+                self._insert(value, 1 / every[there], node or self._first, uses, after=node is not None)
+        self._found.divide(every)
+        self._scaled[channels] = True
 
     def _insert(
         self,
-        place: Place,
-        reciprocals: Array,
+        value: "ir.Value",
+        factors: Array,
         beside: "ir.Node",
         uses: "Sequence[tuple[ir.Node, int]]",
         *,
         after: bool = False,
     ) -> None:
         """Add a multiplication before or after a node, for these uses of a value."""
-        value, graph = place.value, beside.graph
+        graph = beside.graph
         assert isinstance(graph, ir.Graph)
         name = edit.Names(graph).new(f"{value.name}_smooth")
-        constant = edit.new(graph, f"{name}_factors", place.broadcast(reciprocals).astype(np.float32))
+        constant = edit.new(graph, f"{name}_factors", strip(factors).astype(np.float32))
         node = ir.node("Mul", [value, constant], name=name)
         node.metadata_props.update(beside.metadata_props)
         node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape

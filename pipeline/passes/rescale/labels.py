@@ -1,0 +1,534 @@
+"""Label the channels of values by what can be scaled for free: channels with the same label get the same factor.
+
+f(s·x) = s·f(x) for a factor s > 0 of each channel, through operators that pass factors on exactly or only move channels
+about. So channels get labels where a product reads them, and labels go backwards from there, through all that passes
+factors on, to what can take them: another product, a normalisation, a constant. Where two ways meet, in an addition or
+as a value has several readers, labels become equal. The label 0 is that of channels that cannot be scaled.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.passes.rescale.products import Product, inputs_first
+from enginesmith.pipeline.tensors import Array
+
+_FIXED, _UNREAD = 0, -1
+_MOST = 1 << 22  # labels of one value
+
+Labels = Array
+"""Whole numbers with the rank of a value, that broadcast to its shape."""
+
+
+@dataclass
+class ChannelLabels:
+    """What reads and writes the channels of each label. Labels of a product's channels are one-dimensional."""
+
+    count: int = 1
+    """Labels are smaller."""
+    fixed: Array = field(default_factory=lambda: np.ones(1, bool))
+    """For each label, whether its channels cannot be scaled."""
+    readers: list[tuple[Product, Labels]] = field(default_factory=list)
+    writers: list[tuple[Product, Labels]] = field(default_factory=list)
+    constants: "list[tuple[ir.Node, int, Labels]]" = field(default_factory=list)
+    """Inputs of nodes that have to be scaled along: biases, scales of normalisations."""
+    clips: "list[tuple[ir.Node, Labels]]" = field(default_factory=list)
+    """Clips on the way. They pass factors on only below their bound: whoever scales has to look."""
+    sources: "list[tuple[ir.Value, Labels]]" = field(default_factory=list)
+    """Values that only a multiplication can scale: behind a curve, an input."""
+    values: "dict[ir.Value, Labels]" = field(default_factory=dict)
+    """All values with channels along one axis, in the order of computation."""
+
+    def divide(self, factors: Array) -> None:
+        """Divide the channels of each label by its factor, and make up for it in the weights that read them.
+
+        The sources are not multiplied.
+        """
+        sides: dict[ir.Value, tuple[Product, list[Array | None]]] = {}
+        for side, (products, given) in enumerate(((self.writers, 1 / factors), (self.readers, factors))):
+            for product, labels in products:
+                if (given[labels] != 1).any():
+                    sides.setdefault(product.weight, (product, [None, None]))[1][side] = given[labels]
+        for product, (outputs, inputs) in sides.values():
+            product.scale(outputs, inputs)
+        for node, index, labels in self.constants:
+            if (factors[labels] != 1).any():
+                edit.multiply(node, index, strip(1 / factors[labels]))
+
+
+def strip(array: Array) -> Array:
+    """Drop leading axes of size 1, but for the last axis."""
+    first = next((axis for axis, size in enumerate(array.shape[:-1]) if size > 1), array.ndim - 1)
+    return array.reshape(array.shape[first:])
+
+
+def find_axis(labels: Labels) -> int | None:
+    """Find the axis of channels; None where labels differ along none, or along more than one."""
+    axes = [axis for axis, size in enumerate(labels.shape) if size > 1]
+    return axes[0] if len(axes) == 1 else None
+
+
+def dims(value: "ir.Value | None") -> tuple[int | str | None, ...]:
+    """Return the dimensions of a value, as names where they are dynamic, None where they are not known.
+
+    Empty for a value without a shape.
+    """
+    shape = value.shape if value is not None else None
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape) if shape is not None else ()
+
+
+def label(model: "ir.Model", products: Sequence[Product]) -> ChannelLabels:
+    """Label the channels of all that products read."""
+    return _Labelling(model.graph, products).label()
+
+
+class _Labelling:
+    def __init__(self, graph: "ir.Graph", products: Sequence[Product]) -> None:
+        self._graph = graph
+        self._products = {product.node: product for product in products}
+        self._found = ChannelLabels()
+        self._labels: dict[ir.Value, Labels] = {}
+        self._equal: list[tuple[Labels, Labels]] = []
+        self.scalable = _find_scalable(graph, self._products)
+
+    def label(self) -> ChannelLabels:
+        """Visit all nodes, the last first, and make those labels equal that turned out to be."""
+        inner = (node for node in self._graph.all_nodes() if node.graph is not self._graph)
+        for read in (*self._graph.outputs, *(value for node in inner for value in node.inputs)):
+            self._read(read, None)
+        for node in reversed(self._graph):
+            if node in self._products:
+                self._visit_product(self._products[node])
+            else:
+                self._visit(node)
+        for value in self._graph.inputs:
+            self._end(value)
+        return self._settle()
+
+    def get(self, value: "ir.Value") -> Labels:
+        """Return the labels of a value."""
+        return self._labels[value] if value in self._labels else np.full((1,) * len(dims(value)), _UNREAD)
+
+    def tie(self, labels: Labels, axes: Iterable[int]) -> Labels:
+        """Make the labels along these axes equal, and leave one of them."""
+        for axis in axes:
+            one = labels.max(axis, keepdims=True)
+            self.equate(one, labels)
+            labels = one
+        return labels
+
+    def tie_broadcast(self, labels: Labels, value: "ir.Value | None") -> Labels:
+        """Return the labels for one operand of an operator, where the others may have more axes, or larger ones."""
+        sizes = dims(value)
+        extra = labels.ndim - len(sizes)
+        labels = self.tie(labels, range(extra)).reshape(labels.shape[extra:])
+        return self.tie(labels, (axis for axis, size in enumerate(sizes) if size == 1))
+
+    def equate(self, one: Labels, other: Labels) -> None:
+        """Make labels equal; both broadcast to one shape."""
+        self._equal.append((one, other))
+
+    def take_constant(self, node: "ir.Node", index: int, labels: Labels) -> None:
+        """Have a constant scaled along with channels."""
+        self._found.constants.append((node, index, labels))
+
+    def pass_clip(self, node: "ir.Node", labels: Labels) -> None:
+        """Note a Clip that channels pass."""
+        self._found.clips.append((node, labels))
+
+    def _visit_product(self, product: Product) -> None:
+        output = product.node.outputs[0]
+        written = self.get(output)
+        axis = product.axis % max(written.ndim, 1)
+        if written.ndim:
+            written = self.tie(written, (other for other in range(written.ndim) if other != axis)).reshape(-1)
+            written = np.broadcast_to(written, product.outputs)
+            self._found.writers.append((product, written))
+        if not product.private:
+            self._fix(written)
+        read = np.arange(self._found.count, self._found.count + product.inputs)
+        self._found.count += product.inputs
+        self._found.readers.append((product, read))
+        shape = [1] * len(dims(product.data))
+        if shape:
+            shape[product.axis] = product.inputs
+        self._read(product.data, read.reshape(shape) if shape else read)
+        uses = {self._describe_use(use.node, use.idx) for use in product.weight.uses()}
+        if len(uses) > 1:
+            self._fix(read)
+
+    def _describe_use(self, node: "ir.Node", index: int) -> tuple[object, ...]:
+        """Describe what meets a weight, so that two uses are the same if one factor does for both."""
+        product = self._products.get(node)
+        return (product.data, product.axis, inputs_first(node)) if product and index == 1 else (node, index)
+
+    def _visit(self, node: "ir.Node") -> None:
+        rule = _find_rule(node)
+        known = all(dims(value) for value in (node.outputs if node.op_type == "Split" else node.outputs[:1]))
+        moved = rule.move(self, node) if rule is not None and known else None
+        if moved is None:
+            for value in node.outputs:
+                self._end(value)
+        for index, read in enumerate(node.inputs):
+            self._read(read, (moved or {}).get(index))
+
+    def _read(self, value: "ir.Value | None", labels: Labels | None) -> None:
+        """Note that something reads a value: with these labels, or, without, so that it cannot be scaled."""
+        if value is None:
+            return
+        sizes = dims(value)
+        given = np.full((1,) * len(sizes), _FIXED)
+        if labels is not None:
+            same_rank = labels.ndim == len(sizes) and value.const_value is None
+            if same_rank and all(ours in (1, size) for ours, size in zip(labels.shape, sizes, strict=True)):
+                given = labels
+            else:
+                self._fix(labels)
+        known = self._labels.get(value)
+        if known is None:
+            self._labels[value] = given
+            return
+        shape = np.broadcast_shapes(known.shape, given.shape)
+        if math.prod(shape) > _MOST:
+            self._fix(known)
+            self._fix(given)
+            return
+        self.equate(known, given)
+        self._labels[value] = np.where(known == _UNREAD, given, known)
+
+    def _end(self, value: "ir.Value") -> None:
+        """Note a value that no product or constant makes."""
+        labels = self._labels.get(value)
+        if labels is not None:
+            self._found.sources.append((value, labels))
+
+    def _fix(self, labels: Labels) -> None:
+        self.equate(np.full((1,) * labels.ndim, _FIXED), labels)
+
+    def _settle(self) -> ChannelLabels:
+        """Give equal labels the smallest of them."""
+        found = self._found
+        pairs = [np.stack(np.broadcast_arrays(*pair)).reshape(2, -1) for pair in self._equal]
+        every = np.concatenate([*pairs, np.zeros((2, 0), int)], axis=1)
+        one, other = every[:, (every != _UNREAD).all(axis=0)]
+        smallest = np.arange(found.count)
+        while (smallest[one] != smallest[other]).any():
+            least = np.minimum(smallest[one], smallest[other])
+            for side in (one, other):
+                np.minimum.at(smallest, smallest[side], least)
+            smallest = smallest[smallest]
+        while (smallest[smallest] != smallest).any():
+            smallest = smallest[smallest]
+        settled = np.append(smallest, _FIXED)  # the last is where -1 points to
+        return ChannelLabels(
+            count=found.count,
+            fixed=smallest == _FIXED,
+            readers=[(product, settled[labels]) for product, labels in found.readers],
+            writers=[(product, settled[labels]) for product, labels in found.writers],
+            constants=[(node, index, settled[labels]) for node, index, labels in found.constants],
+            clips=[(node, settled[labels]) for node, labels in found.clips],
+            sources=[(value, settled[labels]) for value, labels in found.sources],
+            values={
+                value: settled[self._labels[value]]
+                for value in (*self._graph.inputs, *(value for node in self._graph for value in node.outputs))
+                if value in self._labels and find_axis(self._labels[value]) is not None
+            },
+        )
+
+
+_Moved = Mapping[int, Labels] | None
+"""Labels of inputs, by their index; None where an operator does not pass factors on."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    move: Callable[[_Labelling, "ir.Node"], _Moved]
+    """Tells labels of inputs by those of outputs."""
+    carriers: tuple[int, ...] | None = (0,)
+    """Inputs that have the channels of the output; None for all that are no constants."""
+
+
+def _find_rule(node: "ir.Node") -> _Rule | None:
+    others = () if node.op_type == "Split" else node.outputs[1:]
+    read = any(value.uses() or value.is_graph_output() for value in others)
+    return None if node.domain or read else _RULES.get(node.op_type)
+
+
+def _find_scalable(graph: "ir.Graph", products: "Mapping[ir.Node, Product]") -> "set[ir.Value]":
+    """Find values that come from a product or a constant through nothing but what passes factors on."""
+    found: set[ir.Value] = set()
+    for node in graph:
+        rule = _find_rule(node)
+        if node in products:
+            scalable = products[node].private
+        elif node.op_type in ("Mul", *_NORMALISATIONS):
+            scalable = not node.domain and (
+                _find_factor(node) is not None
+                or (node.op_type == "Mul" and any(_is_only_for(value, found) for value in node.inputs))
+            )
+        elif rule is None:
+            scalable = False
+        else:
+            carriers = range(len(node.inputs)) if rule.carriers is None else rule.carriers
+            inputs = [node.inputs[index] for index in carriers if index < len(node.inputs)]
+            scalable = all(value in found or edit.is_factor(value) for value in inputs)
+        if scalable:
+            found.update(node.outputs)
+    return found
+
+
+def _is_only_for(value: "ir.Value | None", scalable: "Iterable[ir.Value]") -> bool:
+    return value is not None and value in scalable and edit.find_only_reader(value)[0] is not None
+
+
+def _find_factor(node: "ir.Node") -> int | None:
+    """Find the input of a multiplication or normalisation that is a constant factor."""
+    places = (0, 1) if node.op_type == "Mul" else (1,)
+    return next((index for index in places if edit.is_factor(node.inputs[index])), None)
+
+
+def _keep(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    return {0: labelling.get(node.outputs[0])}
+
+
+def _move_through_prelu(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    return _keep(labelling, node) if edit.read(node.inputs[1]) is not None else None
+
+
+def _move_through_clip(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    labels = labelling.get(node.outputs[0])
+    labelling.pass_clip(node, labels)
+    return {0: labels}
+
+
+def _move_through_pool(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    labels = labelling.get(node.outputs[0])
+    return {0: labelling.tie(labels, range(2, labels.ndim))}
+
+
+def _move_through_add(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    labels = labelling.get(node.outputs[0])
+    for index, value in enumerate(node.inputs):
+        if edit.is_factor(value):
+            if len(dims(node.inputs[1 - index])) != labels.ndim:
+                return None
+            labelling.take_constant(node, index, labels)
+            return {1 - index: labels}
+    return {index: labelling.tie_broadcast(labels, value) for index, value in enumerate(node.inputs)}
+
+
+def _move_through_mul(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Scale one of the operands: a constant, or the larger one, or the one that can be scaled for free."""
+    labels = labelling.get(node.outputs[0])
+    factor = _find_factor(node)
+    if factor is not None:
+        other = node.inputs[1 - factor]
+        if _is_only_for(other, labelling.scalable) and len(dims(other)) == labels.ndim:
+            return {1 - factor: labels}
+        labelling.take_constant(node, factor, labels)
+        return {}
+    one, other = node.inputs
+    sizes = dims(node.outputs[0])
+    wide = [index for index, value in enumerate(node.inputs) if dims(value) == sizes]
+    if one is other or not wide:
+        return None
+    if len(wide) == 2:
+        wide = [index for index in wide if _is_only_for(node.inputs[index], labelling.scalable)]
+    return {wide[0]: labels} if wide else None
+
+
+def _move_through_matmul(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Scale the columns of V in A·V, for every head on its own."""
+    labels, value = labelling.get(node.outputs[0]), node.inputs[1]
+    if value is None or not 2 <= len(dims(value)) <= labels.ndim:
+        return None
+    return {1: labelling.tie_broadcast(labelling.tie(labels, (labels.ndim - 2,)), value)}
+
+
+def _move_through_attention(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Scale the values of the operator of opset 23; heads that several queries share have other sizes."""
+    labels = labelling.get(node.outputs[0])
+    if len(dims(node.inputs[0])) != len(dims(node.inputs[2])) or any(node.inputs[4:]):
+        return None
+    return {2: labelling.tie(labels, (labels.ndim - 2,))}
+
+
+def _move_through_normalisation(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """End at the scale, and the shift, of a normalisation over the last axis."""
+    labels = labelling.get(node.outputs[0])
+    last = labels.ndim - 1
+    given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
+    along = node.attributes.get_int("axis", -1) in (-1, last)
+    if not along or not all(edit.is_factor(node.inputs[index]) for index in given):
+        return None
+    labels = labelling.tie(labels, range(last))
+    for index in given:
+        labelling.take_constant(node, index, labels)
+    return {}
+
+
+def _move_through_mean(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Keep channels through a mean over other axes than theirs."""
+    labels, rank = labelling.get(node.outputs[0]), len(dims(node.inputs[0]))
+    if "axes" in node.attributes:  # in old opsets
+        axes = list(node.attributes["axes"].as_ints())
+    elif len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
+        axes = [int(axis) for axis in given.reshape(-1)]
+    else:
+        return None
+    reduced = sorted({axis % rank for axis in axes}) if rank else []
+    if not reduced:
+        return None
+    return {0: labels if node.attributes.get_int("keepdims", 1) else np.expand_dims(labels, tuple(reduced))}
+
+
+def _move_through_reshape(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Divide the axes on both sides into groups of the same size; those without channels need not be known."""
+    labels = labelling.get(node.outputs[0])
+    ours, theirs = dims(node.outputs[0]), dims(node.inputs[0])
+    if not theirs:
+        return None
+    shape = [1] * len(theirs)
+    kept = [[axis for axis, size in enumerate(sizes) if size != 1] for sizes in (ours, theirs)]
+    groups = group_axes([ours[axis] for axis in kept[0]], [theirs[axis] for axis in kept[1]])
+    labels = labels.reshape([labels.shape[axis] for axis in kept[0]])
+    inner: list[int] = []
+    for mine, other in groups:
+        part = [labels.shape[axis] for axis in mine]
+        if all(size == 1 for size in part):
+            inner += [1] * len(other)
+            continue
+        sizes = [size for axis in mine if isinstance(size := ours[kept[0][axis]], int)]
+        targets = [size for axis in other if isinstance(size := theirs[kept[1][axis]], int)]
+        known = len(sizes) == len(mine) and len(targets) == len(other)
+        if not known or math.prod(sizes) != math.prod(targets):
+            return None
+        whole = list(labels.shape)
+        whole[mine[0] : mine[-1] + 1] = sizes
+        if math.prod(whole) > _MOST:
+            return None
+        labels = np.broadcast_to(labels, whole)
+        inner += targets
+    labels = labels.reshape(inner)
+    for axis, size in zip(kept[1], labels.shape, strict=True):
+        shape[axis] = size
+    return {0: labels.reshape(shape)}
+
+
+def group_axes(ours: Sequence[int | str | None], theirs: Sequence[int | str | None]) -> list[tuple[range, range]]:
+    """Divide two shapes into groups of axes with the same size, from the last axis on; the first may be of any size."""
+    groups: list[tuple[range, range]] = []
+    ends = [len(ours), len(theirs)]
+    starts = list(ends)
+    while all(starts):
+        starts = [start - 1 for start in starts]
+        one, other = ours[starts[0]], theirs[starts[1]]
+        while isinstance(one, int) and isinstance(other, int) and one != other:
+            side = 0 if one < other else 1
+            starts[side] -= 1
+            size = (ours, theirs)[side][starts[side]] if starts[side] >= 0 else None
+            grown = size * (one, other)[side] if isinstance(size, int) else None
+            one, other = (grown, other) if side == 0 else (one, grown)
+        if one is None or one != other:
+            break
+        groups.insert(0, (range(starts[0], ends[0]), range(starts[1], ends[1])))
+        ends = list(starts)
+    return [(range(ends[0]), range(ends[1])), *groups] if any(ends) else groups
+
+
+def _move_through_transpose(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    labels = labelling.get(node.outputs[0])
+    order = [edit.find_transposed_axis(node, axis) % labels.ndim for axis in range(labels.ndim)]
+    return {0: labels.transpose(np.argsort(order))}
+
+
+def _move_through_concat(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    labels = labelling.get(node.outputs[0])
+    axis = node.attributes.get_int("axis", 0) % labels.ndim
+    if labels.shape[axis] == 1:
+        return dict.fromkeys(range(len(node.inputs)), labels)
+    sizes = [dims(value)[axis : axis + 1] for value in node.inputs]
+    widths = [size for each in sizes for size in each if isinstance(size, int)]
+    if len(widths) < len(sizes) or sum(widths) != labels.shape[axis]:
+        return None
+    return dict(enumerate(np.split(labels, np.cumsum(widths)[:-1], axis)))
+
+
+def _move_through_split(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    axis = node.attributes.get_int("axis", 0) % len(dims(node.outputs[0]))
+    parts = []
+    for value in node.outputs:
+        labels, size = labelling.get(value), dims(value)[axis]
+        if not isinstance(size, int):
+            return None
+        parts.append(np.broadcast_to(labels, (*labels.shape[:axis], size, *labels.shape[axis + 1 :])))
+    others = np.broadcast_shapes(*((*part.shape[:axis], 1, *part.shape[axis + 1 :]) for part in parts))
+    whole = [np.broadcast_to(part, (*others[:axis], part.shape[axis], *others[axis + 1 :])) for part in parts]
+    return {0: np.concatenate(whole, axis)}
+
+
+def _move_through_slice(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Put labels where a Slice takes channels from; all others have labels of their own."""
+    sizes = dims(node.inputs[0])
+    given = [edit.read(value) for value in node.inputs[1:]]
+    if len(given) < 2 or not sizes or any(numbers is None for numbers in given):
+        return None
+    starts, ends, *rest = ([int(number) for number in numbers.reshape(-1)] for numbers in given if numbers is not None)
+    axes = [axis % len(sizes) for axis in (rest[0] if rest else range(len(starts)))]
+    steps = rest[1] if len(rest) > 1 else [1] * len(starts)
+    taken = {}
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        size = sizes[axis]
+        if not isinstance(size, int) or step < 1:
+            return None
+        taken[axis] = np.arange(size)[start:end:step]
+    return _pick(labelling, node, taken)
+
+
+def _move_through_gather(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    indices, sizes = edit.read(node.inputs[1]), dims(node.inputs[0])
+    axis = node.attributes.get_int("axis", 0) % max(len(sizes), 1)
+    if indices is None or indices.ndim > 1 or not sizes or not isinstance(sizes[axis], int):
+        return None
+    return _pick(labelling, node, {axis: indices}, dropped=(axis,) if indices.ndim == 0 else ())
+
+
+def _pick(labelling: _Labelling, node: "ir.Node", taken: Mapping[int, Array], dropped: tuple[int, ...] = ()) -> _Moved:
+    """Put the labels of an output where it takes channels from along some axes, with indices for each."""
+    labels = np.expand_dims(labelling.get(node.outputs[0]), dropped)
+    for axis, indices in taken.items():
+        size = dims(node.inputs[0])[axis]
+        shape = list(labels.shape)
+        shape[axis] = size if isinstance(size, int) else 1
+        if math.prod(shape) > _MOST:
+            return None
+        whole = np.full(shape, _UNREAD)
+        np.maximum.at(whole.swapaxes(0, axis), indices.reshape(-1), labels.swapaxes(0, axis))
+        labelling.equate(whole.take(indices.reshape(-1), axis), labels)  # what is taken twice has both
+        labels = whole
+    return {0: labels}
+
+
+_NORMALISATIONS = ("LayerNormalization", "RMSNormalization")
+_POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(("Relu", "LeakyRelu", "Identity"), _Rule(_keep)),
+    **dict.fromkeys(_POOLS, _Rule(_move_through_pool)),
+    **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), _Rule(_move_through_reshape)),
+    **dict.fromkeys(_NORMALISATIONS, _Rule(_move_through_normalisation)),
+    "Add": _Rule(_move_through_add, None),
+    "Attention": _Rule(_move_through_attention, (2,)),
+    "Clip": _Rule(_move_through_clip),
+    "Concat": _Rule(_move_through_concat, None),
+    "Gather": _Rule(_move_through_gather),
+    "MatMul": _Rule(_move_through_matmul, (1,)),
+    "Mul": _Rule(_move_through_mul),
+    "PRelu": _Rule(_move_through_prelu),
+    "ReduceMean": _Rule(_move_through_mean),
+    "Slice": _Rule(_move_through_slice),
+    "Split": _Rule(_move_through_split),
+    "Transpose": _Rule(_move_through_transpose),
+}

@@ -1,0 +1,144 @@
+"""Labels of channels: random graphs compute the same whatever factors their labels get."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.passes.rescale import labels, products
+from graphs import Weights, node, normal, run_model, save_graph
+
+SIDE = 4
+OPERATORS = ("Conv", "depthwise", "Relu", "MaxPool", "bias", "half", "scale", "Add", "Mul", "excite", "Concat", "Split")
+OPERATORS += ("shuffle", "Slice", "Gather", "Sigmoid", "MatMul", "mean", "LayerNormalization", "Clip")
+
+
+class RandomGraph:
+    """Nodes over values of n × channels × SIDE × SIDE, made at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: Weights = {"axis": np.array([1]), "places": np.array([2, 3]), "half": np.float32(0.5)}
+        self.channels = {"x": 4}
+
+    def pick(self, channels: int | None = None) -> str:
+        """Choose a value; later ones more often."""
+        names = [name for name, count in self.channels.items() if channels in (None, count)]
+        return names[-1 - min(int(self.rng.exponential(1.5)), len(names) - 1)]
+
+    def constant(self, value: Any) -> str:
+        name = f"w{len(self.weights)}"
+        self.weights[name] = value
+        return name
+
+    def normal(self, *shape: int) -> str:
+        return self.constant(normal(*shape, seed=len(self.weights)))
+
+    def add(self, operator: str, inputs: str, channels: int = 0, outputs: int = 1, **attributes: Any) -> str:
+        """Append a node; its outputs can be picked where their channels are given."""
+        names = [f"v{len(self.nodes)}_{index}" for index in range(outputs)]
+        self.nodes.append(node(operator, inputs, " ".join(names), **attributes))
+        self.channels.update(dict.fromkeys(names, channels) if channels else {})
+        return names[0]
+
+    def convolve(self, value: str, outputs: int, groups: int = 1) -> str:
+        inputs = self.channels[value]
+        weight, bias = self.normal(outputs, inputs // groups, 1, 1), self.normal(outputs)
+        return self.add("Conv", f"{value} {weight} {bias}", outputs, group=groups)
+
+    def grow(self, word: str) -> None:
+        """Append what the word names, behind a value that was chosen at random."""
+        value = self.pick()
+        count = self.channels[value]
+        match word:
+            case "Conv":
+                self.convolve(value, int(self.rng.choice([4, 6, 8])), 2 if count % 2 == 0 else 1)
+            case "depthwise":
+                self.convolve(value, count, count)
+            case "Relu" | "Sigmoid":
+                self.add(word, value, count)
+            case "Clip":
+                self.add(word, f"{value} {self.constant(np.float32(0))}", count)
+            case "MaxPool":
+                self.add(word, value, count, kernel_shape=[3, 3], pads=[1] * 4)
+            case "bias":
+                self.add("Add", f"{value} {self.normal(count, 1, 1)}", count)
+            case "scale":
+                self.add("Mul", f"{self.normal(1, count, 1, 1)} {value}", count)
+            case "half":
+                self.add("Mul", f"{value} half", count)
+            case "Add" | "Mul":
+                self.add(word, f"{value} {self.pick(count)}", count)
+            case "excite":
+                gate = self.add("GlobalAveragePool", value)
+                weight = self.normal(count, count, 1, 1)
+                gate = self.add("Sigmoid", self.add("Conv", f"{gate} {weight}"))
+                self.add("Mul", f"{gate} {value}", count)
+            case "Concat":
+                other = self.pick()
+                self.add(word, f"{value} {other}", count + self.channels[other], axis=1)
+            case "Split" if count % 2 == 0:
+                self.add(word, f"{value} {self.constant(np.array([count // 2] * 2))}", count // 2, outputs=2, axis=1)
+            case "shuffle" if count % 2 == 0:
+                apart = self.add("Reshape", f"{value} {self.constant(np.array([0, 2, count // 2, SIDE, SIDE]))}")
+                turned = self.add("Transpose", apart, perm=[0, 2, 1, 3, 4])
+                self.add("Reshape", f"{turned} {self.constant(np.array([0, count, SIDE, SIDE]))}", count)
+            case "Slice":
+                start, step = int(self.rng.integers(max(count - 1, 1))), int(self.rng.integers(1, 3))
+                edges = [self.constant(np.array([edge])) for edge in (start, count, step)]
+                self.add(word, f"{value} {edges[0]} {edges[1]} axis {edges[2]}", len(range(start, count, step)))
+            case "Gather":
+                indices = self.rng.integers(count, size=5)
+                self.add(word, f"{value} {self.constant(indices)}", len(indices), axis=1)
+            case "MatMul" | "LayerNormalization":
+                last = self.add("Transpose", value, perm=[0, 2, 3, 1])
+                weight = self.normal(count, 6) if word == "MatMul" else f"{self.normal(count)} {self.normal(count)}"
+                width = 6 if word == "MatMul" else count
+                self.add("Transpose", self.add(word, f"{last} {weight}"), width, perm=[0, 3, 1, 2])
+            case "mean":
+                mean = self.add("ReduceMean", f"{value} places", keepdims=0)
+                apart = self.add("Unsqueeze", f"{mean} places")
+                self.add("Add", f"{apart} {value}", count)
+
+    def save(self, folder: Path) -> Path:
+        """Save the graph, with a few more products that read it; one of its values is read by something else, too."""
+        for _ in range(40):
+            self.grow(str(self.rng.choice(OPERATORS)))
+        ends = [self.convolve(self.pick(), 3) for _ in range(3)]
+        ends.append(self.add("Neg", self.pick()))
+        return save_graph(folder, self.nodes, self.weights, " ".join(ends), x=("n", 4, SIDE, SIDE))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_factors_leave_the_answers_as_they_are(tmp_path: Path, seed: int) -> None:
+    path, x = RandomGraph(seed).save(tmp_path), {"x": normal(2, 4, SIDE, SIDE)}
+    model = edit.load(path)
+    found = labels.label(model, products.find(model))
+    factors = np.exp2(np.random.default_rng(seed).integers(-3, 4, found.count))
+    factors[found.fixed] = 1
+    for _, sources in found.sources:
+        factors[sources] = 1
+    used = np.unique(np.concatenate([read for _, read in found.readers]))
+    assert (factors[used] != 1).any(), "nothing is scaled, and nothing is tested"
+    before = run_model(ir.load(path), x)
+    found.divide(factors)
+    after = run_model(model, x)
+    for name, expected in before.items():
+        np.testing.assert_allclose(after[name], expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_two_shapes_are_divided_into_groups_of_the_same_size() -> None:
+    def group(ours: list[Any], theirs: list[Any]) -> list[tuple[list[int], list[int]]]:
+        return [(list(one), list(other)) for one, other in labels.group_axes(ours, theirs)]
+
+    assert group(["n", 6, "h"], ["n", 2, 3, "h"]) == [([0], [0]), ([1], [1, 2]), ([2], [3])]
+    assert group(["n", 5, 12], ["m", 12]) == [([0, 1], [0]), ([2], [1])]
+    assert group(["n", 24], ["n", 6, 2, 2]) == [([0], [0]), ([1], [1, 2, 3])]
+    assert group([None, 6], [None, 6]) == [([0], [0]), ([1], [1])]
+    assert group([4, 6], [6, 4]) == [([0, 1], [0, 1])]
+    assert group([4], [2, 2, "n"]) == [([0], [0, 1, 2])]
