@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
-from enginesmith.pipeline.planning.plan import Step, ends_search, is_optional, only_judges
+from enginesmith.pipeline.planning.plan import Step, StepRef, ends_search, is_optional, only_judges, search_of
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.tasks.base import Task
 
@@ -48,6 +48,8 @@ class Runner:
     _waiting: "_WaitingSteps | None" = None
     _deadline: float = math.inf
     _search_deadline: float = math.inf
+    _searches_end: dict[StepRef, float] = field(default_factory=dict)
+    """By search that has begun here, the time at which the share of its trials ends."""
     _reordered: bool = False
     _changed: dict[str, Task] = field(default_factory=dict)
     """By step, the task that it has got in the place of the planned one."""
@@ -208,9 +210,13 @@ class Runner:
             left = max(left, 0.0 if step.id.kind == "tune" else _LEAST_SECONDS)
         task = self._changed.get(step.id, step.task)
         most = type(task).model_fields["time_share"].default if self._reordered else task.time_share
-        share = max(left * most, min(left, _LEAST_SECONDS))
+        least = min(left, _LEAST_SECONDS)
+        share = own = max(left * most, least)
+        if share < math.inf and not looks_up and (search := search_of(step)):  # its trials share one part of the time
+            own = self._searches_end.setdefault(search, time.monotonic() + share) - time.monotonic()
+            share = max(own, least)
         grace = _GRACE_SECONDS if ends and task.exclusive else 0.0
-        limits = {"left_seconds": share, "time_share": most, "grace_seconds": grace}
+        limits = {"left_seconds": own, "time_share": most, "grace_seconds": grace}
         limited = task.model_copy(update=limits) if share < math.inf else task
         request = StepRequest(
             replace(step, task=limited),

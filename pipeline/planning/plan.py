@@ -239,6 +239,12 @@ def ends_search(step: Step) -> bool:
     return tuned or step.id.kind in ("race", "stay", "tune", "latency", "quality")
 
 
+def search_of(step: Step) -> StepRef | None:
+    """Refer to the search whose trial a step is; None for another step."""
+    ref = step.id
+    return StepRef(ref.kind, *ref.subject[:-1], changes=ref.changes, run=ref.run) if ref.kind == "search" else None
+
+
 def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:
     """List the heavy modules that loading the models of a plan imports: worth importing once for all workers."""
     models = (step.task.source for step in steps if isinstance(step.task, load.Load))

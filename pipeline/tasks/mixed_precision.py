@@ -143,10 +143,6 @@ _IMPACT_SHARE = 0.3
 """Share of the time that is left which that may take."""
 
 
-def _count_seconds(trial: Trial) -> float:
-    return trial.seconds + trial.impact_seconds
-
-
 class Search(Task):
     """Make one more trial, unless the search is over or its time is up; the record has all trials so far."""
 
@@ -188,7 +184,7 @@ class Search(Task):
         choose = partial(propose, trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
         candidate, impacts, measured = choose(), dict[str, float](), True
         late = self._is_late(trials)  # more time continues it
-        ended = late or sum(map(_count_seconds, trials)) >= _SEARCH_SECONDS
+        ended = late or sum(trial.seconds + trial.impact_seconds for trial in trials) >= _SEARCH_SECONDS
         reads: tuple[Path, ...] = ()
         if candidate and not ended:
             start = time.monotonic()
@@ -213,14 +209,11 @@ class Search(Task):
         return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=incomplete)
 
     def _is_late(self, trials: Sequence[Trial]) -> bool:
-        """Tell whether one more trial takes longer than their share of the time that was left before the first.
+        """Tell whether one more trial takes longer than what is left of their share of the time.
 
         What was found is quantised, built and verified after them, which takes about as long as a trial.
         """
-        if not trials:
-            return False
-        spent, longest = sum(map(_count_seconds, trials)), max(trial.seconds for trial in trials)
-        return spent + 2 * longest > self.left_seconds + self.time_share * spent
+        return bool(trials) and 2 * max(trial.seconds for trial in trials) > self.left_seconds
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress

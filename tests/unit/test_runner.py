@@ -426,6 +426,28 @@ def test_the_last_of_the_plan_has_more_time_unless_the_order_was_changed(
     assert desk.given["last"] == pytest.approx(50 if reordered else 90)
 
 
+def test_trials_of_a_search_share_a_part_of_the_time_which_begins_with_the_first_that_is_made_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trials in the store, of an earlier process, take none of it; another search has its share of the rest."""
+
+    class Trials(Clock):
+        def lookup(self, request: StepRequest) -> Artifact | None:
+            return artifact() if request.step.id.subject == ("a", 1) else None
+
+        def execute(self, request: StepRequest) -> Result:
+            own.append((request.step.task.left_seconds, request.timeout_seconds))
+            self.seconds += 20
+            return Desk.execute(self, request)
+
+    desk, own = Trials(), list[tuple[float, float | None]]()
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    steps = [Step(StepRef("search", "a", number), Half()) for number in (1, 2, 3, 4, 5)]
+    steps += [Step(StepRef("search", "b", 1), Half())]
+    Runner(desk, lambda step: Path(step.id), 100.0).run(steps)
+    assert own == [(50, 50), (30, 30), (10, 10), (-10, 10), (10, 10)]
+
+
 def test_nothing_overtakes_a_measurement_that_waits_for_look_ups(desk: Desk) -> None:
     desk.slots = 2
     steps = (Step("first", Idle()), Step("measure", Alone()), Step("build", Idle()))
