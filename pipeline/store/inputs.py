@@ -31,6 +31,8 @@ from enginesmith.pipeline.system import software
 
 MOST_CANDIDATES = 16
 """Candidates of one name; the oldest are forgotten."""
+_ARRAYS = (".npz", ".npy")
+"""Endings of files that are read by name: what lies beside them changes nothing, unless code looks for it."""
 
 
 class _SharedFile(BaseModel, frozen=True):
@@ -203,7 +205,7 @@ class InputDependencies:
                 files=tuple(sorted(files)),
                 folders={
                     to_portable_path(str(folder)): _listing(folder)
-                    for folder in sorted({path.parent for path in paths if path not in whole} | whole)
+                    for folder in sorted({*_folders_of(paths, whole), *whole})
                 },
                 subfolders={to_portable_path(str(folder)): _subfolders(folder) for folder in sorted(whole)},
                 packages=tuple(sorted(packages)),
@@ -269,6 +271,13 @@ def export_candidate(root: Path, path: str) -> bytes | None:
     """Encode a candidate without the state of files on this machine; None if it is gone."""
     record = _CandidateRecord.load(root / path)
     return record.candidate.model_dump_json().encode() if record is not None else None
+
+
+def _folders_of(paths: Collection[Path], whole: Collection[Path]) -> set[Path]:
+    """List the folders in which other files may be looked for: those of all files but arrays, and of all with code."""
+    files = [path for path in paths if path not in whole]
+    by_code = any(path.suffix == ".py" for path in files)
+    return {path.parent for path in files if by_code or path.suffix not in _ARRAYS}
 
 
 def _listing(folder: Path) -> tuple[str, ...]:

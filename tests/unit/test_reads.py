@@ -47,6 +47,23 @@ def test_reads_tell_whether_files_are_as_they_were(reads: InputDependencies, tmp
     assert now(reads) is None
 
 
+@pytest.mark.parametrize(("code", "apart"), [([], True), (["metric.py"], False)])
+def test_beside_arrays_other_files_are_looked_at_only_where_code_was_read(
+    reads: InputDependencies, tmp_path: Path, code: list[str], apart: bool
+) -> None:
+    """A log that is written beside the data changes nothing; code may look for any file."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    files = [folder / "data.npz", *(tmp_path / name for name in code)]
+    for file in files:
+        file.write_text("a")
+    before = reads.record(files, {})
+    (folder / "run.log").touch()
+    assert (now(reads) == before) is apart
+    (folder / "data.npz").write_text("b")
+    assert (now(reads) is not None) is apart
+
+
 def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "1.png").write_text("a cat")
