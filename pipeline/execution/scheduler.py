@@ -18,7 +18,15 @@ from typing import ParamSpec, TypeVar
 from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
-from enginesmith.pipeline.planning.plan import Step, StepRef, ends_search, is_optional, only_judges, search_of
+from enginesmith.pipeline.planning.plan import (
+    Step,
+    StepRef,
+    ends_search,
+    is_optional,
+    only_judges,
+    search_of,
+    tries_inputs,
+)
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.tasks.base import Task
 
@@ -30,6 +38,8 @@ _LEAST_SECONDS = 10.0
 """Time that each step has where so much is left, whatever its share is: a busy machine takes seconds to begin one."""
 _GRACE_SECONDS = 30.0
 """Time after its share in which a measurement that a search has no result without may end: sessions start in turn."""
+_GRACE_TO_TRY_SECONDS = 10.0
+"""The same for trying inputs on a variant, which tries none in it: a fault that was found is to be written down."""
 
 
 @dataclass
@@ -45,6 +55,8 @@ class Runner:
 
     With it, steps that no time was left for are skipped; without it, they fail.
     """
+    kept_seconds: float = 0.0
+    """Time at the end of the limited one that is kept for prosecutions."""
     _waiting: "_WaitingSteps | None" = None
     _deadline: float = math.inf
     _search_deadline: float = math.inf
@@ -204,6 +216,8 @@ class Runner:
             self.listener(Event("note", step, text))
 
         deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
+        if self.kept_seconds and not tries_inputs(step):
+            deadline = min(deadline, self._deadline - self.kept_seconds)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
         ends = self.search_seconds is not None and ends_search(step)
         if ends:  # on a busy machine, all was made, and nothing would come of it
@@ -215,7 +229,10 @@ class Runner:
         if share < math.inf and not looks_up and (search := search_of(step)):  # its trials share one part of the time
             own = self._searches_end.setdefault(search, time.monotonic() + share) - time.monotonic()
             share = max(own, least)
-        grace = _GRACE_SECONDS if ends and task.exclusive else 0.0
+        measures = ends and task.exclusive
+        grace = _GRACE_SECONDS if measures else 0.0
+        if share < math.inf and tries_inputs(step):
+            grace = _GRACE_TO_TRY_SECONDS
         limits = {"left_seconds": own, "time_share": most, "grace_seconds": grace}
         limited = task.model_copy(update=limits) if share < math.inf else task
         request = StepRequest(
@@ -225,7 +242,7 @@ class Runner:
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),
             # a round of slow models takes long, and what ends a search keeps to its share by itself
-            timeout_seconds=None if share == math.inf else max(share + grace, left) if grace else share,
+            timeout_seconds=None if share == math.inf else max(share + grace, left if measures else 0.0),
             on_note=note,
         )
         try:

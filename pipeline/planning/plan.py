@@ -223,9 +223,14 @@ def leading_to(steps: Sequence[Step], ends: Iterable[str]) -> set[str]:
     return reached
 
 
+def tries_inputs(step: Step) -> bool:
+    """Tell whether a step tries other inputs than the samples on a variant, for which some time is kept."""
+    return step.id.kind == "prosecute"
+
+
 def is_optional(step: Step) -> bool:
     """Tell whether latency does without a step, which then comes last where time is limited."""
-    return step.id.kind in ("prosecute", "memory", "profile")
+    return tries_inputs(step) or step.id.kind in ("memory", "profile")
 
 
 def only_judges(step: Step) -> bool:

@@ -57,8 +57,6 @@ from enginesmith.pipeline.tasks.nncf import require_nncf
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample
 
-_BEFORE_PROSECUTION = 0.7
-"""Share of the time that is left in which latency is measured where other inputs are tried after it."""
 _BATCH_OF_JUDGING = 32
 """Samples that are judged together, where nothing says how large a batch may be."""
 
@@ -381,9 +379,7 @@ def _latency_step(ref: StepRef, recipe: Recipe, variants: Sequence[Variant], aga
         memory_limit_bytes=asked.memory_limit_bytes,
         seed=recipe.seed,
     )
-    prosecuted = any(variant.prosecuted for variant in variants)
     task = Latency(
-        share=_BEFORE_PROSECUTION if prosecuted else 1.0,
         engines={variant.id: variant.engine for variant in variants},
         device=device,
         settings=settings,

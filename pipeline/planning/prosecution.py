@@ -22,6 +22,8 @@ from enginesmith.pipeline.tasks.race import Race
 
 PROSECUTE = StepRef("prosecute")
 _SECONDS = 3.0
+_KEPT, _MOST_KEPT, _STARTING_SECONDS = 0.15, 2, 2.0
+"""Largest share of a limited time that is kept for prosecutions; how many it is kept for; the time to begin one."""
 
 
 def choose_seconds(recipe: Recipe, device: Device) -> float:
@@ -29,6 +31,14 @@ def choose_seconds(recipe: Recipe, device: Device) -> float:
     if recipe.prosecute_seconds is not None:
         return recipe.prosecute_seconds
     return _SECONDS if device.kind == "cpu" else 0.0
+
+
+def keep_seconds(recipe: Recipe) -> float:
+    """Choose the time at the end of a limited one that is kept for trying inputs on the variants that win."""
+    seconds = choose_seconds(recipe, recipe.where)
+    if not seconds or recipe.time_seconds is None:
+        return 0.0
+    return min(_KEPT * recipe.time_seconds, _MOST_KEPT * (_STARTING_SECONDS + seconds))
 
 
 def prosecute_variant_steps(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.plan import REFERENCE, Plan, Step, StepRef, Variant, leading_to, tune_step
+from enginesmith.pipeline.planning.prosecution import keep_seconds
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
@@ -245,9 +246,10 @@ def _after_race(
 def searching_seconds(recipe: Recipe) -> float:
     """Return the time until the race begins, in which variants are made; 0 for a recipe without a limit.
 
-    Training in int8 has its own time, at most half of all. Of the rest, what measuring may take is kept.
+    What prosecutions keep is left out. Training in int8 has its own time, at most half of the rest. Of what is left
+    then, what measuring may take is kept.
     """
-    seconds = recipe.time_seconds or 0.0
+    seconds = (recipe.time_seconds or 0.0) - keep_seconds(recipe)
     trains = recipe.variants == "found" and "qat" in recipe.quantisation.quantizers
     training = min(recipe.recovery.seconds, _MOST_TRAINING * seconds) if trains else 0.0
     rest = seconds - training

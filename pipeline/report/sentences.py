@@ -185,6 +185,8 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
         if left := [name for name, step in ends.items() if step.effect == reason]:
             again = "`enginesmith resume` or `enginesmith prosecute RUN VARIANT` does"
             yield f"inputs beside the samples: {told} on {', '.join(left)}; {again}"
+    if cut := [name for name, prosecution in given if prosecution.cut]:
+        yield f"inputs beside the samples: with more time, `enginesmith resume` tries more on {', '.join(cut)}"
     tried = [(name, prosecution) for name, prosecution in given if prosecution.attempts]
     if not tried:
         return

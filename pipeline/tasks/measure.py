@@ -91,8 +91,6 @@ class Latency(Measurement):
     settings: LatencySettings
     dense: dict[str, str]
     """By pruned or sparse variant, the one that differs from it in nothing else."""
-    share: float = Field(1.0, exclude=True)
-    """Share of the time that is left to measure in; no part of what is measured."""
     batches: int = Field(1, exclude=True)
     """Batch sizes that are measured, which the reference brings; no part of what is measured."""
     most: int | None = None
@@ -117,7 +115,7 @@ class Latency(Measurement):
         if self.most is not None and settings.memory_limit_bytes is None:
             # without a limit the kernel would end other processes than a sweep's, too
             settings = settings.model_copy(update={"memory_limit_bytes": _within_free(None, self.device)})
-        ends_at = time.monotonic() + self.share * self.measuring_seconds
+        ends_at = time.monotonic() + self.measuring_seconds
         machine = environment()  # before the measurement itself makes the machine busy
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for left, (batch, arrays) in zip(range(len(feeds), 0, -1), sorted(feeds.items()), strict=True):

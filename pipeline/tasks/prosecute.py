@@ -5,6 +5,7 @@ import functools
 import glob
 import json
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -40,6 +41,8 @@ _COPIES = 3
 """Times the size of its file that a graph takes in memory, while it is loaded and with what it computes."""
 _REDUCING_SHARE = 0.5
 _LEAST_REDUCING_SECONDS = 30.0
+_SHARE_TO_TRY = 0.8
+"""Share of the time that is left until inputs are tried no more, and nothing is reduced: the rest is for the record."""
 
 
 class GraphStage(BaseModel, frozen=True):
@@ -56,7 +59,10 @@ class GraphStage(BaseModel, frozen=True):
 
 
 class Prosecute(EngineCheck):
-    """Try inputs on an engine until one shows a fault, or the time is up."""
+    """Try inputs on an engine until one shows a fault, or the time is up.
+
+    Where less is left than was asked for, less is tried or reduced, and it is done again when there is more.
+    """
 
     title: ClassVar[str] = "prosecute"
     time_share: float = Field(0.8, exclude=True)
@@ -81,11 +87,13 @@ class Prosecute(EngineCheck):
         return tuple(dict.fromkeys((*self.engine.tools, *self.given_engine.tools, "onnx")))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        ends_at = time.monotonic() + _SHARE_TO_TRY * self.left_seconds
         with contextlib.ExitStack() as stack:
             search = None
             try:
                 stages, search = self._begin(inputs, stack)
-                shown = search.run(self.seconds, progress)
+                asked, seconds = self.seconds, min(self.seconds, ends_at - time.monotonic())
+                shown = search.run(seconds, progress)
             except EnginesmithError as error:
                 if self.required:
                     raise
@@ -94,15 +102,23 @@ class Prosecute(EngineCheck):
             if shown is not None:
                 progress(f"reducing: {shown.reason}")
                 truth = inputs[TRUTH].path if TRUTH in inputs else None
-                seconds = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
+                asked = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
+                seconds = min(asked, (ends_at - time.monotonic()) / 2)  # for the graph, and again for an option
                 known = Stages(stages, self.engine, self.device, seconds, truth)
                 finding = locate_fault(known, search.shrink(shown), out / EVIDENCE)
-        made = Prosecution(seconds=self.seconds, attempts=search.attempts, walks=search.walked, finding=finding)
+        made = Prosecution(
+            seconds=self.seconds,
+            attempts=search.attempts,
+            walks=search.walked,
+            finding=finding,
+            cut=seconds < asked,
+        )
         write_records(out, [made])
         tried = f"{made.attempts} inputs tried ({', '.join(f'{count} {name}' for name, count in made.walks.items())})"
         if finding is None:
-            return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong")
-        return Effect(file=RECORDS, summary=f"{tried}: {finding.sentence}", rejected=finding.sentence)
+            return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong", incomplete=made.cut)
+        sentence = finding.sentence
+        return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=sentence, incomplete=made.cut)
 
     def _pass_over(self, search: InputSearch | None, error: EnginesmithError, out: Path) -> Effect:
         """Record why no input was tried, or no further one; the engine's own errors are findings."""

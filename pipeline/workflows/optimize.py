@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class, environment
 from enginesmith.pipeline.errors import (
@@ -29,8 +30,9 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.quality import explain_few_samples
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant, libraries_of
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, StepRef, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
+from enginesmith.pipeline.planning.prosecution import keep_seconds
 from enginesmith.pipeline.planning.race import race_again, searching_seconds
 from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.recipe import Recipe
@@ -126,6 +128,16 @@ class _ActiveRun:
         unmade = unfinished if unfinished in LATE else ""
         return failure or unmade or explain_end(variant, self.plan, self.outcomes)[0]
 
+    def may_change_winner(self, step: str) -> bool:
+        """Tell whether another variant may win once a step has ended: the latencies, or trying inputs on one."""
+        return step == self.plan.latency or any(variant.prosecuted == step for variant in self.plan.variants)
+
+    def order_prosecutions(self) -> list[StepRef]:
+        """List the steps that try inputs on variants, that of the variant which wins as things stand first."""
+        winner = self.directory.write().winner
+        variants = sorted(self.plan.variants, key=lambda variant: variant.id != winner)
+        return [variant.prosecuted for variant in variants if variant.prosecuted]
+
     @property
     def ended(self) -> bool:
         """True if no step is left."""
@@ -215,8 +227,8 @@ class OptimizeJob:
             name, own = together.takers[step.id][0]
             return self._active[name].request.out / "logs" / f"{own}.log"
 
-        seconds, search_seconds = _limit_time([active.request for active in runs], settings.time_limit_seconds)
-        runner = Runner(executor, log_of, seconds, settings.listener, search_seconds)
+        limits = _limit_time([active.request for active in runs], settings.time_limit_seconds)
+        runner = Runner(executor, log_of, limits.seconds, settings.listener, limits.search_seconds, limits.kept_seconds)
         given = together.combine({name: self._handed_over(run, together, runner) for name, run in self._active.items()})
 
         def tell(text: str) -> None:
@@ -246,6 +258,9 @@ class OptimizeJob:
                         runner.prefer([together.shared_step(name, step).id for step in order])
                         if why:
                             note(active, why)
+                    if limits.seconds is not None and any(map(active.may_change_winner, outcomes)):
+                        tried_next = active.order_prosecutions()
+                        runner.prefer([together.shared_step(name, step).id for step in tried_next])
                     if active.ended:
                         report(active)
                 over = {name: active.over for name, active in self._active.items() if active.over}
@@ -301,21 +316,30 @@ class OptimizeJob:
         return RunResult(run, error, len(outcomes), reused)
 
 
-def _limit_time(requests: Sequence[RunRequest], instead: float | None) -> tuple[float | None, float | None]:
-    """Return the time of all runs together, and the part in which variants are found; None where it is not limited.
+class _Limits(NamedTuple):
+    """Times of all runs together; None where one is not limited."""
 
-    It is what recipes give and earlier rounds have left, or what this process is given ``instead``.
-    """
+    seconds: float | None
+    search_seconds: float | None
+    """The part in which variants are found."""
+    kept_seconds: float
+    """The part at the end that is kept for prosecutions."""
+
+
+def _limit_time(requests: Sequence[RunRequest], instead: float | None) -> _Limits:
+    """Find the times that recipes give and earlier rounds have left, or that this process is given ``instead``."""
     times = [request.seconds or request.recipe.time_seconds for request in requests]
-    if None in times:
-        return instead, None
+    searches = None not in times
     if instead is not None:
         times = [instead / len(requests)] * len(requests)
+    if None in times:
+        return _Limits(None, None, 0.0)
     recipes = [
         request.recipe.model_copy(update={"time_seconds": seconds})
         for request, seconds in zip(requests, times, strict=True)
     ]
-    return sum(filter(None, times)), sum(map(searching_seconds, recipes))
+    search_seconds = sum(map(searching_seconds, recipes)) if searches else None
+    return _Limits(sum(filter(None, times)), search_seconds, sum(map(keep_seconds, recipes)))
 
 
 def optimize_all(requests: Sequence[RunRequest], settings: Settings) -> dict[str, RunResult]:

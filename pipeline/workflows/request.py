@@ -145,5 +145,6 @@ def is_finished(run: Run, folder: Path) -> bool:
     whole = whole and all(has_content(folder / vector.path, vector.sha256) for vector in vectors)
     late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
+    cut = cut or any(record.prosecution and record.prosecution.cut for record in run.requested)
     late = late or runs.needs_another_race(run)
     return run.complete and is_of_machine(run, environment()) and not (failed or older or late or cut) and whole

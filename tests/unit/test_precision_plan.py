@@ -437,13 +437,13 @@ def test_trainings_of_pruned_models_are_steps_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("time", "training", "seconds"),
     [
-        (60, None, 33),  # shares of 10, 15, 10 and 10 % are kept
-        (600, None, 600 - 60 - 90 - 30 - 50),  # three times 10 s for options, twice 25 s for latencies
-        (300, 90, 90 + 210 - 21 - 31.5 - 21 - 21),
-        (300, 280, 150 + 150 - 15 - 22.5 - 15 - 15),
+        (60, None, 0.55 * 51),  # 9 s are kept for trying inputs, and shares of 10, 15, 10 and 10 % of the rest
+        (600, None, 590 - 59 - 88.5 - 30 - 50),  # three times 10 s for options, twice 25 s for latencies
+        (300, 90, 90 + 200 - 20 - 30 - 20 - 20),
+        (300, 280, 145 + 145 - 14.5 - 21.75 - 14.5 - 14.5),
     ],
 )
-def test_a_search_keeps_time_for_measuring_and_training_has_its_own(
+def test_a_search_keeps_time_for_what_follows_and_training_has_its_own(
     time: float, training: float | None, seconds: float
 ) -> None:
     asked = {"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": time}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,19 @@ from enginesmith.pipeline.errors import ModelError, SignatureError
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.prosecution.finding import Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
+from enginesmith.pipeline.measure.prosecution.stages import Stages
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.prosecution import PROSECUTE, prosecute_variant_steps
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, keep_seconds, prosecute_variant_steps
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import prosecute as tasks
 from enginesmith.pipeline.tasks.base import read_models, write_records
 from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.race import Race, Stay
@@ -84,6 +87,57 @@ def test_variants_are_prosecuted_for_some_seconds_on_the_cpu(
     made = plan(resolve_recipe(make({"model": "digits", "engines": ["onnxruntime"], **asked})))
     found = [step.task for step in made.steps if isinstance(step.task, Prosecute)]
     assert [(task.seconds, task.required) for task in found] == tasks
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        ({"time_seconds": 60}, 9.0),
+        ({"time_seconds": 600}, 10.0),
+        ({"time_seconds": 600, "prosecute_seconds": 60}, 90.0),
+        ({"time_seconds": 60, "prosecute_seconds": 0}, 0.0),
+        ({"time_seconds": 60, "device": "cuda"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_a_part_of_a_limited_time_is_kept_or_what_two_variants_take(asked: dict[str, Any], seconds: float) -> None:
+    assert keep_seconds(make({"model": "digits", **asked})) == seconds
+
+
+@pytest.mark.parametrize(
+    ("left", "given", "cut"),
+    [(100.0, [3.0, 30.0], False), (40.0, [3.0, 15.0], True), (3.0, [1.4, 0.2], True), (1.0, [-0.2, -0.6], True)],
+)
+@pytest.mark.parametrize("wrong", [True, False])
+def test_inputs_are_tried_and_a_fault_is_reduced_in_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float, given: list[float], cut: bool, wrong: bool
+) -> None:
+    """To begin takes a second, and so does the first input. What was cut short is done again where there is more."""
+    clock, seconds = SimpleNamespace(now=0.0), list[float]()
+    finding = Finding(walk="sizes", note="", reason="", witness="model", attempts=1, guilty="engine")
+
+    def begin(*_: object) -> tuple[list[Any], Any]:
+        clock.now += 1
+        return [], SimpleNamespace(run=attempt, shrink=lambda shown: shown, attempts=1, walked={"sizes": 1})
+
+    def attempt(limit: float, progress: object) -> Any:
+        clock.now += 1
+        seconds.append(limit)
+        return SimpleNamespace(reason="it is off by one") if wrong else None
+
+    def locate(known: Stages, *_: object) -> Finding:
+        seconds.append(known.seconds)
+        return finding
+
+    monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(tasks, "locate_fault", locate)
+    monkeypatch.setattr(Prosecute, "_begin", begin)
+    task = Prosecute.model_construct(seconds=3.0, left_seconds=left, engine=None, device=Device())  # type: ignore[arg-type]
+    effect = task.run({}, tmp_path, lambda text: None)
+    assert seconds == pytest.approx(given if wrong else given[:1])
+    (made,) = read_models(Artifact(kind="record", path=tmp_path / effect.file, sha256="", bytes=0), Prosecution)
+    assert effect.incomplete is made.cut is (cut if wrong else seconds[0] < 3)
+    assert bool(effect.rejected) is wrong
 
 
 @pytest.mark.parametrize("name", ["onnxruntime-fp32", "openvino-int8", "onnxruntime-fp32-prune-macs50"])

@@ -401,6 +401,17 @@ def test_latency_is_measured_although_no_time_is_left_to_judge(kind: str, status
     assert over in active.over
 
 
+def test_inputs_are_tried_first_on_the_variant_that_wins_as_things_stand() -> None:
+    """Which one that is can change with the latencies, and with each variant that turns out to be wrong."""
+    active = begun("onnxruntime", "openvino")
+    active.directory.write = lambda: SimpleNamespace(winner="openvino-fp32")  # type: ignore[method-assign, assignment, return-value]
+    first, *others = active.order_prosecutions()
+    assert first == "prosecute-openvino-fp32"
+    assert set(others) == {variant.prosecuted for variant in active.plan.variants} - {first}
+    telling = {step.id for step in active.plan.steps if active.may_change_winner(step.id)}
+    assert telling == {"latency", first, *others}
+
+
 def test_the_first_stage_that_is_wrong_is_to_blame_in_whatever_order_stages_are_verified() -> None:
     active = begun("onnxruntime")
     for step in ("load", "reference", "export", "simplify"):

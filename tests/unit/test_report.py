@@ -387,11 +387,15 @@ def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixt
 def test_samples_do_not_count_among_the_inputs_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
     tried = [Prosecution(seconds=3, attempts=4 + more, walks={"samples": 4, "sizes": more}) for more in (0, 7)]
     names = ("onnxruntime-fp32", "openvino-fp32")
-    records = (
+    records = tuple(
         record(name, 2.0, 1.0).model_copy(update={"prosecution": each}) for name, each in zip(names, tried, strict=True)
     )
     told = "inputs beside the samples: 0 to 7 tried on each variant; none found on which one is wrong"
-    assert told in printed(run(variants=tuple(records)), capsys)
+    assert told in printed(run(variants=records), capsys)
+    cut = records[0].model_copy(update={"prosecution": tried[0].model_copy(update={"cut": True})})
+    told = "inputs beside the samples: with more time, `enginesmith resume` tries more on onnxruntime-fp32\n"
+    assert told not in printed(run(variants=records), capsys)
+    assert told in printed(run(variants=(cut, *records[1:])), capsys)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "two\nlines"])

@@ -299,9 +299,12 @@ def test_what_the_time_was_too_short_for_can_be_tried_again(monkeypatch: pytest.
     assert (outcomes["hangs"].status, outcomes["hangs"].reason) == ("skipped", OVER_SHARE), "two seconds are left"
 
 
-@pytest.mark.parametrize(("kind", "status"), [("build", "failed"), ("quality", "skipped"), ("prosecute", "skipped")])
+@pytest.mark.parametrize(
+    ("kind", "status", "took"),
+    [("build", "failed", 30), ("quality", "skipped", 30), ("prosecute", "skipped", 40)],
+)
 def test_a_search_goes_on_without_what_only_judges_where_that_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch, kind: str, status: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, status: str, took: float
 ) -> None:
     """It had its share of the time that was left, and the variant is as usable as before."""
 
@@ -315,7 +318,7 @@ def test_a_search_goes_on_without_what_only_judges_where_that_takes_too_long(
     for seconds, end in ((60.0, status), (None, "failed")):
         desk.seconds = 0.0
         outcomes = Runner(desk, lambda step: Path(step.id), 60.0, search_seconds=seconds).run([step])
-        assert (desk.seconds, outcomes[step.id].status) == (30, end)
+        assert (desk.seconds, outcomes[step.id].status) == (took, end)
         assert (outcomes[step.id].reason == OVER_SHARE) == (end == "skipped"), "half of the time is left"
 
 
@@ -424,6 +427,28 @@ def test_the_last_of_the_plan_has_more_time_unless_the_order_was_changed(
     steps = [Step(StepRef("first"), Idle()), Step(StepRef("last"), Half(time_share=0.9))]
     runner.run(steps, on_new=lambda new: runner.prefer(["last"]) or {} if reordered else {})
     assert desk.given["last"] == pytest.approx(50 if reordered else 90)
+
+
+def test_some_of_a_limited_time_is_kept_for_trying_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else begins in it, and what runs is ended before. Trying them may take ten seconds more to end."""
+
+    class Lenient(Clock):
+        def execute(self, request: StepRequest) -> Result:
+            limit, grace = request.timeout_seconds, request.step.task.grace_seconds
+            given.append((request.step.id, request.step.task.left_seconds, limit))
+            assert limit == request.step.task.left_seconds + grace
+            self.seconds += min(limit, 10)
+            return Desk.execute(self, request)
+
+    desk, given = Lenient(), list[tuple[str, float, float | None]]()
+    desk.slots = 1
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
+    names = (("build", "a"), ("memory", "a"), ("memory", "b"), ("memory", "c"), ("prosecute", "a"), ("prosecute", "b"))
+    steps = [Step(StepRef(*name), Idle()) for name in names]
+    outcomes = Runner(desk, lambda step: Path(step.id), 30.0, search_seconds=30.0, kept_seconds=6.0).run(steps)
+    assert given == [("build-a", 24, 24), ("memory-a", 14, 14), ("memory-b", 4, 4), ("prosecute-a", 6, 16)]
+    ends = {name for name, outcome in outcomes.items() if outcome.reason == NO_TIME}
+    assert ends == {"memory-c", "prosecute-b"}
 
 
 def test_trials_of_a_search_share_a_part_of_the_time_which_begins_with_the_first_that_is_made_here(

@@ -178,6 +178,8 @@ def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> N
         ({"latency": [{"batch": 1, "stopped_because": "the time of the whole run"}]}, False),
         ({"tuning": Tuning(fields={}, kept=(), trials=(), untried=("x",))}, True),
         ({"tuning": Tuning(fields={}, kept=(), trials=(), untried=("x",), cut=True)}, False),
+        ({"prosecution": Prosecution(seconds=3, attempts=9, walks={})}, True),
+        ({"prosecution": Prosecution(seconds=3, attempts=9, walks={}, cut=True)}, False),
     ],
 )
 def test_measurements_that_were_cut_short_are_not_finished(
@@ -191,17 +193,17 @@ def test_measurements_that_were_cut_short_are_not_finished(
 @pytest.mark.parametrize(
     ("recipe_seconds", "left", "instead", "limits"),
     [
-        ((None,), None, None, (None, None)),
-        ((None,), None, 60.0, (60.0, None)),
-        ((60.0,), None, None, (60.0, 33.0)),
-        ((600.0,), None, 60.0, (60.0, 33.0)),
-        ((600.0,), 60.0, None, (60.0, 33.0)),
-        ((600.0, 60.0), None, 120.0, (120.0, 66.0)),
-        ((600.0, None), None, 120.0, (120.0, None)),
+        ((None,), None, None, (None, None, 0.0)),
+        ((None,), None, 60.0, (60.0, None, 9.0)),
+        ((60.0,), None, None, (60.0, 28.05, 9.0)),
+        ((600.0,), None, 60.0, (60.0, 28.05, 9.0)),
+        ((600.0,), 60.0, None, (60.0, 28.05, 9.0)),
+        ((600.0, 60.0), None, 120.0, (120.0, 56.1, 18.0)),
+        ((600.0, None), None, 120.0, (120.0, None, 18.0)),
     ],
 )
 def test_time_that_is_given_to_a_process_is_that_of_its_searches_too(
-    recipe_seconds: tuple[float | None, ...], left: float | None, instead: float | None, limits: tuple[Any, Any]
+    recipe_seconds: tuple[float | None, ...], left: float | None, instead: float | None, limits: tuple[Any, Any, Any]
 ) -> None:
     given: dict[str, Any] = {"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "batch": [1]}
     requests = [

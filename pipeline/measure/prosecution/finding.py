@@ -65,6 +65,8 @@ class Prosecution(BaseModel, frozen=True):
     finding: Finding | None = None
     reason: str = ""
     """Reason why no input was tried, or no further one."""
+    cut: bool = False
+    """True where the time that was left was too short for it: more may be found in more time."""
 
     @property
     def beside_samples(self) -> int:
