@@ -223,12 +223,16 @@ class LocalExecutor(Executor):
 
     @contextlib.contextmanager
     def _reserve_cores(self, step: Step) -> Iterator[frozenset[int] | None]:
-        """Reserve a share of the cores; all, None, for a measurement and a step that starts while no other one runs."""
+        """Reserve a share of the cores; all, None, for a measurement and a step that starts while no other one runs.
+
+        Threads on all cores would wait for those of steps that begin right after it: some share them from the start.
+        """
         if step.task.exclusive:
             yield None
             return
         with self._lock:
-            alone, self._running = not self._running, self._running + 1
+            alone = not self._running and not step.task.shares_cores
+            self._running += 1
         share = None if alone else self._shares.get()
         try:
             yield share

@@ -130,11 +130,12 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
         checked, more = _engine_steps(resolved, variant, graph, verified, original.name)
         variants.append(checked)
         steps += more
+    beside = sum(not variant.reference for variant in variants[1:]) > 1
     for index, variant in enumerate(variants):
         seconds = choose_seconds(recipe, variant.device)
         if seconds and variant.verified and not variant.reference:
             required = recipe.prosecute_seconds is not None
-            step = prosecute_step(resolved, steps, variant, seconds, required=required)
+            step = prosecute_step(resolved, steps, variant, seconds, required=required, beside=beside)
             steps.append(step)
             variant = replace(variant, verified=(*variant.verified, step.id), prosecuted=step.id)
         its_graph = built_from.get(variant.artifact, stands_for_it)

@@ -71,11 +71,18 @@ def _without_rivals(step: Step) -> Step:
 
 
 def prosecute_step(
-    resolved: ResolvedRecipe, steps: Sequence[Step], variant: Variant, seconds: float, *, required: bool = True
+    resolved: ResolvedRecipe,
+    steps: Sequence[Step],
+    variant: Variant,
+    seconds: float,
+    *,
+    required: bool = True,
+    beside: bool = False,
 ) -> Step:
     """Plan to look for inputs on which a variant is wrong, once it answers the samples right.
 
-    A variant of a model that was pruned, made sparse or trained is compared with that. ``required`` as in the task.
+    A variant of a model that was pruned, made sparse or trained is compared with that. ``required`` is as in the task,
+    and ``beside`` is True where other variants are prosecuted at the same time.
     """
     by_id = {step.id: step for step in steps}
     given, chain = _list_graphs(by_id, variant)
@@ -100,7 +107,12 @@ def prosecute_step(
         needs[VERIFIED] = variant.verified[-1]
     task = prosecute_task(resolved.source, resolved.recipe.seed, variant.engine, kind, stages, seconds)
     rows_apart = variant.lowering not in RANGES_PER_BATCH
-    changes: dict[str, Any] = {"device": variant.device, "rows_apart": rows_apart, "required": required}
+    changes: dict[str, Any] = {
+        "device": variant.device,
+        "rows_apart": rows_apart,
+        "required": required,
+        "shares_cores": beside,
+    }
     if given != LOAD:
         changes["given_engine"] = baseline("torch" if by_id[given].task.produces == "torch" else "onnx").exact()
     task = task.model_copy(update=changes)

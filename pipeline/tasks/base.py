@@ -47,6 +47,9 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     grace_seconds: float = Field(0.0, exclude=True)
     """Seconds after that until it is ended, in which it brings what it has begun to an end; no part of the key."""
 
+    shares_cores: bool = Field(False, exclude=True)
+    """True where others begin at the same time: it takes its share of the cores, and not all; no part of the key."""
+
     @property
     def identity(self) -> dict[str, Any]:
         """Describe what is done, without where on this machine: the class, the fields, the classes of the fields."""

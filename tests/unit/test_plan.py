@@ -1,5 +1,7 @@
 """The plan: shared prefixes, checks before measurements, and identities that tell tasks apart."""
 
+import contextlib
+import os
 import queue
 import sys
 import threading
@@ -363,6 +365,19 @@ def test_measurements_have_the_machine_to_themselves(tmp_path: Path) -> None:
     assert executor.can_start(measuring, [steps["memory-onnxruntime-fp32"]])  # each reads its own process's memory
     assert not executor.can_start(measuring, [steps["memory-onnxruntime-fp32"], build])
     assert not executor.can_start(steps["latency"], [measuring])
+
+
+@pytest.mark.parametrize("engines", [["onnxruntime"], ["onnxruntime", "openvino"]])
+def test_prosecutions_share_the_cores_from_the_start_where_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: list[str]
+) -> None:
+    """The first one's threads would else wait for those of the second, which begins at the same time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3})
+    executor = LocalExecutor(Store(tmp_path / "store"), 2, Gpus(0))
+    steps = [step for step in planned(engines=engines, prosecute_seconds=1).steps if step.id.kind == "prosecute"]
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(executor._reserve_cores(step)) for step in steps]
+    assert found == ([None] if len(engines) == 1 else [{2}, {3}])
 
 
 def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
