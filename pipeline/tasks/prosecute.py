@@ -111,7 +111,7 @@ class Prosecute(EngineCheck):
             attempts=search.attempts,
             walks=search.walked,
             finding=finding,
-            cut=seconds < asked,
+            cut=seconds < asked and not (finding and finding.option),  # with an option, nothing is left to look for
         )
         write_records(out, [made])
         tried = f"{made.attempts} inputs tried ({', '.join(f'{count} {name}' for name, count in made.walks.items())})"

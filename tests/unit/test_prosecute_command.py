@@ -35,6 +35,7 @@ from enginesmith.pipeline.tasks.base import read_models, write_records
 from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.race import Race, Stay
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.units import AddedOption
 from enginesmith.pipeline.workflows import prosecute as workflow
 from runs import small, variant
 
@@ -108,13 +109,20 @@ def test_a_part_of_a_limited_time_is_kept_or_what_two_variants_take(asked: dict[
     ("left", "given", "cut"),
     [(100.0, [3.0, 30.0], False), (40.0, [3.0, 15.0], True), (3.0, [1.4, 0.2], True), (1.0, [-0.2, -0.6], True)],
 )
-@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize(("wrong", "mended"), [(True, False), (True, True), (False, False)])
 def test_inputs_are_tried_and_a_fault_is_reduced_in_the_time_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float, given: list[float], cut: bool, wrong: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: float,
+    given: list[float],
+    cut: bool,
+    wrong: bool,
+    mended: bool,
 ) -> None:
     """To begin takes a second, and so does the first input. What was cut short is done again where there is more."""
     clock, seconds = SimpleNamespace(now=0.0), list[float]()
-    finding = Finding(walk="sizes", note="", reason="", witness="model", attempts=1, guilty="engine")
+    option = AddedOption(field="graph_optimization", value="basic", words="") if mended else None
+    finding = Finding(walk="sizes", note="", reason="", witness="model", attempts=1, guilty="engine", option=option)
 
     def begin(*_: object) -> tuple[list[Any], Any]:
         clock.now += 1
@@ -136,7 +144,7 @@ def test_inputs_are_tried_and_a_fault_is_reduced_in_the_time_that_is_left(
     effect = task.run({}, tmp_path, lambda text: None)
     assert seconds == pytest.approx(given if wrong else given[:1])
     (made,) = read_models(Artifact(kind="record", path=tmp_path / effect.file, sha256="", bytes=0), Prosecution)
-    assert effect.incomplete is made.cut is (cut if wrong else seconds[0] < 3)
+    assert effect.incomplete is made.cut is (cut and not mended if wrong else seconds[0] < 3)
     assert bool(effect.rejected) is wrong
 
 
