@@ -8,11 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginesmith.pipeline.errors import MissingCapability, install_command
-from enginesmith.pipeline.measure.statistics import Samples
+from enginesmith.pipeline.measure.statistics import NORMAL, Samples
 from enginesmith.pipeline.tensors import Array
-
-_NORMAL = 1.96
-"""Standard deviations on each side of 95 % of a normal distribution."""
 
 
 class OwnMetric(NamedTuple):
@@ -60,7 +57,7 @@ class OwnMetric(NamedTuple):
         if len(drops) < max(2, self.draws // 2):
             return None
         ours, theirs = (self.combine(side) for side in sides)
-        drop, half = self.sign * (theirs - ours), _NORMAL * float(np.std(drops, ddof=1))
+        drop, half = self.sign * (theirs - ours), NORMAL * float(np.std(drops, ddof=1))
         return drop - half, drop + half
 
 
