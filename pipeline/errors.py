@@ -19,8 +19,8 @@ import importlib.metadata
 import os
 import re
 import shlex
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 
 class EnginesmithError(Exception):
@@ -162,10 +162,16 @@ NO_TIME = "no time was left to try it"
 """Reason of what was not begun, or was ended, because the time of the whole run was over."""
 OVER_SHARE = "it was stopped, as it took more than its share of the time (--time gives more)"
 """Reason of what was ended while the whole run had time left."""
-LATE = (NO_TIME, OVER_SHARE)
-"""Reasons of what another run may go on with."""
 NO_TIME_TO_MEASURE = "it was built, and no time was left to measure it"
 """Reason of a variant whose engine there is, where the time of the whole run was over."""
+Late = Literal["no time", "over share", "no time to measure"]
+"""The same in documents, which are read again."""
+LATE: Mapping[str, Late] = {
+    NO_TIME: "no time",
+    OVER_SHARE: "over share",
+    NO_TIME_TO_MEASURE: "no time to measure",
+}
+"""Reasons of what another run may go on with."""
 
 
 def install_command(distribution: str, *flags: str) -> str:

@@ -13,9 +13,6 @@ from pydantic import BaseModel
 from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, Interval
 
 SAMPLES = "samples.npz"
-WHOLE_RUN = "the time of the whole run"
-"""Reason why measuring stopped before its own time was over."""
-
 Row = TypeVar("Row", bound=BaseModel)
 
 
@@ -107,6 +104,32 @@ class RaceRow(BaseModel, frozen=True):
     """Digest of the engine that was measured; empty before the first lap."""
 
 
+class Stop(BaseModel, frozen=True):
+    """Record what ended a measurement of latency, with the figure of that limit."""
+
+    cause: Literal["precise", "time limit", "whole run", "launches", "failed"]
+    precision: float | None = None
+    """Half the width of every median's interval, as a share of it, that was asked for and reached."""
+    seconds: float | None = None
+    """The time limit that was reached."""
+    extension: float = 1
+    """Factor by which that was longer than what was asked for, because the medians were too noisy."""
+    launches: int | None = None
+    """All launches that there may be."""
+
+    @property
+    def sentence(self) -> str:
+        """Say it in words."""
+        if self.cause == "precise":
+            return f"every median's 95 % interval is within ±{self.precision:.0%}"
+        if self.cause == "time limit":
+            more = f", {self.extension:g} times what was asked for" if self.extension > 1 else ""
+            return f"the time limit of {self.seconds:g} s{more}"
+        if self.cause == "whole run":
+            return "the time of the whole run"
+        return f"{self.launches} launches, the most that there are" if self.launches else "every candidate failed"
+
+
 class LatencyRow(BaseModel, frozen=True):
     """Report one candidate at one batch size. A field that is None has its reason in ``reasons``."""
 
@@ -160,7 +183,11 @@ class LatencyRow(BaseModel, frozen=True):
     group: int | None = None
     """Where the variants did not fit on the GPU together: the group that it was measured in, with the baseline."""
     stopped_because: str | None = None
+    """The sentence about ``stop``."""
+    stop: Stop | None = None
     failure: str | None = None
+    late: bool = False
+    """True where it failed only because the time of the whole run was over."""
     oom: OutOfMemory | None = None
     """Set where it failed because memory ran out."""
     reasons: dict[str, str] = {}
@@ -168,7 +195,7 @@ class LatencyRow(BaseModel, frozen=True):
     @property
     def cut(self) -> bool:
         """Tell whether the time of the whole run ended it before its own time was over."""
-        return self.stopped_because == WHOLE_RUN
+        return self.stop is not None and self.stop.cause == "whole run"
 
     @property
     def mostly_disturbed(self) -> bool:

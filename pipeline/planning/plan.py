@@ -72,6 +72,12 @@ class StepRef(str):
         ref.kind, ref.subject, ref.changes, ref.run = kind, subject, changes, run
         return ref
 
+    @property
+    def variant(self) -> str:
+        """The id of the variant that it is done to; empty where it is done to something else."""
+        name = next((each for each in self.subject if isinstance(each, VariantName)), None)
+        return "-".join((str(name), *self.changes)) if name else ""
+
     def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, Any]]:
         return (self.kind, *self.subject), {"changes": self.changes, "run": self.run}
 
@@ -123,7 +129,7 @@ class Step:
     def variant(self) -> str:
         """The id of the variant that it builds or measures alone; empty for other steps, and of merged runs."""
         alone = self.id.kind in ("build", "tune", "memory", "quality") and not self.id.run
-        return "-".join(map(str, (*self.id.subject, *self.id.changes))) if alone else ""
+        return self.id.variant if alone else ""
 
     @property
     def sources(self) -> tuple[StepRef, ...]:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import format_percent, format_shares
 from enginesmith.pipeline.measure import profile
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow
@@ -69,8 +68,7 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
         yield {"variant": name, **dict.fromkeys(heads, "–"), **once}
     rows = sorted(record.latency, key=lambda row: (row.batch != run.deciding_batch, row.batch))
     for index, row in enumerate(rows):
-        late = row.failure == NO_TIME
-        state = "oom" if row.oom else "not measured" if late else "failed" if row.failure else ""
+        state = "oom" if row.oom else "not measured" if row.late else "failed" if row.failure else ""
         faster = speedup(record, row.batch)
         if record is run.baseline:
             faster = Number("reference", row.speedup.median if row.speedup else None)
@@ -96,7 +94,7 @@ def _status(record: VariantRecord) -> str:
     if record.reference:
         return f"{record.status}, for comparison"
     if record.status == "skipped" and (record.untried or record.dropped):
-        begun = bool(record.search) or record.reason in (NO_TIME_TO_MEASURE, OVER_SHARE)
+        begun = bool(record.search) or record.late in ("no time to measure", "over share")
         return "dropped" if not record.untried else "not measured" if begun else "not tried"
     if not record.shortfall:
         return record.status

@@ -4,7 +4,6 @@ variant."""
 from collections.abc import Iterable, Iterator, Mapping
 
 from enginesmith.pipeline.engines import REFERENCES
-from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE
 from enginesmith.pipeline.frameworks.records import describe_fallback
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
@@ -136,7 +135,7 @@ def summarize(run: Run) -> str:
         sentences.append(f"it meets all {len(run.verdicts)} budgets")
     if why := _explain_near_win(run, record, row.batch):
         sentences.append(why)
-    if any(step.id == f"prosecute-{record.id}" and step.effect in LATE for step in run.steps):
+    if any(step.kind == "prosecute" and step.variant == record.id and step.late for step in run.steps):
         sentences.append("no time was left to try inputs beside the samples on it")
     return mark(run, "; ".join(sentences) + ".")
 
@@ -156,12 +155,10 @@ def _describe_search(run: Run) -> Iterator[str]:
         "skipped": [record for record in skipped if not (record.dropped or record.untried)],
         "built and not measured": [record for record in run.requested if record.status == "built"],
         "failed": [record for record in run.requested if record.status == "failed"],
-        "not tried, as the time was over": [
-            record for record in late if record.reason not in (NO_TIME_TO_MEASURE, OVER_SHARE)
-        ],
-        "stopped at a share of the time": [record for record in late if record.reason == OVER_SHARE],
+        "not tried, as the time was over": [record for record in late if record.late in ("no time", None)],
+        "stopped at a share of the time": [record for record in late if record.late == "over share"],
         "built and not measured, as the time was over": [
-            record for record in late if record.reason == NO_TIME_TO_MEASURE
+            record for record in late if record.late == "no time to measure"
         ],
     }
     parts = (f"{len(records)} {end}" for end, records in ends.items() if records)
@@ -175,14 +172,14 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     yield from (workaround.sentence for workaround in run.workarounds)
     given = [(record.id, record.prosecution) for record in run.requested if record.prosecution]
     yield from (f"{name}: {prosecution.reason}" for name, prosecution in given if prosecution.reason)
-    ends = {step.id.removeprefix("prosecute-"): step for step in run.steps if step.id.startswith("prosecute-")}
+    ends = {step.variant: step for step in run.steps if step.kind == "prosecute"}
     ends = {each.id: ends[each.id] for each in run.requested if each.status == "measured" and each.id in ends}
     for name, step in ends.items():
         if step.status == "failed":
             yield f"inputs beside the samples: none could be tried on {name}: {step.effect.splitlines()[0]}"
-    words = {NO_TIME: "no time was left to try any", OVER_SHARE: "none could be tried in its share of the time"}
-    for reason, told in words.items():
-        if left := [name for name, step in ends.items() if step.effect == reason]:
+    words = {"no time": "no time was left to try any", "over share": "none could be tried in its share of the time"}
+    for late, told in words.items():
+        if left := [name for name, step in ends.items() if step.late == late]:
             again = "`enginesmith resume` or `enginesmith prosecute RUN VARIANT` does"
             yield f"inputs beside the samples: {told} on {', '.join(left)}; {again}"
     if cut := [name for name, prosecution in given if prosecution.cut]:
@@ -301,8 +298,8 @@ def _explain_cut(record: VariantRecord) -> Iterator[str]:
     """Tell that a variant is the best of fewer trials than its search would have made."""
     why = record.reasons.get("search")
     if why and record.status in ("built", "measured"):
-        words = {NO_TIME: "no time was left", OVER_SHARE: "a trial took more than its share of the time"}
-        short = words.get(why) or shorten_reason(why)
+        words = {"no time": "no time was left", "over share": "a trial took more than its share of the time"}
+        short = words.get(record.late_fields.get("search", "")) or shorten_reason(why)
         yield f"the best of {count_words(len(record.search), 'trial')}: the search then ended, as {short}"
 
 

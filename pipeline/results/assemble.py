@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
@@ -34,7 +34,6 @@ from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, StepRef, V
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.explain import Circumstances, explain_gain, narrowest_type
 from enginesmith.pipeline.results.run import (
-    NOT_REACHED,
     Assignment,
     BuildRecord,
     ModelRecord,
@@ -83,7 +82,7 @@ def make_record(
 ) -> VariantRecord:
     """Make a variant's record as far as it is known, of its latencies and the engine's file in the run directory."""
     own = artifact_of(outcomes, variant.artifact)
-    failure, kind, unfinished = explain_end(variant, plan, outcomes, rows)
+    failure, kind, unfinished, failed_step = explain_end(variant, plan, outcomes, rows)
     measured = any(row.p50_ms is not None for row in rows)
     there = own and not unfinished and not (variant.unavailable and own.kind != "engine")
     status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
@@ -93,13 +92,15 @@ def make_record(
     race = tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id)
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
         unfinished = unfinished and f"dropped: {dropped}"
-    untried = unfinished in LATE
+    late = LATE.get(unfinished)
     searched = artifact_of(outcomes, variant.assignment)
     if unfinished == NO_TIME and (build or race):
-        unfinished = NO_TIME_TO_MEASURE
+        unfinished, late = NO_TIME_TO_MEASURE, "no time to measure"
     elif unfinished == NO_TIME and searched and searched.rejected:
         unfinished = f"the time was over before its search was; so far, {searched.rejected}"
     reason = failure or unfinished or variant.unavailable or _partial_failure(rows)
+    missing = _explain_missing(variant, plan, outcomes, measurements, reason)
+    reasons = missing | reasons | _explain_cut(variant, outcomes)
     pruned, recovered = (
         [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
         for steps in (variant.pruned, variant.recovered)
@@ -120,6 +121,8 @@ def make_record(
         status=status,
         reason=reason,
         failure=kind or None,
+        failed_step=failed_step or None,
+        late=late,
         artifact=StoredArtifact(path=str(file), sha256=own.sha256, bytes=own.bytes) if own and file else None,
         history=own.history if own else (),
         fidelity=tuple(
@@ -132,7 +135,7 @@ def make_record(
         build=build,
         tuning=_read_tuning(own) if own else None,
         race=race,
-        untried=untried,
+        untried=late is not None,
         pruning=tuple(map(read_facts, pruned)),
         recovery=tuple(read_recovery(artifact.folder) for artifact in recovered),
         **audits,
@@ -140,9 +143,8 @@ def make_record(
         search=_search(variant, outcomes, assignment),
         prosecution=next(iter(read_models(artifact_of(outcomes, variant.prosecuted), Prosecution)), None),
         synthetic_calibration=_has_synthetic_ranges(variant, outcomes),
-        reasons=_explain_missing(variant, plan, outcomes, measurements, reason)
-        | reasons
-        | _explain_cut(variant, outcomes),
+        reasons=reasons,
+        late_fields={name: LATE[why] for name, why in reasons.items() if why in LATE},
     )
 
 
@@ -235,7 +237,7 @@ def _search(variant: Variant, outcomes: Outcomes, assignment: Sequence[Assignmen
 def _explain_cut(variant: Variant, outcomes: Outcomes) -> dict[str, str]:
     """Explain why a search has fewer trials than it would have made, if so."""
     cut = _find_cut(variant, outcomes)
-    return {"search": cut[0] or cut[2]} if cut else {}
+    return {"search": cut.failure or cut.unfinished} if cut else {}
 
 
 def _has_synthetic_ranges(variant: Variant, outcomes: Outcomes) -> bool:
@@ -272,13 +274,19 @@ def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
     )
 
 
-def explain_end(
-    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...] = ()
-) -> tuple[str, str, str]:
-    """Explain why a variant cannot be used, with the class of the failure, and what was not reached; empty if it can.
+class End(NamedTuple):
+    """Tell why a variant cannot be used, and what was not reached; all empty if it can."""
 
-    It is the first step of its own that failed, or was not good enough.
-    """
+    failure: str = ""
+    kind: str = ""
+    """The class of the failure."""
+    unfinished: str = ""
+    step: str = ""
+    """The step that failed."""
+
+
+def explain_end(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...] = ()) -> End:
+    """Explain why a variant cannot be used, by the first step of its own that failed, or was not good enough."""
     ends = [variant.artifact, *variant.verified, *(name for name in (variant.quality, variant.memory) if name)]
     own = plan.leading_to(ends)
     missing = next((f"not reached: {name}" for name in own if name not in outcomes), "")
@@ -287,21 +295,26 @@ def explain_end(
         if outcome and outcome.status == "failed":
             if name == variant.prosecuted and _is_passed_over(name, plan, outcome):
                 continue
-            return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", missing
+            return _end_by_failure(name, outcome, missing)
         if outcome and outcome.status == "skipped":
             if rows and outcome.reason in LATE:  # what is left is not needed to use it
                 break
-            return "", "", outcome.reason
+            return End(unfinished=outcome.reason)
         if outcome and outcome.artifact and outcome.artifact.rejected:
             rejected = outcome.artifact.rejected
             if name == variant.assignment and (cut := _find_cut(variant, outcomes)):
                 return cut
-            return (
-                ("", "", rejected) if name.kind in (STAY, "sensitivity") else (rejected, WrongEngine.failure, missing)
-            )
-    if rows and all(row.failure == NO_TIME for row in rows):
-        return "", "", NO_TIME
-    return _partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing
+            if name.kind in (STAY, "sensitivity"):
+                return End(unfinished=rejected)
+            return End(rejected, WrongEngine.failure, missing)
+    if rows and all(row.late for row in rows):
+        return End(unfinished=NO_TIME)
+    return End(_partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing)
+
+
+def _end_by_failure(name: StepRef, outcome: Outcome, unfinished: str = "") -> End:
+    kind = outcome.error.failure if outcome.error else ""
+    return End(f"{name}: {outcome.reason}", kind, unfinished, name)
 
 
 def _is_passed_over(prosecuted: StepRef, plan: Plan, outcome: Outcome) -> bool:
@@ -311,24 +324,22 @@ def _is_passed_over(prosecuted: StepRef, plan: Plan, outcome: Outcome) -> bool:
     return not asked and not isinstance(outcome.error, StepCrashed)
 
 
-def _find_cut(variant: Variant, outcomes: Outcomes) -> tuple[str, str, str] | None:
+def _find_cut(variant: Variant, outcomes: Outcomes) -> End | None:
     """Find what ended a search before it was over, as :func:`explain_end` gives it; None where nothing did."""
     for name in variant.search:
         outcome = outcomes.get(name)
         if outcome and outcome.status == "failed":
-            return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", ""
+            return _end_by_failure(name, outcome)
         if outcome and outcome.reason in LATE:
-            return "", "", outcome.reason
+            return End(unfinished=outcome.reason)
         if outcome and outcome.artifact and outcome.artifact.incomplete:
-            return "", "", NO_TIME
+            return End(unfinished=NO_TIME)
     return None
 
 
 def _partial_failure(rows: tuple[LatencyRow, ...]) -> str:
-    words = {NO_TIME: NO_TIME_TO_MEASURE}
-    return next(
-        (f"latency at batch {row.batch}: {words.get(row.failure, row.failure)}" for row in rows if row.failure), ""
-    )
+    first = next((row for row in rows if row.failure), None)
+    return f"latency at batch {first.batch}: {NO_TIME_TO_MEASURE if first.late else first.failure}" if first else ""
 
 
 # The whole document.
@@ -388,6 +399,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         variants=tuple(variants),
         winner=chosen.winner,
         winner_reason=chosen.reason,
+        no_winner=chosen.no_winner,
         best_reference=find_best_reference([baseline, *variants], chosen.winner, batch),
         pareto=chosen.pareto,
         verdicts=chosen.verdicts,
@@ -403,15 +415,22 @@ def _latencies(plan: Plan, outcomes: Outcomes) -> dict[str, list[LatencyRow]]:
     return latencies
 
 
-def _step(name: str, outcome: Outcome | None) -> StepRecord:
-    if outcome is None or outcome.status == "unavailable":
-        reason = outcome.reason if outcome else NOT_REACHED
-        return StepRecord(id=name, status="pending", cached=False, seconds=None, effect=reason)
-    if outcome.artifact is None:
-        return StepRecord(id=name, status=outcome.status, cached=False, seconds=None, effect=outcome.reason)
-    last = outcome.artifact.history[-1]
-    effect = outcome.artifact.rejected or last.effect
-    return StepRecord(id=name, status=outcome.status, cached=outcome.cached, seconds=last.seconds, effect=effect)
+def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
+    last = outcome.artifact.history[-1] if outcome and outcome.artifact else None
+    effect = "not reached"
+    if outcome:
+        effect = (outcome.artifact.rejected if outcome.artifact else outcome.reason) or (last.effect if last else "")
+    return StepRecord(
+        id=name,
+        kind=name.kind,
+        variant=name.variant,
+        status="pending" if outcome is None or outcome.status == "unavailable" else outcome.status,
+        cached=last is not None and outcome is not None and outcome.cached,
+        seconds=last.seconds if last else None,
+        effect=effect,
+        reached=outcome is not None,
+        late=LATE.get(effect),
+    )
 
 
 def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:

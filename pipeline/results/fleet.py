@@ -352,5 +352,5 @@ def _failures(result: Found, folder: Path, homes: Sequence[str]) -> Iterator[Fai
         yield Failure(variant="", reason=result.error.message, remedy=remedy_of(result.error), failure=kind, log=log)
     for record in (run.baseline, *run.requested) if run else ():
         if record.status == "failed":
-            log = next((log for step, log in logs.items() if record.reason.startswith(f"{step}: ")), None)
+            log = logs.get(record.failed_step or "")
             yield Failure(variant=record.id, reason=record.reason, failure=record.failure, log=log)

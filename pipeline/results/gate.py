@@ -24,7 +24,7 @@ from enginesmith.pipeline.results.earlier_fleet import Earlier
 from enginesmith.pipeline.results.fleet import RUNS
 from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
-from enginesmith.pipeline.results.run import NOT_REACHED, Run, VariantRecord
+from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import explain_failure, judge_budgets, why_ineligible
 from enginesmith.pipeline.units import format_bytes, format_metric, ms
 
@@ -136,14 +136,14 @@ def why_unmeasured(folder: Path, run: Run) -> str:
     if any(record.status == "measured" for record in run.records):
         return ""
     failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
-    known = "" if run.winner_reason.startswith("nothing was measured") else run.winner_reason
+    known = "" if run.no_winner == "nothing measured" else run.winner_reason
     why = failed or known or (run.complete and run.baseline.reason) or "the run is not complete"
     return f"nothing was measured in {folder}: {why}{_next_command(folder, run)}"
 
 
 def _next_command(folder: Path, run: Run) -> str:
     """Name the command that helps a run without a winner, as the end of a sentence; empty where the run names it."""
-    if "`enginesmith resume" in run.winner_reason:
+    if run.no_winner == "not measured yet":
         return ""
     if not run.complete or not any(record.status == "measured" for record in run.records):
         return f"; to continue: `enginesmith resume {folder}`"
@@ -158,7 +158,7 @@ def _check_engines(after: Stored) -> Iterator[GateCheck]:
 
     One that was dropped in the race was judged there, and nobody asked for those that a search found.
     """
-    interrupted = any(step.status == "pending" and step.effect == NOT_REACHED for step in after.run.steps)
+    interrupted = any(not step.reached for step in after.run.steps)
     listed = after.run.recipe.variants == "listed" or interrupted
     for engine, records in _group_by_engine(after.run):
         skipped = (record for record in records if record.status == "skipped" and listed and not record.dropped)
@@ -321,8 +321,8 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
     if not checks:
         yield _NO_BUDGET
     for engine, records in _group_by_engine(after.run):
-        if failure := explain_failure(records):
-            yield failure.replace("every requested engine failed", f"{engine} failed", 1)
+        if failure := explain_failure(records, engine):
+            yield failure
     if after.record.synthetic_calibration:
         yield "calibrated on random data: its accuracy says nothing about real data"
     if before is None:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import Late, UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
@@ -70,13 +70,13 @@ SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
 NOT_KNOWN = "run.json has fields that this version does not know"
 """Beginning of the warning about them, which says nothing of the machine."""
 
-NOT_REACHED = "not reached"
-"""Effect of a step that an interruption left; a step for another machine has its own reason."""
-
 _MOST_WORKAROUNDS = 4
 """Workarounds after which no more are looked for: each has the engines that it concerns built and checked again."""
 
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
+NoWinner = Literal["unjudged", "over budget", "not measured yet", "nothing measured", "failed", "no figure"]
+"""Why a run has no winner: no time was left to judge a better one than eager; all are over a budget; another machine
+has to measure what is built; nothing was measured; all engines failed; what decides was measured of none."""
 
 
 class StoredArtifact(BaseModel, frozen=True):
@@ -163,6 +163,12 @@ class VariantRecord(BaseModel, frozen=True):
     reason: str = ""
     failure: str | None = None
     """Class of the failure: unsupported, does not fit the limit, internal, crash, out of memory, timeout …"""
+    failed_step: str | None = None
+    """Id of the step that failed, where that is why."""
+    late: Late | None = None
+    """The time that was over, where that is why it was not measured in full."""
+    late_fields: dict[str, Late] = {}
+    """Field that is null, or a search that is cut short, because a time was over → which."""
     rejected: str = ""
     """The reason why it cannot win although it was measured: pruned, and no faster than dense, or of unknown loss."""
     artifact: StoredArtifact | None = None
@@ -259,6 +265,8 @@ class Verdict(BaseModel, frozen=True):
     passed: bool
     reason: str = ""
     """The reason why ``actual`` is not known."""
+    late: bool = False
+    """True where that is because a time was over."""
 
 
 class BestReference(BaseModel, frozen=True):
@@ -301,6 +309,14 @@ class StepRecord(BaseModel, frozen=True):
     seconds: float | None
     """Its duration when it was done, which may have been in an earlier run."""
     effect: str
+    kind: str = ""
+    """What it does: ``build``."""
+    variant: str = ""
+    """Id of the variant that it does that to; empty where it does it to something else."""
+    reached: bool = True
+    """False where an interruption left it; a step for another machine has its own reason."""
+    late: Late | None = None
+    """The time that was over, where that is why it was not done."""
 
 
 class Workaround(BaseModel, frozen=True):
@@ -341,6 +357,8 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     variants: tuple[VariantRecord, ...]
     winner: str | None
     winner_reason: str = ""
+    no_winner: NoWinner | None = None
+    """Why there is no winner; None also in older documents."""
     best_reference: BestReference | None = None
     """None where no variant was measured for comparison, or the winner has no latency."""
     pareto: tuple[str, ...]

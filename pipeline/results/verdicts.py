@@ -7,17 +7,16 @@ win only if it is measurably faster than its dense sibling, for a loss that is a
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from enginesmith.pipeline.engines import BASELINES
-from enginesmith.pipeline.errors import LATE, NO_TIME_TO_MEASURE, WrongEngine
+from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval, divide
 from enginesmith.pipeline.recipe.options import Budgets, Objective
 from enginesmith.pipeline.results.explain import find_shortfall
-from enginesmith.pipeline.results.run import BestReference, Run, VariantRecord, Verdict
+from enginesmith.pipeline.results.run import BestReference, NoWinner, Run, VariantRecord, Verdict
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds
 
@@ -29,10 +28,10 @@ _LONGEST_SECONDS = 60.0
 
 def options_for_more(run: Run, row: LatencyRow, factor: float) -> tuple[str, str]:
     """Name options that measure ``factor`` times the row's samples or launches, and remark on a long time."""
-    limit, factor = re.search(r"time limit of ([\d.]+) s", row.stopped_because or ""), max(factor * _LONGER, 1.0)
-    seconds = factor * (float(limit[1]) if limit else run.recipe.measure.seconds)
+    factor, stop = max(factor * _LONGER, 1.0), row.stop
+    seconds = factor * ((stop and stop.seconds) or run.recipe.measure.seconds)
     option = f"--measure-time {5 * math.ceil(min(seconds, _LONGEST_SECONDS) / 5)}s"
-    if (row.stopped_because or "").startswith("every median"):  # more time alone would not be used
+    if stop is not None and stop.cause == "precise":  # more time alone would not be used
         option += f" --precision-target {run.recipe.measure.precision / math.sqrt(factor * _LONGER):.2g}"
     slow = f" on a quiet machine (at the speed of this run, it would take {format_seconds(seconds)})"
     return option, slow if seconds > _LONGEST_SECONDS else ""
@@ -53,6 +52,8 @@ class Budget:
     explain: Callable[[VariantRecord, int], str | None]
     """Likewise → why the number is unknown."""
     format: Callable[[float], str]
+    measured: str = ""
+    """Field of the record that is measured for it, where time may be over before."""
 
     def allows(self, value: float | None, limit: float) -> bool:
         """Tell whether a number is within the limit; an unknown one is not."""
@@ -91,6 +92,7 @@ BUDGETS: tuple[Budget, ...] = (
         lambda record, batch: record.quality.drop if record.quality else None,
         lambda record, batch: record.reasons.get("quality", "not asked for"),
         format_metric,
+        "quality",
     ),
     Budget(
         "max_memory_bytes",
@@ -100,15 +102,17 @@ BUDGETS: tuple[Budget, ...] = (
             (record.memory and record.memory.reasons.get("peak_bytes")) or record.reasons.get("memory")
         ),
         format_bytes,
+        "memory",
     ),
-    Budget("max_latency_ms", "p50 latency", _read_latency("p50_ms"), _explain_latency, _format_ms),
-    Budget("max_p99_ms", "p99 latency", _read_latency("p99_ms"), _explain_p99, _format_ms),
+    Budget("max_latency_ms", "p50 latency", _read_latency("p50_ms"), _explain_latency, _format_ms, "latency"),
+    Budget("max_p99_ms", "p99 latency", _read_latency("p99_ms"), _explain_p99, _format_ms, "latency"),
     Budget(
         "min_throughput_per_s",
         "throughput",
         read_throughput,
         _explain_latency,
         lambda value: f"{value:{'.4g' if value < 10_000 else ',.0f'}} samples/s",
+        "latency",
     ),
     Budget(
         "max_size_bytes",
@@ -194,7 +198,7 @@ def why_ineligible(record: VariantRecord) -> str:
     return f"{record.id} was rejected: {record.rejected}" if record.rejected else ""
 
 
-def explain_failure(variants: Sequence[VariantRecord]) -> str:
+def explain_failure(variants: Sequence[VariantRecord], subject: str = "every requested engine") -> str:
     """Explain that every requested engine failed, with the first reason; empty if one did not, or none was requested.
 
     Eager alone is no result then: it is what the requested engines are compared with.
@@ -203,7 +207,7 @@ def explain_failure(variants: Sequence[VariantRecord]) -> str:
         return ""
     first, *others = variants
     reason = next(iter(first.reason.splitlines()), "no reason is known")
-    return f"every requested engine failed: {first.id}: {reason}" + (f" (and {len(others)} more)" if others else "")
+    return f"{subject} failed: {first.id}: {reason}" + (f" (and {len(others)} more)" if others else "")
 
 
 def judge_precision(record: VariantRecord, device: Device, *, asked: bool = True) -> VariantRecord:
@@ -291,9 +295,16 @@ def judge_budgets(
             if budget.field == "min_sqnr_db":
                 known = (check.passed if check.sqnr_db is None else check.sqnr_db >= limit for check in judged)
                 passed = bool(judged) and all(known)
-            verdict = Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason)
+            late = value is None and _is_late(record, budget.measured, batch)
+            verdict = Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason, late=late)
             verdicts.append(verdict)
     return tuple(verdicts)
+
+
+def _is_late(record: VariantRecord, measured: str, batch: int) -> bool:
+    """Tell whether a field is unknown because a time was over."""
+    late = any(row.late for row in record.latency if row.batch == batch)
+    return measured in record.late_fields or (measured == "latency" and late)
 
 
 # Which variant wins.
@@ -321,6 +332,7 @@ class Selection:
     reason: str
     pareto: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+    no_winner: NoWinner | None = None
 
 
 def select_winner(
@@ -363,7 +375,7 @@ def select_winner(
         for record in ranked[: ranked.index(best)] if best.id == BASELINES["torch"] else ():
             if unknown := _explain_unknown(judged(record)):
                 why = f"{record.id} is better than {best.id}, but its {unknown}"
-                return Selection(None, why, pareto, judged(record))
+                return Selection(None, why, pareto, judged(record), "unjudged")
         alone = "; no engine that does is better" if best.id == BASELINES["torch"] else ""
         why = f"{_BEST[objective]} of all variants that meet the budgets{alone}"
         if may_lose_more(within[0], budgets.max_drop) and not may_lose_more(best, budgets.max_drop):
@@ -375,25 +387,28 @@ def select_winner(
         nearest = min(ranked, key=lambda record: _measure_miss(judged(record)))
         broken = judged(nearest)
         missed = "; ".join(format_verdict(verdict) for verdict in broken if not verdict.passed)
-        return Selection(None, f"no variant meets every budget; of the nearest, {nearest.id}, {missed}", pareto, broken)
+        why = f"no variant meets every budget; of the nearest, {nearest.id}, {missed}"
+        return Selection(None, why, pareto, broken, "over budget")
     waiting = [record for record in records if record.status == "built" and record.reason]
     if waiting:
         are = "variant is" if len(waiting) == 1 else "variants are"
         left = f"{len(waiting)} {are} built and not measured: {waiting[0].reason}"
-        return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
+        why = f"{left}; `enginesmith resume` on a machine that has it decides"
+        return Selection(None, why, pareto, (), "not measured yet")
+    if failure := explain_failure(requested):
+        return Selection(None, failure, pareto, (), "failed")
     lacking = f"the {objective} of no variant that was asked for is known"
     if all(record.status != "measured" for record in records):
-        lacking = f"nothing was measured that has a {objective}"
-    elif objective == "latency":
+        return Selection(None, f"nothing was measured that has a {objective}", pareto, (), "nothing measured")
+    if objective == "latency":
         lacking = f"no variant that was asked for was measured at batch {batch}, which decides"
-    return Selection(None, explain_failure(requested) or lacking, pareto, ())
+    return Selection(None, lacking, pareto, (), "no figure")
 
 
 def _explain_unknown(verdicts: Sequence[Verdict]) -> str:
     """Explain which budgets a variant may meet, for which no time was left; empty if others fail, or none is left."""
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    late = all(verdict.actual is None and verdict.reason in (*LATE, NO_TIME_TO_MEASURE) for verdict in failed)
-    return "; ".join(format_verdict(verdict) for verdict in failed) if late else ""
+    return "; ".join(map(format_verdict, failed)) if all(verdict.late for verdict in failed) else ""
 
 
 def _measure_miss(verdicts: Sequence[Verdict]) -> tuple[int, float]:

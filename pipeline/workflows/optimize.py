@@ -124,9 +124,9 @@ class _ActiveRun:
             return ""
         verified = tuple(step for step in variant.verified if step != variant.prosecuted)
         made = replace(variant, verified=verified, quality=None, memory=None)
-        failure, _, unfinished = explain_end(made, self.plan, self.outcomes)
-        unmade = unfinished if unfinished in LATE else ""
-        return failure or unmade or explain_end(variant, self.plan, self.outcomes)[0]
+        end = explain_end(made, self.plan, self.outcomes)
+        unmade = end.unfinished if end.unfinished in LATE else ""
+        return end.failure or unmade or explain_end(variant, self.plan, self.outcomes).failure
 
     def may_change_winner(self, step: str) -> bool:
         """Tell whether another variant may win once a step has ended: the latencies, or trying inputs on one."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import replace_folder
-from enginesmith.pipeline.errors import NO_TIME, ModelError, UsageError, storage_errors
+from enginesmith.pipeline.errors import ModelError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.prosecution.evidence import FINDING
@@ -69,7 +69,7 @@ def prosecute_variant(
                 which = "" if variant else "the winner "
                 reason = f"{which}{chosen} is the model as it is given, which engines are compared with"
             raise UsageError(reason, f"name one of {', '.join(able)}")
-        late = [step.id for step in found.steps if step.effect == NO_TIME]
+        late = [step.id for step in found.steps if step.late == "no time"]
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late)
         stored = next((record.artifact for record in found.variants if record.id == chosen), None)
         engine = {able[chosen].artifact: stored.sha256} if stored else {}

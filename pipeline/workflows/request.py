@@ -5,7 +5,7 @@ from pathlib import Path
 
 from enginesmith.pipeline.artifact import has_content, has_files
 from enginesmith.pipeline.engines import engine_class, environment
-from enginesmith.pipeline.errors import LATE, UsageError
+from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
@@ -133,8 +133,8 @@ def is_finished(run: Run, folder: Path) -> bool:
     Not to fit below a limit is a result. So is the failure of a variant that nobody asked for.
     """
     rows = [row for record in (run.baseline, *run.requested) for row in record.latency]
-    beside = tuple(f"-{record.id}" for record in run.variants if record.reference)
-    failed = any(step.status == "failed" and not step.id.endswith(beside) for step in run.steps) or any(
+    beside = {record.id for record in run.variants if record.reference}
+    failed = any(step.status == "failed" and step.variant not in beside for step in run.steps) or any(
         row.failure and not (row.oom and row.oom.limit_bytes) for row in rows
     )
     built = [record for record in run.variants if record.artifact]
@@ -143,7 +143,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     vectors = {record.test_vector for record in built if record.test_vector}
     whole = whole and all(has_content(folder / vector.path, vector.sha256) for vector in vectors)
-    late = any(step.effect in LATE for step in run.steps) or any(record.untried for record in run.requested)
+    late = any(step.late for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
     cut = cut or any(record.prosecution and record.prosecution.cut for record in run.requested)
     late = late or runs.needs_another_race(run)

@@ -83,7 +83,13 @@ def breached(entry: Entry) -> Run:
 def partly(entry: Entry) -> Run:
     """One of whose variants one failed."""
     failed = variant(FP32, 1.0, 1.0).model_copy(
-        update={"status": "failed", "reason": "export: cannot | be <b>exported</b>", "latency": (), "failure": "crash"}
+        update={
+            "status": "failed",
+            "reason": "export: cannot | be <b>exported</b>",
+            "failed_step": "export",
+            "latency": (),
+            "failure": "crash",
+        }
     )
     steps = (StepRecord(id="export", status="failed", cached=False, seconds=None, effect="cannot"),)
     return run(entry, variants=(failed, variant(INT8, 0.5, 4.0)), steps=steps)

@@ -13,6 +13,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import (
+    LATE,
     NO_TIME,
     NO_TIME_TO_MEASURE,
     OVER_SHARE,
@@ -173,11 +174,12 @@ def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
 
 
 def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: Outcomes) -> None:
-    late = {"batch": 1, "failure": NO_TIME}
+    late = {"batch": 1, "failure": NO_TIME, "late": True}
     outcomes.put(LATENCY, [latency("eager", 10), {"variant": "onnxruntime-fp32", "row": late}])
     (outcomes.folder / LATENCY / "environment.json").write_text("{}")
     found = outcomes.record(FLOAT)
     assert (found.status, found.untried, found.reason) == ("skipped", True, NO_TIME_TO_MEASURE)
+    assert found.late == "no time to measure"
     measured = latency("onnxruntime-fp32", 5)
     measured["row"] |= {"batch": 8}
     rows = [latency("eager", 10), {"variant": "onnxruntime-fp32", "row": late}, measured]
@@ -186,6 +188,15 @@ def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: 
     (outcomes.folder / LATENCY / "records.json").write_text(json.dumps(rows[:2]))
     outcomes.change(StepRef("build", "fp32"), kind="module")
     assert outcomes.record(FLOAT).reason == NO_TIME, "a module is compiled when it is measured"
+
+
+def test_steps_tell_what_they_do_to_which_variant_and_how_they_ended(outcomes: Outcomes) -> None:
+    built, unreached = StepRef("build", VariantName("openvino"), changes=("sparse24",)), StepRef("verify", LOAD)
+    outcomes.found[built] = Outcome(built, "skipped", reason=OVER_SHARE)
+    plan = Plan((Step(built, Audit()), Step(unreached, Audit())), BASELINE, (), LATENCY)
+    first, second = assemble(HEADER, make({"model": "digits"}), plan, outcomes.found, {}).steps
+    assert (first.kind, first.variant, first.reached, first.late) == ("build", "openvino-sparse24", True, "over share")
+    assert (second.kind, second.variant, second.reached, second.late) == ("verify", "", False, None)
 
 
 @pytest.mark.parametrize("reached", [False, True])
@@ -213,6 +224,8 @@ def test_a_search_that_was_cut_short_is_no_wrong_result(
         del outcomes.found[StepRef("build", "int8")]
     found = outcomes.record(replace(INT8, verified=(StepRef("assign"),)))
     assert found.reasons["search"] == why
+    assert found.late_fields.get("search") == LATE.get(why)
+    assert found.failed_step == ("search-2" if failed and not reached else None)
     if reached:
         assert found.status == "built"
     else:

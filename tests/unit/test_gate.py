@@ -73,7 +73,7 @@ SHORT = {"batch": 1, "p50_ms": 1.0, "n": 331, "reasons": {"p99_ms": "p99 takes 6
     [
         ({}, "--measure-time 60s --out"),
         (
-            {"stopped_because": "every median's 95 % interval is within ±2%"},
+            {"stop": {"cause": "precise", "precision": 0.02}},
             "--measure-time 60s --precision-target 0.0094",
         ),
         ({"n": None}, ""),
@@ -123,6 +123,8 @@ def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:
     assert found.breaches[0].text.endswith(f"every budget; to judge one variant: `enginesmith gate {run} --variant a`")
     write(run, record(), winner=None, winner_reason="stopped", complete=False)
     assert f"`enginesmith resume {run}`" in gate.gate(run, demands()).breaches[0].text
+    write(run, record(), winner=None, winner_reason="built", no_winner="not measured yet", complete=False)
+    assert gate.gate(run, demands()).breaches[0].text == "the run has no winner: built", "its reason names the command"
     recipe = make({"model": "digits", "budgets": {"max_p99_ms": 5}})
     write(run, record(latency=(LatencyRow.model_validate(SHORT),)), winner=None, winner_reason="p99", recipe=recipe)
     assert "measure for longer: `enginesmith optimize digits … " in gate.gate(run, demands()).breaches[0].text
@@ -138,18 +140,20 @@ def test_a_run_whose_engines_all_failed_is_no_use_whatever_eager_does(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("change", "effect", "state", "code"),
+    ("change", "effect", "reached", "state", "code"),
     [
-        ({"status": "failed", "reason": "no kernel"}, "", "passed", 0),
-        ({"status": "built", "reason": "no GPU"}, "no GPU", "unjudged", 0),
-        ({"status": "skipped", "reason": "not reached: build-b"}, "not reached", "unjudged", 3),
+        ({"status": "failed", "reason": "no kernel"}, "", True, "passed", 0),
+        ({"status": "built", "reason": "no GPU"}, "no GPU", True, "unjudged", 0),
+        ({"status": "skipped", "reason": "not reached: build-b"}, "not reached", False, "unjudged", 3),
     ],
 )
 def test_each_requested_engine_ended_well_or_is_named(
-    tmp_path: Path, change: dict[str, str], effect: str, state: str, code: int
+    tmp_path: Path, change: dict[str, str], effect: str, reached: bool, state: str, code: int
 ) -> None:
     steps = (
-        [{"id": "build-b", "status": "pending", "cached": False, "seconds": None, "effect": effect}] if effect else []
+        [{"id": "build-b", "status": "pending", "cached": False, "seconds": None, "effect": effect, "reached": reached}]
+        if effect
+        else []
     )
     other = record("b", engine="other", latency=(), **change)
     found = gate.gate(
@@ -191,7 +195,8 @@ def test_a_run_with_nothing_measured_is_no_use(tmp_path: Path) -> None:
             f"{run}: 1 not judged",
         ],
     )
-    write(run, baseline=record("eager", **unmeasured), winner=None, winner_reason="nothing was measured that has …")
+    none = {"winner": None, "winner_reason": "nothing was measured that has …", "no_winner": "nothing measured"}
+    write(run, baseline=record("eager", **unmeasured), **none)
     assert f"nothing was measured in {run}: the run is not complete; to" in gate.gate(run, demands()).verdicts[0].text
     good = write(tmp_path / "good", record())
     assert said("gate", str(good), "--baseline", str(run))[0] == 2

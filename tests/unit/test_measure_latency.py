@@ -20,7 +20,7 @@ from enginesmith.pipeline.measure.latency import rows as latency_rows
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark, LatencyResult, measure_latency
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready
-from enginesmith.pipeline.measure.rows import OutOfMemory
+from enginesmith.pipeline.measure.rows import OutOfMemory, Stop
 from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import GpuState
@@ -108,6 +108,7 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
     rows = measure({"eager": lambda block: 0.004, "fast": lambda block: 0.002}, batches=(8,), min_rounds=10).rows
     fast = rows["fast"][0]
     assert fast.stopped_because == "every median's 95 % interval is within ±2%"
+    assert fast.stop == Stop(cause="precise", precision=0.02)
     assert (fast.batch, fast.n, fast.rounds, fast.launches) == (8, 30, 15, 5)
     assert (fast.p50_ms, fast.mean_ms, fast.throughput_per_s) == pytest.approx((2.0, 2.0, 4000.0))
     assert fast.speedup
@@ -228,6 +229,7 @@ def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
     noise = np.random.default_rng(0).uniform(1e-4, 2e-4, 100_000)
     row = measure({"eager": lambda block: noise[len(FakeWorker.order)]}, time_limit_seconds=0.05).rows["eager"][0]
     assert row.stopped_because == "the time limit of 0.05 s"
+    assert row.stop == Stop(cause="time limit", seconds=0.05)
     assert row.rounds
 
 
@@ -243,6 +245,7 @@ def test_goes_on_within_a_bound_while_launches_disagree(measure: Callable[..., L
     slow = lambda block: 6e-5 * 100 ** (FakeWorker.opened.count("latency-eager") % 2)  # noqa: E731
     row = measure({"eager": slow}, heard=said.append, time_limit_seconds=0.05, noisy_extension=2).rows["eager"][0]
     assert row.stopped_because == "the time limit of 0.1 s, 2 times what was asked for"
+    assert row.stop == Stop(cause="time limit", seconds=0.1, extension=2)
     assert row.median_ms
     assert row.median_ms.too_noisy
     assert any(text.endswith("so far one median or more is too noisy to tell") for text in said)
@@ -277,6 +280,7 @@ def test_ends_with_the_time_of_the_whole_run(measure: Callable[..., LatencyResul
     assert FakeWorker.now < 40
     first, second = rows["fast"]
     assert (first.launches, first.stopped_because, second.failure) == (2, "the time of the whole run", NO_TIME)
+    assert second.late
     assert first.p50_ms
 
 

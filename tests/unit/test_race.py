@@ -8,7 +8,7 @@ import pytest
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Candidate
-from enginesmith.pipeline.errors import NO_TIME, NO_TIME_TO_MEASURE, OVER_SHARE, ModelError
+from enginesmith.pipeline.errors import NO_TIME, ModelError
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.run_tables import _status
@@ -384,13 +384,13 @@ def test_the_report_tells_what_became_of_each_variant_and_what_is_left() -> None
     ends: dict[str, dict[str, Any]] = {
         "a": {"status": "measured", "race": [RaceRow(variant="a", lap=1)]},
         "b": {"status": "skipped", "race": [RaceRow(variant="b", lap=1, dropped="a is faster")]},
-        "c": {"status": "skipped", "untried": True},
+        "c": {"status": "skipped", "untried": True, "late": "no time"},
         "d": {"status": "failed", "race": [RaceRow(variant="d", lap=1, dropped="a is faster")]},
         "e": {"status": "skipped", "reason": "only 0 % of the multiply-adds have a form in int8-dynamic"},
         "f": {"status": "built", "reason": "no CUDA device here"},
-        "g": {"status": "skipped", "untried": True, "reason": NO_TIME_TO_MEASURE},
+        "g": {"status": "skipped", "untried": True, "late": "no time to measure"},
         "h": {"status": "measured"},
-        "i": {"status": "skipped", "untried": True, "reason": OVER_SHARE},
+        "i": {"status": "skipped", "untried": True, "late": "over share"},
     }
     records = [VariantRecord(id=name, engine="openvino", precision="fp32", **end) for name, end in ends.items()]
     records[0] = records[0].model_copy(update={"latency": (LatencyRow(batch=1, p50_ms=1.0),)})

@@ -19,7 +19,7 @@ from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.race import race_again
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.results.assemble import explain_end
+from enginesmith.pipeline.results.assemble import End, explain_end
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability
 from enginesmith.pipeline.tasks.measure import Quality
@@ -362,21 +362,19 @@ def test_all_variants_drop_out_that_share_a_stage_which_is_wrong(guilty: str, ou
 @pytest.mark.parametrize(
     ("failures", "end"),
     [
-        ([], ("", "", NO_TIME)),
-        ([None, NO_TIME], ("", "", "")),
-        ([NO_TIME, NO_TIME], ("", "", NO_TIME)),
-        (["it hangs", "it hangs"], ("latency at batch 1: it hangs", "", "")),
+        ([], End(unfinished=NO_TIME)),
+        ([None, NO_TIME], End()),
+        ([NO_TIME, NO_TIME], End(unfinished=NO_TIME)),
+        (["it hangs", "it hangs"], End("latency at batch 1: it hangs")),
     ],
 )
-def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(
-    failures: list[str | None], end: tuple[str, str, str]
-) -> None:
+def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(failures: list[str | None], end: End) -> None:
     made = planned(time_seconds=60)
     variant = made.variants[0]
     assert variant.memory
     outcomes = {step.id: Outcome(step.id, "done") for step in made.steps}
     outcomes[variant.memory] = Outcome(variant.memory, "skipped", reason=NO_TIME)
-    rows = tuple(LatencyRow(batch=1, failure=failure) for failure in failures)
+    rows = tuple(LatencyRow(batch=1, failure=failure, late=failure == NO_TIME) for failure in failures)
     assert explain_end(variant, made, outcomes, rows) == end
 
 

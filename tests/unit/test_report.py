@@ -9,7 +9,7 @@ from enginesmith.pipeline.commands import context
 from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, UsageError
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.rows import LatencyRow, Profile
+from enginesmith.pipeline.measure.rows import LatencyRow, Profile, Stop
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
@@ -31,7 +31,7 @@ def test_the_table_has_the_numbers() -> None:
 
 @pytest.mark.parametrize(("failure", "status"), [("it hangs", "failed"), (NO_TIME, "not measured")])
 def test_a_variant_without_the_batch_that_decides_is_not_shown_as_measured(failure: str, status: str) -> None:
-    rows = (LatencyRow(batch=1, failure=failure), LatencyRow(batch=8, p50_ms=1.0))
+    rows = (LatencyRow(batch=1, failure=failure, late=failure == NO_TIME), LatencyRow(batch=8, p50_ms=1.0))
     shown = run(variants=(variant("onnxruntime-fp32", latency=rows),), winner=None)
     assert [row[-1] for row in run_tables.tabulate_variants(shown).rows] == ["measured", status, ""]
 
@@ -299,20 +299,24 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stopped", "remedy"),
+    ("stop", "remedy"),
     [
-        ("the time limit of 5 s, 1 times what was asked for", "--measure-time 60s --replace should be enough"),
         (
-            "the time limit of 18 s, 3 times what was asked for",
+            None,
+            "--measure-time 60s --replace on a quiet machine (at the speed of this run, it would take 3 m 40 s) may be",
+        ),
+        (Stop(cause="time limit", seconds=5), "--measure-time 60s --replace should be enough"),
+        (
+            Stop(cause="time limit", seconds=18, extension=3),
             "--measure-time 60s --replace on a quiet machine (at the speed of this run, it would take 3 m 18 s) may be",
         ),
-        ("every median's 95 % interval is within ±2%", "--measure-time 60s --precision-target 0.0049 --replace on a"),
+        (Stop(cause="precise", precision=0.02), "--measure-time 60s --precision-target 0.0049 --replace on a"),
     ],
 )
 def test_a_missing_p99_and_a_negative_drop_have_a_footnote(
-    stopped: str, remedy: str, capsys: pytest.CaptureFixture[str]
+    stop: Stop | None, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = LatencyRow(batch=1, n=90, p50_ms=1.0, stopped_because=stopped)
+    row = LatencyRow(batch=1, n=90, p50_ms=1.0, stop=stop)
     better = Quality(metric="top1", value=0.9, baseline=0.9, drop=-0.0033, drop_low=-0.01, drop_high=0.002, samples=9)
     few = record("a", 1.0, 1.0).model_copy(update={"latency": (row,), "quality": better})
     p99, judged, drop = sentences.list_footnotes(run(variants=(few,)))
@@ -369,17 +373,20 @@ def test_the_report_warns_and_says_why_measuring_stopped() -> None:
 
 
 def test_inputs_that_no_time_was_left_to_try_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    step = StepRecord(id="prosecute-onnxruntime-fp32", status="skipped", cached=False, seconds=None, effect=NO_TIME)
+    ends: dict[str, Any] = {"status": "skipped", "cached": False, "seconds": None, "effect": NO_TIME, "late": "no time"}
+    step = StepRecord(id="any", kind="prosecute", variant="onnxruntime-fp32", **ends)
     told = "inputs beside the samples: no time was left to try any on onnxruntime-fp32; `enginesmith resume`"
     assert told in printed(run(steps=(step,)), capsys)
     assert told not in printed(run(), capsys)
     untried = "; no time was left to try inputs beside the samples on it."
     assert sentences.summarize(run(steps=(step,))).endswith(untried)
     assert untried not in sentences.summarize(run())
-    stopped = step.model_copy(update={"effect": OVER_SHARE})
+    stopped = step.model_copy(update={"effect": OVER_SHARE, "late": "over share"})
     told = "inputs beside the samples: none could be tried in its share of the time on onnxruntime-fp32; `enginesmith"
     assert told in printed(run(steps=(stopped,)), capsys)
-    failed = step.model_copy(update={"status": "failed", "effect": "AxisError: out of bounds\n  in a line below"})
+    failed = step.model_copy(
+        update={"status": "failed", "late": None, "effect": "AxisError: out of bounds\n  in a line below"}
+    )
     told = "inputs beside the samples: none could be tried on onnxruntime-fp32: AxisError: out of bounds\n"
     assert told in printed(run(steps=(failed,)), capsys)
 

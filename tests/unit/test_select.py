@@ -63,6 +63,7 @@ def test_where_none_meets_the_budgets_the_nearest_is_named(budgets: dict[str, fl
     chosen = select_winner([FAST, EAGER, SMALL], Budgets.model_validate(budgets), "latency", 1)
     assert chosen.winner is None
     assert chosen.reason.startswith(f"no variant meets every budget; of the nearest, {nearest}, ")
+    assert chosen.no_winner == "over budget"
 
 
 @pytest.mark.parametrize(
@@ -175,9 +176,9 @@ def test_eager_does_not_win_where_a_better_one_was_not_judged() -> None:
     """No time was left for its accuracy; one whose loss is known to be too large is beaten by eager as before."""
     none = Quality(metric="top1", value=1.0, baseline=1.0, drop=0.0, samples=100)
     eager, budgets = EAGER.model_copy(update={"quality": none}), Budgets(max_drop=0.01)
-    unjudged = FAST.model_copy(update={"reasons": {"quality": NO_TIME}})
+    unjudged = FAST.model_copy(update={"reasons": {"quality": NO_TIME}, "late_fields": {"quality": "no time"}})
     chosen = select_winner([eager, unjudged], budgets, "latency", 1)
-    assert chosen.winner is None
+    assert (chosen.winner, chosen.no_winner) == (None, "unjudged")
     why = f"fast is better than eager, but its accuracy drop is unknown ({NO_TIME}), and has to be at most 0.0100"
     assert chosen.reason == why
     careful = FAST.model_copy(update={"quality": none.model_copy(update={"drop": 0.005, "drop_high": 0.02})})
@@ -204,7 +205,10 @@ def test_eager_alone_is_no_result_of_requested_engines() -> None:
             == "every requested engine failed: fast: quality-fast: the metric raised KeyError (and 1 more)"
         )
     built = FAST.model_copy(update={"status": "built", "reason": "no GPU"})
-    assert select_winner([EAGER, built, failed], Budgets(), "latency", 1).reason.startswith("1 variant is built")
+    assert chosen.no_winner == "failed"
+    waiting = select_winner([EAGER, built, failed], Budgets(), "latency", 1)
+    assert waiting.reason.startswith("1 variant is built")
+    assert waiting.no_winner == "not measured yet"
     assert select_winner([EAGER], Budgets(), "latency", 1).winner == "eager", "nothing else was requested"
     both = ([EAGER, other] for other in (failed, built))
     named = [select_winner(records, Budgets(), "latency", 1, baseline_named=True).winner for records in both]
@@ -228,9 +232,11 @@ def test_what_nobody_asked_for_never_wins_and_is_no_result() -> None:
 )
 def test_why_nothing_won_is_not_said_of_what_was_measured(objective: Any, reason: str) -> None:
     late = FAST.model_copy(update={"status": "skipped"})
-    assert select_winner([EAGER, late], Budgets(), objective, 4).reason == reason
+    chosen = select_winner([EAGER, late], Budgets(), objective, 4)
+    assert (chosen.reason, chosen.no_winner) == (reason, "no figure")
     nothing = select_winner([EAGER.model_copy(update={"status": "failed"}), late], Budgets(), objective, 4)
     assert nothing.reason == f"nothing was measured that has a {objective}"
+    assert nothing.no_winner == "nothing measured"
 
 
 def test_the_best_reference_is_the_fastest_setting_of_pytorch() -> None:

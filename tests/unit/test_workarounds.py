@@ -174,8 +174,8 @@ def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> N
     ("changes", "finished"),
     [
         ({}, True),
-        ({"latency": [{"batch": 1, "stopped_because": "the time limit of 3 s"}]}, True),
-        ({"latency": [{"batch": 1, "stopped_because": "the time of the whole run"}]}, False),
+        ({"latency": [{"batch": 1, "stop": {"cause": "time limit", "seconds": 3}}]}, True),
+        ({"latency": [{"batch": 1, "stop": {"cause": "whole run"}}]}, False),
         ({"tuning": Tuning(fields={}, kept=(), trials=(), untried=("x",))}, True),
         ({"tuning": Tuning(fields={}, kept=(), trials=(), untried=("x",), cut=True)}, False),
         ({"prosecution": Prosecution(seconds=3, attempts=9, walks={})}, True),
@@ -187,6 +187,26 @@ def test_measurements_that_were_cut_short_are_not_finished(
 ) -> None:
     run = run_of(variant("a", artifact=None, **changes))
     run = run.model_copy(update={"environment": environment().model_dump(mode="json")})
+    assert is_finished(run, tmp_path) is finished
+
+
+@pytest.mark.parametrize(
+    ("ends", "finished"),
+    [
+        ({"variant": "eager-bf16", "status": "failed"}, True),
+        ({"variant": "a", "status": "failed"}, False),
+        ({"variant": "", "status": "failed"}, False),
+        ({"variant": "a", "status": "skipped"}, True),
+        ({"variant": "a", "status": "skipped", "late": "over share"}, False),
+    ],
+)
+def test_a_step_decides_whether_a_run_is_finished_by_its_fields(
+    tmp_path: Path, ends: dict[str, Any], finished: bool
+) -> None:
+    """That of a variant which nobody asked for may fail."""
+    run = run_of(variant("a", artifact=None), variant("eager-bf16", artifact=None, reference=True))
+    step = StepRecord(id="memory-x", cached=False, seconds=None, effect="", **ends)
+    run = run.model_copy(update={"environment": environment().model_dump(mode="json"), "steps": (step,)})
     assert is_finished(run, tmp_path) is finished
 
 

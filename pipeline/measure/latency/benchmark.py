@@ -21,7 +21,7 @@ from enginesmith.pipeline.errors import NO_TIME, EnginesmithError, StepCrashed, 
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready, serve_session
 from enginesmith.pipeline.measure.memory.limits import describe_out_of_memory, try_batch
 from enginesmith.pipeline.measure.memory.usage import used_besides
-from enginesmith.pipeline.measure.rows import WHOLE_RUN, OutOfMemory
+from enginesmith.pipeline.measure.rows import OutOfMemory, Stop
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
@@ -243,7 +243,7 @@ _LEAST_BLOCKS = 2
 """Blocks of calls from which a median has an interval."""
 
 
-def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> str:
+def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> Stop:
     """Measure launches of rounds of blocks until every median is known well enough or time is over; return which.
 
     The sessions have been started.
@@ -261,24 +261,23 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
             _time_concurrent_calls(sessions, part, progress)
         alive = [session for session in sessions if not session.failure]
         if not alive:
-            return "every candidate failed"
+            return Stop(cause="failed")
         intervals = [median_interval(session.timed, settings.seed) for session in alive]
         width = max(interval.relative_half_width for interval in intervals)
         if any(sum(map(len, session.timed)) < _LEAST_BLOCKS for session in alive):
             width = math.inf  # a single block has no interval
         if width <= settings.precision and (launch >= _LAUNCHES or not several):
-            return f"every median's 95 % interval is within ±{settings.precision:.0%}"
+            return Stop(cause="precise", precision=settings.precision)
         noisy = any(interval.too_noisy for interval in intervals)
         asked, spent = settings.time_limit_seconds, time.monotonic() - begun + starting / 2
         enough, ended = launch >= LEAST_LAUNCHES or not several, time.monotonic() + starting > settings.ends_at
         if ended and not (enough and spent > asked):
-            return WHOLE_RUN
+            return Stop(cause="whole run")
         extension = settings.noisy_extension if noisy and several and not ended else 1
         if ended or not several or (enough and spent > extension * asked):
-            more = f", {extension:g} times what was asked for" if extension > 1 else ""
-            return f"the time limit of {extension * asked:g} s{more}"
+            return Stop(cause="time limit", seconds=extension * asked, extension=extension)
         if launch == settings.launches:
-            return f"{launch} launches, the most that there are"
+            return Stop(cause="launches", launches=launch)
         progress(f"launch {launch + 1}; so far {_describe_width('median', width)}")
         for session in sessions:
             session.start_anew(settings)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, run_interleaved
+from enginesmith.pipeline.measure.rows import Stop
 from enginesmith.pipeline.system.worker import Progress
 from enginesmith.pipeline.tensors import Feeds
 
@@ -24,7 +25,7 @@ class Group:
     number: int
     """In the order of time, from 1."""
     sessions: Sequence[MeasuredSession]
-    stopped: str
+    stop: Stop
     """Why it was measured for no longer."""
     alone: bool = False
     """True for one session that does not fit beside the baseline."""
@@ -69,7 +70,7 @@ class GroupedRun:
                 if number or not self.baseline:
                     return
             started = [session for session in group if not session.failure]
-            stopped = run_interleaved(group, self.settings, self.progress)
+            stop = run_interleaved(group, self.settings, self.progress)
             if len(started) > 1 and any(session.oom and _on_cuda(session) for session in started):
                 most = max(1, (len(group) - 1) // 2)
                 pair = [session for session in group if session is not self.baseline]
@@ -79,7 +80,7 @@ class GroupedRun:
                 _close(group)
                 continue
             number += 1
-            yield Group(number, group, stopped)
+            yield Group(number, group, stop)
             waiting = [session for session in waiting if session not in group]
             if waiting or self._alone or number > 1:
                 _close(session for session in group if session is not self.baseline or not waiting)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginesmith.pipeline.engines.base import Candidate
-from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.errors import NO_TIME, EnginesmithError
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession
 from enginesmith.pipeline.measure.latency.groups import Group, GroupedRun
 from enginesmith.pipeline.measure.memory.limits import largest_fit, try_batch
@@ -225,7 +225,8 @@ def _row(
     """Make a session's row; ``has_dense``: a dense variant of it has been measured, perhaps in another group."""
     if session.failure:
         loaded = _milliseconds(session.load_seconds)
-        failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
+        late = session.failure == NO_TIME
+        failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, late=late, oom=session.oom)
         return explain_missing(failed, session.failure)
     ready = session.ready
     assert ready is not None
@@ -244,7 +245,8 @@ def _row(
         launches=len(session.launches),
         mean_ms=float(seconds.mean()) * 1e3,
         median_ms=median_interval(session.timed, seed).scaled(1e3) if enough else None,
-        stopped_because=group.stopped,
+        stopped_because=group.stop.sentence,
+        stop=group.stop,
         **{name: _milliseconds(value) for name, (value, _) in percentiles.items()},
         load_ms=_milliseconds(session.load_seconds),
         first_call_ms=_milliseconds(ready.first_call_seconds),
