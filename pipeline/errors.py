@@ -100,7 +100,11 @@ class ExportError(ModelError):
 
 
 class BuildError(ModelError):
-    """An engine's builder made no engine of a sound graph."""
+    """An engine's builder made no engine of a sound graph; ``trial`` advises to try other builds."""
+
+    def __init__(self, message: str, remedy: str = "", trial: str = "") -> None:
+        super().__init__(message, f"{remedy}; {trial}" if trial else remedy)
+        self.remedy_of_trial = remedy
 
 
 class UnsupportedGraph(BuildError, failure="unsupported"):

@@ -101,6 +101,8 @@ class TrialResult(BaseModel, frozen=True):
     failure: str = ""
     reason: str = ""
     remedy: str = ""
+    remedy_of_trial: str = ""
+    """The same for who tries several builds: without the advice to do that."""
     facts: EngineFacts | None = None
     notes: tuple[str, ...] = ()
 
@@ -121,10 +123,12 @@ class BuildProbe(Build):
         try:
             effect = self.engine.build(self.request(inputs, folder, progress))
         except BuildError as error:
-            return TrialResult(builds=False, failure=error.failure, reason=error.message, remedy=error.remedy)
+            remedies = {"remedy": error.remedy, "remedy_of_trial": error.remedy_of_trial}
+            return TrialResult(builds=False, failure=error.failure, reason=error.message, **remedies)
         if effect.rejected:
             remedy = "export the model again, or use another precision or target"
-            return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.rejected, remedy=remedy)
+            remedies = {"remedy": remedy, "remedy_of_trial": remedy}
+            return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.rejected, **remedies)
         path = folder / effect.file
         built = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
         return TrialResult(builds=True, facts=self.engine.facts(built), notes=effect.notes)

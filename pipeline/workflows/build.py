@@ -106,9 +106,9 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     for name, step in trials.items():
         target, artifact, error = name or "the device here", outcomes[step].artifact, outcomes[step].error
         if artifact is not None:
-            record = read_models(artifact, TrialResult)[0].model_dump(exclude={"facts"})
-            record["remedy"] = record["remedy"].partition("; `build --check`")[0]  # it is that command which says so
-            checked.append(TargetChecked(target=target, **record))
+            result = read_models(artifact, TrialResult)[0]
+            told = result.model_dump(include={"builds", "failure", "reason", "notes"})
+            checked.append(TargetChecked(target=target, remedy=result.remedy_of_trial, **told))
         elif isinstance(error, StepError):
             told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
             checked.append(TargetChecked(target=target, builds=False, **told))

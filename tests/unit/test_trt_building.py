@@ -1,6 +1,8 @@
 """Configuration of a build, its thread and the timing cache; what the builder says, in TensorRT's own texts."""
 
 import enum
+import json
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from enginesmith.pipeline.errors import (
     UsageError,
 )
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.tasks.build import BuildProbe, TrialResult
 from fake_tensorrt import Logger
 
 RTX = versions.capabilities("tensorrt_rtx", "1.7.1")
@@ -472,6 +475,21 @@ def test_what_a_target_lacks_names_the_node_and_its_module(graph: Path) -> None:
     assert "MatMul 'one' (of the module 'encoder.proj')" in found.message
     assert "FP32 GEMM is not supported" in found.message
     assert "build --check" in found.remedy
+
+
+def test_a_trial_does_not_advise_to_try(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes from another process."""
+    refused = pickle.loads(pickle.dumps(error(graph, [TURING])))
+
+    def refuse(request: object) -> None:
+        raise refused
+
+    monkeypatch.setattr(BuildProbe, "request", lambda *_: None)
+    engine = SimpleNamespace(build=refuse)
+    BuildProbe.model_construct(engine=engine).run({}, tmp_path, print)
+    (found,) = (TrialResult.model_validate(record) for record in json.loads((tmp_path / "records.json").read_text()))
+    assert found.remedy == refused.remedy
+    assert found.remedy_of_trial == "use another precision for it, or another target"
 
 
 @pytest.mark.parametrize("said", [[WORKSPACE], [OUT_OF_MEMORY], [OUT_OF_MEMORY, NO_IMPLEMENTATION]])

@@ -95,8 +95,9 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
                 told = f"{flavour} has no kernel for {operator}, in any precision and for any target"
                 remedy = "end the graph before it and choose boxes behind the engine, or use onnxruntime or openvino"
                 return UnsupportedGraph(f"{told}: {said}", remedy)
-        remedy = "use another precision for it, or another target; `build --check` tells which targets would do"
-        return UnsupportedGraph(f"{flavour} cannot build {node or 'this graph'}: {said}", remedy)
+        told = f"{flavour} cannot build {node or 'this graph'}: {said}"
+        trial = "`build --check` tells which targets would do"
+        return UnsupportedGraph(told, "use another precision for it, or another target", trial)
     remedy = "try the model in another precision, or for another target"
     return BuilderFailed(f"{flavour}'s builder failed and said: {said}", remedy)
 
