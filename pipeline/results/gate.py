@@ -1,8 +1,10 @@
 """Check a run against budgets and a stored baseline, a sentence for each check, and keep runs and fleets as baselines.
 
-A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. What is missing or
-too imprecise is not judged, which is neither passed nor failed. The gate fails on it, with one exception: a difference
-from the baseline that is within the tolerance by its estimate alone; ``strict`` fails on that, too.
+A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. Latency passes if
+its estimate is within the tolerance and its interval ends below twice the tolerance: so much more is ruled out then,
+at 97.5 %. What is missing or too imprecise is not judged, which is neither passed nor failed. The gate fails on it,
+with one exception: a difference from the baseline that is within the tolerance by its estimate alone; ``strict`` fails
+on that, too.
 """
 
 import re
@@ -304,17 +306,19 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
 
 
 def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:
-    """Judge the ratio of times; one that is too noisy is not judged."""
+    """Judge the ratio of times; one whose interval is too wide to decide is not judged."""
     common = {"before": before, "actual": after, "basis": basis}
     if ratio.too_noisy:
         text = f"latency cannot be compared with the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
         return _make_latency_check("unjudged", text, **common)
-    slower = ratio.median > 1 + tolerance and ratio.low > 1
+    worse = ratio.median > 1 + tolerance
+    unclear = ratio.low <= 1 if worse else ratio.high > 1 + 2 * tolerance
+    state: CheckState = "unjudged" if unclear else "failed" if worse else "passed"
     ends = f"[{_format_change(ratio.low)}, {_format_change(ratio.high)}]"
     said = f"latency is {_format_change(ratio.median)} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
-    unsure = "" if slower or ratio.high <= 1 + tolerance else "more than that cannot be ruled out; "
-    text = f"{said}; {100 * tolerance:g} % more is allowed; {unsure}{basis}"
-    return _make_latency_check("failed" if slower else "passed", text, **common, change=ratio)
+    why = f"the interval is too wide to decide; {NOISE_REMEDY}; " if unclear else ""
+    text = f"{said}; {100 * tolerance:g} % more is allowed; {why}{basis}"
+    return _make_latency_check(state, text, **common, required=worse or not unclear, change=ratio)
 
 
 def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> Iterator[str]:

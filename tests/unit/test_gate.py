@@ -21,6 +21,7 @@ from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import gate, remeasure
 from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
+from enginesmith.pipeline.results.gate_report import Gate
 from enginesmith.pipeline.results.run import StoredArtifact
 from gates import MACHINE, demands, interval, judged, record, said, write
 
@@ -56,6 +57,27 @@ def test_eager_meets_any_limit_of_fidelity(tmp_path: Path) -> None:
 )
 def test_what_passed_is_counted(tmp_path: Path, budgets: list[str], end: str) -> None:
     assert said("gate", str(write(tmp_path / "run", record())), *budgets)[1].endswith(f"{end}\n")
+
+
+@pytest.mark.parametrize(
+    ("median", "low", "high", "state", "code"),
+    [
+        (1.105, 1.02, 1.2, "failed", 3),
+        (1.04, 1.02, 1.06, "passed", 0),  # slower for certain, and by less than the tolerance
+        (1.007, 0.951, 1.095, "passed", 0),  # twice the tolerance is ruled out
+        (0.99, 0.8, 1.23, "unjudged", 0),  # it is not; only --strict fails, as the estimate is within the tolerance
+        (1.105, 0.77, 1.39, "unjudged", 3),
+        (1.06, 0.99, 1.09, "unjudged", 3),
+    ],
+)
+def test_what_an_interval_leaves_open_is_not_judged(
+    median: float, low: float, high: float, state: str, code: int
+) -> None:
+    ratio = Interval(median=median, low=low, high=high)
+    check = gate._judge_ratio(ratio, 1.0, median, 0.05, "measured side by side now")
+    found = Gate(run="run", variant="a", tolerance=0.05, verdicts=(check,))
+    assert (check.state, found.exit_code) == (state, code)
+    assert ("the interval is too wide to decide; measure on a quiet machine" in check.text) == (state == "unjudged")
 
 
 def test_a_gate_without_checks_is_not_called_passed(tmp_path: Path) -> None:
@@ -217,7 +239,7 @@ def test_a_variant_that_there_is_not_is_named_with_those_near(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("after", "half", "passed"), [(1.001, 0.01, True), (1.04, 0.001, True), (1.1, 0.01, False), (1.1, 0.2, True)]
+    ("after", "half", "passed"), [(1.001, 0.01, True), (1.04, 0.001, True), (1.1, 0.01, False), (1.1, 0.2, False)]
 )
 def test_slower_is_broken_beyond_tolerance_for_sure(tmp_path: Path, after: float, half: float, passed: bool) -> None:
     before = write(tmp_path / "before", record())
@@ -374,7 +396,7 @@ def test_machine_code_is_measured_again_only_where_its_makers_are_trusted(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), True), (WILD, False)]
+    ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), False), (WILD, False)]
 )
 def test_a_remeasurement_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
