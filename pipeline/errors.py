@@ -144,14 +144,24 @@ class StepCrashed(StepError, failure="crash"):
 
 
 class StepOutOfMemory(StepError, failure="out of memory"):
-    """The process asked for more memory than there was; the bytes are None where nobody told them."""
+    """The process asked for more memory than there was; the bytes are None where nobody told them.
+
+    ``limited_torch``: it was PyTorch that reached the limit of its own.
+    """
 
     def __init__(
-        self, message: str, remedy: str = "", *, asked_bytes: int | None = None, free_bytes: int | None = None
+        self,
+        message: str,
+        remedy: str = "",
+        *,
+        asked_bytes: int | None = None,
+        free_bytes: int | None = None,
+        limited_torch: bool = False,
     ) -> None:
         super().__init__(message, remedy)
         self.asked_bytes = asked_bytes
         self.free_bytes = free_bytes
+        self.limited_torch = limited_torch
 
 
 class StepKilled(StepOutOfMemory):

@@ -31,6 +31,15 @@ _STATUSES: dict[EntryStatus, tuple[str, str, Tone]] = {
 }
 """Status → its word in tables, its words in the sentence that counts those that are not done, and its tone."""
 _CHANGES: dict[str, Tone] = {"slower": "bad", "faster": "good"}
+_UNCOMPARED = {
+    "new": "not in the last fleet",
+    "run gone": "its run is no longer there",
+    "no run then": "there was no run",
+    "no run now": "there is no run now",
+    "reused": "reused",
+    "other machine": "other machine",
+}
+"""Why an entry is compared with none, in the few words of a cell."""
 _MOST_NAMED = 8
 
 
@@ -97,7 +106,7 @@ def describe_change(change: EntryChange | None) -> str:
     if change is None:
         return "–"
     if change.pair is None:
-        return change.note.partition(":")[0]
+        return _UNCOMPARED[change.cause] if change.cause else change.note
     now = change.pair.after.winner
     if now is None or change.winner is None:
         return f"no winner {'then' if now else 'now' if change.winner else 'then either'}"

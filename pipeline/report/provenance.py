@@ -10,7 +10,7 @@ from enginesmith.pipeline.report.tables import Table, make_table, mark_name
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
-_OTHER_FACTS = ("warnings", "packages", "reasons", "gpus", "folder", "out")
+_OTHER_FACTS = ("busy", "cautions", "warnings", "packages", "reasons", "gpus", "folder", "out")
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_bytes": format_bytes,
     "_seconds": lambda value: f"{value:,.0f} s",

@@ -19,7 +19,6 @@ from enginesmith.pipeline.report.tables import (
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.differences import device_kind
 from enginesmith.pipeline.results.run import Run, VariantRecord, find_record
-from enginesmith.pipeline.system.machine import BUSY
 from enginesmith.pipeline.system.software import numbers
 from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms, name_some
 
@@ -423,7 +422,7 @@ def _describe_disturbed(run: Run) -> Iterator[str]:
     shares = [row.disturbed_share for _, row in rows if row.mostly_disturbed]
     if noisy:
         yield f"speed-up of {name_some(noisy, _MOST_NAMED)}: {TOO_NOISY}"
-    elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):
+    elif shares and not run.environment.get("busy"):
         waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core"
         yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}"
 

@@ -374,6 +374,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
     measured = artifact_of(outcomes, plan.latency)
     environment = header.environment | (json.loads((measured.folder / ENVIRONMENT).read_bytes()) if measured else {})
     environment["warnings"] = [*header.cautions, *environment.get("warnings", ())]
+    environment["cautions"] = [*header.cautions]
     variants = []
     for record, variant in zip(judged, plan.variants, strict=True):
         cautions = record.build.cautions if record.build else ()

@@ -83,20 +83,22 @@ def compare_entry(
     """Compare an entry whose run lies in ``folder`` with the same one of an earlier fleet."""
     entry = earlier.entry(name)
     if entry is None:
-        return EntryChange(note="not in the last fleet")
+        return EntryChange(cause="new", note="not in the last fleet")
     then = earlier.run(entry)
     if then is None:
-        why = "its run is no longer there" if entry.run else f"there was no run: {entry.reason}"
-        return EntryChange(winner=entry.winner and entry.winner.id, note=why)
+        last = entry.winner and entry.winner.id
+        if entry.run:
+            return EntryChange(winner=last, cause="run gone", note="its run is no longer there")
+        return EntryChange(winner=last, cause="no run then", note=f"there was no run: {entry.reason}")
     known = winner(then)
     change = EntryChange(winner=known and known.id, p50_ms=known and known.p50_ms)
     if now is None:
-        return change.model_copy(update={"note": "there is no run now"})
+        return change.model_copy(update={"cause": "no run now", "note": "there is no run now"})
     if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
-        return change.model_copy(update={"note": "reused: nothing has changed"})
+        return change.model_copy(update={"cause": "reused", "note": "reused: nothing has changed"})
     if not any_device and (apart := differences.compare_devices(then, now)):
         where = "; ".join(f"{figure.name} was {figure.before}, and is {figure.after}" for figure in apart)
-        return change.model_copy(update={"note": f"other machine: {where}"})
+        return change.model_copy(update={"cause": "other machine", "note": f"other machine: {where}"})
     sides = [(earlier.folder / str(entry.run), then), (folder, now)]
     (pair,) = comparison.compare(sides, any_device=True).pairs
     winners = None

@@ -76,8 +76,10 @@ class EntryChange(BaseModel, frozen=True):
     winner: str | None = None
     """The variant that won then."""
     p50_ms: float | None = None
+    cause: Literal["new", "run gone", "no run then", "no run now", "reused", "other machine"] | None = None
+    """Why nothing is compared; None where something is, and in older documents."""
     note: str = ""
-    """The reason why nothing is compared, if so."""
+    """The sentence about that."""
     pair: Pair | None = None
     """Both runs; only where they were measured on the same kind of machine."""
     winners: VariantComparison | None = None

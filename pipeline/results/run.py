@@ -55,7 +55,10 @@ class _FieldTypes(BaseModel):
     thread_variables: dict[str, str] = {}
     other_variables: dict[str, str] = {}
     gpus: tuple[dict[str, Any], ...] | None = None
+    busy: bool = False
     warnings: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+    """Those of the warnings that say nothing of the machine."""
 
 
 def _check_types(value: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +69,6 @@ def _check_types(value: dict[str, Any]) -> dict[str, Any]:
 RunEnvironment = Annotated[dict[str, Any], AfterValidator(_check_types)]
 
 SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
-
-NOT_KNOWN = "run.json has fields that this version does not know"
-"""Beginning of the warning about them, which says nothing of the machine."""
 
 _MOST_WORKAROUNDS = 4
 """Workarounds after which no more are looked for: each has the engines that it concerns built and checked again."""
@@ -522,8 +522,9 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
         documents.require_known(path, asked, again)
     if not unknown:
         return run
-    warnings = [f"{NOT_KNOWN} and leaves out: {name_some(unknown, most)}", *run.environment.get("warnings", ())]
-    return run.model_copy(update={"environment": {**run.environment, "warnings": warnings}})
+    told = f"run.json has fields that this version does not know and leaves out: {name_some(unknown, most)}"
+    added = {name: [told, *run.environment.get(name, ())] for name in ("warnings", "cautions")}
+    return run.model_copy(update={"environment": run.environment | added})
 
 
 def json_schema() -> dict[str, Any]:

@@ -16,8 +16,6 @@ from enginesmith.pipeline.system.cpu import text, vector_units
 from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.units import format_bytes
 
-BUSY = "the machine is busy"
-_HOST = "the host of this virtual machine"
 PACKAGES = (
     *("enginesmith", "numpy", "torch", "onnx", "onnxscript"),
     *("nvidia-modelopt", "transformers", "timm", "safetensors"),
@@ -90,6 +88,8 @@ class Environment(BaseModel, frozen=True):
     """Those that decide which instructions are used, and how memory is allocated."""
     gpus: tuple[GpuState, ...] | None = None
     """In CUDA's order."""
+    busy: bool = False
+    """True where other programs use the cores, of which there is a warning then."""
     warnings: tuple[str, ...] = ()
     reasons: dict[str, str] = {}
 
@@ -143,8 +143,15 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
         gpus=gpus,
     )
     others = cpu.count_others() if machine.load_average > machine.usable_cores / 2 else 0.0
+    busy, warnings = _find_load(machine, others) is not None, tuple(warnings_of(machine, others))
     reasons = _explain_unknown(machine, no_gpus)
-    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, others)), "reasons": reasons})
+    return machine.model_copy(update={"busy": busy, "warnings": warnings, "reasons": reasons})
+
+
+def _find_load(machine: Environment, others: float) -> float | None:
+    """Find the load of other programs, of which ``others`` threads run; None where it disturbs nothing."""
+    load = min(others, machine.load_average)
+    return load if load > machine.usable_cores / 2 else None
 
 
 def _read_variables(names: re.Pattern[str]) -> dict[str, str]:
@@ -177,9 +184,9 @@ def fingerprint(machine: Environment) -> str:
 def warnings_of(machine: Environment, others: float = math.inf) -> list[str]:
     """List conditions of this machine that spoil measurements; ``others`` counts other programs' running threads."""
     warnings = []
-    if (load := min(others, machine.load_average)) > machine.usable_cores / 2:
+    if (load := _find_load(machine, others)) is not None:
         warnings.append(
-            f"{BUSY}: other programs have a load of {load:.1f} on {machine.usable_cores} cores; "
+            f"the machine is busy: other programs have a load of {load:.1f} on {machine.usable_cores} cores; "
             "times are longer than on an idle machine, most of all those of eager, which uses several threads"
         )
     if machine.quota_cores is not None and machine.quota_cores < machine.usable_cores:
@@ -189,9 +196,7 @@ def warnings_of(machine: Environment, others: float = math.inf) -> list[str]:
         )
     if (governor := machine.governor) not in (None, "performance"):
         warnings.append(f"the frequency governor is {governor!r}: clocks follow the load; 'performance' is steadier")
-    stolen = _share(machine.stolen_seconds, machine.cpu_seconds)
-    if stolen > _STOLEN_SHARE:
-        warnings.append(f"{_HOST} has given {stolen:.0%} of its cores' time to others so far")
+    warnings += _describe_stolen(machine)
     left = _share(machine.memory_limit_left_bytes, machine.memory_limit_bytes)
     if machine.memory_limit_left_bytes is not None and left < _LEFT_SHARE:
         warnings.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
@@ -220,10 +225,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
             f"the container had used up its quota in {throttled:.0f} of {periods:.0f} periods "
             f"and was throttled for {lost:.1f} s meanwhile"
         )
-    stolen = _grown(before.stolen_seconds, after.stolen_seconds)
-    share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
-    if share > _STOLEN_SHARE:
-        events.append(f"{_HOST} gave {share:.0%} of its cores' time to others meanwhile")
+    events += _describe_stolen_since(before, after)
     if hot := _grown(before.thermal_throttles, after.thermal_throttles):
         events.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
     if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
@@ -237,11 +239,28 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
     return tuple(events)
 
 
-def add_warnings(machine: Environment, events: Sequence[str]) -> Environment:
-    """Add what disturbed a measurement to the machine's warnings; they replace what was said of the host."""
-    replaced = any(text.startswith(_HOST) for text in events)
-    earlier = [text for text in machine.warnings if not (replaced and text.startswith(_HOST))]
-    return machine.model_copy(update={"warnings": tuple(dict.fromkeys((*earlier, *events)))})
+def _describe_stolen(machine: Environment) -> list[str]:
+    share = _share(machine.stolen_seconds, machine.cpu_seconds)
+    told = f"the host of this virtual machine has given {share:.0%} of its cores' time to others so far"
+    return [told] if share > _STOLEN_SHARE else []
+
+
+def _describe_stolen_since(before: Environment, after: Environment) -> list[str]:
+    stolen = _grown(before.stolen_seconds, after.stolen_seconds)
+    share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
+    told = f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile"
+    return [told] if share > _STOLEN_SHARE else []
+
+
+def add_interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> Environment:
+    """Add to the machine before a measurement what disturbed that, as :func:`interference` finds it.
+
+    The time that the host took meanwhile replaces what it had taken before.
+    """
+    replaced = _describe_stolen(before) if _describe_stolen_since(before, after) else []
+    earlier = [text for text in before.warnings if text not in replaced]
+    events = interference(before, after, during)
+    return before.model_copy(update={"warnings": tuple(dict.fromkeys((*earlier, *events)))})
 
 
 def gpu_states() -> tuple[GpuState, ...]:

@@ -42,8 +42,6 @@ _SEGMENTS = (2 << 20, 20 << 20)
 """Bytes that torch takes from the driver at once (kSmallBuffer and kLargeBuffer of c10/cuda/CUDACachingAllocator.h)."""
 _WHOLE_SEGMENTS = "; it takes 2 MiB at once for small blocks, 20 MiB for blocks from 1 MiB"
 _REMEDY = "use a smaller batch"
-LIMITED_TORCH = "CUDA out of memory: PyTorch asked for"
-"""Beginning of the message where torch reached the limit of its own."""
 
 
 def says_out_of_memory(text: str) -> bool:
@@ -63,13 +61,15 @@ def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOu
     first_line = next(iter(text.strip().splitlines()), "")
     if "memory" not in first_line.lower():
         message = message or f"memory ran out: {first_line}"
-    if free is not None and (share := _ALLOWED.search(text)):
+    share = _ALLOWED.search(text) if free is not None else None
+    if free is not None and share:
         allowed, allocated, reserved = (_bytes(*share.group(first, first + 1)) for first in (1, 3, 5))
         free, remedy = min(free, max(0, allowed - allocated - reserved)), f"{remedy}, or a larger --memory-limit"
         left = f"{format_bytes(free)} of the {format_bytes(allowed)} that it may take is left"
         segments = _WHOLE_SEGMENTS if asked in _SEGMENTS else ""
-        message = message or f"{LIMITED_TORCH} {format_bytes(asked or 0)}, and {left}{segments}"
-    return StepOutOfMemory(message or first_line, remedy, asked_bytes=asked, free_bytes=free)
+        message = message or f"CUDA out of memory: PyTorch asked for {format_bytes(asked or 0)}, and {left}{segments}"
+    limited = share is not None
+    return StepOutOfMemory(message or first_line, remedy, asked_bytes=asked, free_bytes=free, limited_torch=limited)
 
 
 def find_cause(error: BaseException) -> StepOutOfMemory | None:

@@ -126,8 +126,7 @@ class Latency(Measurement):
             if feeds_at is not None:
                 benchmark.sweep(feeds_at, max(feeds), self.most)
             result = benchmark.result()
-            disturbed = devices.interference(machine, environment(), benchmark.gpu_looks)
-        machine = devices.add_warnings(machine, disturbed)
+            machine = devices.add_interference(machine, environment(), benchmark.gpu_looks)
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [

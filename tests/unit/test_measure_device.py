@@ -83,8 +83,8 @@ def test_time_that_the_host_took_is_told_once(here: Environment) -> None:
     machine = before.model_copy(update={"warnings": ("the machine is busy", *warnings_of(before))})
     after = before.model_copy(update={"stolen_seconds": 15.0, "cpu_seconds": 200.0})
     (event,) = interference(before, after)
-    assert device.add_warnings(machine, (event,)).warnings == ("the machine is busy", event)
-    assert device.add_warnings(machine, ()).warnings == machine.warnings
+    assert device.add_interference(machine, after).warnings == ("the machine is busy", event)
+    assert device.add_interference(machine, machine).warnings == machine.warnings
 
 
 def test_fingerprint_holds_what_lasts(here: Environment) -> None:
@@ -118,6 +118,15 @@ def test_own_load_does_not_make_the_machine_busy(here: Environment) -> None:
     loaded = here.model_copy(update={**QUIET, "gpus": (GPU,), "load_average": 5.0, "usable_cores": 8})
     assert not warnings_of(loaded, others=3.5)
     assert warnings_of(loaded, others=4.5)[0].startswith("the machine is busy: other programs have a load of 4.5 on 8")
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (1e3, True)])
+def test_a_busy_machine_is_told_in_a_field(load: float, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(device.cpu, "count_others", lambda: load)
+    found = environment()
+    assert found.busy is busy
+    assert any("the machine is busy" in text for text in found.warnings) is busy
 
 
 def test_others_are_no_processes_of_this_group_nor_their_descendants(

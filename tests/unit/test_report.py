@@ -482,3 +482,12 @@ def test_a_run_without_a_winner_is_inspected_line_by_line(tmp_path: Path, capsys
         "  eager: measured",
         "  onnxruntime-fp32: failed race: too late",
     ]
+
+
+def test_cautions_about_the_run_do_not_make_the_machine_noisy() -> None:
+    """Also one about fields of a newer version, which reading adds."""
+    told = "the model is not the one that this run was started with"
+    environment: dict[str, Any] = {"warnings": [told], "cautions": [told]}
+    assert not page._quiet(run(environment=environment)).startswith("No: ")
+    environment["warnings"] = [told, "the machine is busy"]
+    assert page._quiet(run(environment=environment)).startswith("No: the machine is busy")

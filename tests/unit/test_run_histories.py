@@ -441,7 +441,9 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> No
     engine.write_bytes(whole)
     assert workflow.is_finished(run, world.out)
     beside = run.variants[0].model_copy(update={"id": "compiled-bf16", "reference": True, "status": "failed"})
-    step = run.steps[0].model_copy(update={"id": "verify-compiled-bf16", "variant": "compiled-bf16", "status": "failed"})
+    step = run.steps[0].model_copy(
+        update={"id": "verify-compiled-bf16", "variant": "compiled-bf16", "status": "failed"}
+    )
     for variants, finished in (((*run.variants, beside), True), (run.variants, False)):
         failed = run.model_copy(update={"variants": variants, "steps": (*run.steps, step)})
         assert workflow.is_finished(failed, world.out) == finished, "only a variant that nobody asked for may fail"

@@ -92,7 +92,7 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
         free = cause.free_bytes if cause.free_bytes is not None else _read_free(device)
         believable = free is None or cause.asked_bytes is None or free < cause.asked_bytes
         cause.free_bytes = free if believable else None  # else the libraries had freed some before it could be read
-        if cause.message.startswith(oom.LIMITED_TORCH):
+        if cause.limited_torch:
             cause.message += _explain_limit(device)
         release()
         if cause is error:

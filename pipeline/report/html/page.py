@@ -28,7 +28,7 @@ from enginesmith.pipeline.report.tables import Tone, mark_name, shorten_reason
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
-from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
+from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms, name_some
 
 # Sections and a template as one file: all of it is escaped, besides the scripts and the style of ours.
@@ -220,7 +220,8 @@ def _range(counts: Iterator[int | None]) -> str:
 
 
 def _quiet(run: Run) -> str:
-    warnings = [text for text in map(str, run.environment.get("warnings", ())) if not text.startswith(NOT_KNOWN)]
+    others = run.environment.get("cautions", ())
+    warnings = [text for text in run.environment.get("warnings", ()) if text not in others]
     shares = [row.disturbed_share for entry in run.records for row in entry.latency if row.disturbed_share is not None]
     said = f"at most {max(shares):.1%} of a variant's calls were disturbed by others" if shares else ""
     if warnings:
