@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith import cli
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import baseline
-from enginesmith.pipeline.errors import ModelError, SignatureError
+from enginesmith.pipeline.errors import Late, ModelError, SignatureError, UsageError
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
@@ -28,6 +28,7 @@ from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as documents
+from enginesmith.pipeline.results.run import StepRecord
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import prosecute as tasks
@@ -227,6 +228,22 @@ def test_only_what_keeps_an_engine_from_being_prosecuted_is_its_error(
     else:
         with pytest.raises(ModelError, match=words):
             workflow._run("a", [], make({"model": "digits"}), tmp_path / "out", Settings())
+
+
+def test_what_the_run_had_no_time_for_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: dict[str, Any] = {"status": "skipped", "cached": False, "seconds": None, "effect": ""}
+    causes: tuple[Late | None, ...] = ("no time", "over share", None)
+    steps = tuple(StepRecord(id=f"search-{index}", late=late, **ends) for index, late in enumerate(causes))
+    documents.write(small(variant("eager"), variant("onnxruntime-fp32"), steps=steps), tmp_path)
+    late: list[str] = []
+
+    def stop(*given: Any) -> None:
+        late.extend(given[-1])
+        raise UsageError("the steps have been planned")
+
+    monkeypatch.setattr(workflow, "prosecute_variant_steps", stop)
+    assert run(tmp_path, "onnxruntime-fp32").exit_code == 2
+    assert late == ["search-0"]
 
 
 @pytest.mark.parametrize(

@@ -396,3 +396,10 @@ def test_rejected_ones_never_win() -> None:
     slow = judge_compression(pruned(1.0, 0.9, 1.1), {DENSE: dense}, Budgets(), 1)
     assert select_winner([dense, slow], Budgets(), "latency", 1).winner == DENSE
     assert select_winner([dense, slow], Budgets(), "latency", 1).pareto == (DENSE,)
+
+
+def test_a_budget_tells_where_the_time_was_over_before_its_number_was_known() -> None:
+    for late in (True, False):
+        row = LatencyRow(batch=1, failure=NO_TIME if late else "it hangs", late=late)
+        (verdict,) = judge_budgets(FAST.model_copy(update={"latency": (row,)}), Budgets(max_latency_ms=5), 1)
+        assert (verdict.passed, verdict.late) == (False, late)
