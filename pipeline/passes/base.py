@@ -10,6 +10,7 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.passes.quantize.precisions import Name, Placement
 from enginesmith.pipeline.units import AddedOption, name_some
 
@@ -106,6 +107,14 @@ class PrecisionPass(Pass):
     @abstractmethod
     def rounding_inputs(self) -> Self:
         """Return the pass that rounds inputs of products alone, so that the error of each can be told."""
+
+    @abstractmethod
+    def rounding_alone(self) -> Self:
+        """Return the pass whose pairs are those of each group alone, if the others are in floating point."""
+
+    @abstractmethod
+    def find_writers(self, model: "ir.Model") -> "Mapping[ir.Value, str]":
+        """Find the values of its graph that are rounded along with the group which writes them, and these groups."""
 
 
 def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:

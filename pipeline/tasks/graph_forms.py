@@ -179,11 +179,13 @@ def measure_impacts(
     (model, its_ranges), start = find_form(form, inputs), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
         out = Path(folder)
-        effect = run_pass(step.rounding_inputs(), model, out, progress, {**its_ranges, **records})
+        alone = step.rounding_alone()
+        effect = run_pass(alone, model, out, progress, {**its_ranges, **records})
         floating, quantised = edit.load(model.path), edit.load(out / effect.file)
         edit.flatten(floating)
         layers.find_groups(floating)  # which names the nodes
-        places = {name: index for index, name in enumerate(layerwise_error.add_switches(floating, quantised))}
+        switched = layerwise_error.add_switches(floating, quantised, alone.find_writers(quantised))
+        places = {name: index for index, name in enumerate(switched)}
         groups = [group for group in _read_form(form, inputs) if group.name in places and group.name not in fixed]
         outputs = [str(value.name) for value in quantised.graph.outputs if _has_fixed_order(value, model)]
         if not groups or not outputs:

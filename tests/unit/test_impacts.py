@@ -32,7 +32,7 @@ from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, Sensitivity, measure_impacts
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tensors import ShapeRange
-from graphs import NOWHERE, parse_graph, run_model
+from graphs import NOWHERE, normal, parse_graph, run_model
 
 NET = """net (float[batch, 8] x) => (float[batch, 6] y) {
     m = MatMul(x, w)
@@ -126,6 +126,58 @@ def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path:
     assert found["first"] == pytest.approx((error**2).sum() / energy.sum(), rel=1e-3)
     assert 0 < found["second"] < 1e-4 * found["first"]
     assert every
+
+
+CONVOLUTIONS = """net (float[batch, 3, 4, 4] x) => (float[batch, 2, 4, 4] y) {
+    a = Conv(x, w)
+    b = Relu(a)
+    c = Conv(b, v)
+    m = Mul(c, tiny)
+    d = Add(m, x_)
+    y = Conv(d, q)
+}"""
+
+
+@pytest.mark.parametrize("placement", ["inputs", "inputs+outputs", "inputs+read outputs"])
+def test_the_impact_is_that_of_the_graph_with_all_others_in_float(placement: Any, tmp_path: Path) -> None:
+    """What a convolution writes is rounded with it, where the engine does that; also where it is an output."""
+    weights = {name: normal(2 if name == "q" else 3, 3, 1, 1, seed=seed) for seed, name in enumerate("wvq")}
+    weights |= {"tiny": np.float32(0.5), "x_": normal(1, 3, 4, 4)}
+    (folder := tmp_path / "float").mkdir()
+    path = folder / "model.onnx"
+    ir.save(parse_graph(CONVOLUTIONS, named=True, **weights), path)
+    x = normal(8, 3, 4, 4, seed=5)
+    values = {"x": x, **run_model(ir.load(path), {"x": x}, optimized=False, every_value=True)}
+    tensors = {
+        name: TensorRange(
+            minimum=float(value.min()), maximum=float(value.max()), count=1, amax=dict.fromkeys(METHODS, 3.0)
+        )
+        for name, value in values.items()
+    }
+    ranges = Ranges(model_sha256="m", provenance=NOWHERE, tensors=tensors)
+    (folder / "ranges.json").write_text(ranges.model_dump_json())
+    (folder / "records.json").write_text(json.dumps([f.model_dump() for f in facts(*((n, 9.0, 1) for n in "acy"))]))
+    samples.write_arrays(folder, "feeds", 0, {"x": x})
+    cases = (Case(sizes={"batch": 8}, batch=8),)
+    samples.write(folder, Samples(data="x", ranges={"batch": ShapeRange.parse("8:8:8")}, cases=cases))
+    inputs = {
+        name: Artifact(kind="record", path=folder / file, sha256="", bytes=0)
+        for name, file in ((RANGES, "ranges.json"), (SENSITIVITY, "records.json"), (REFERENCE, samples.RECORD))
+    }
+    inputs[MODEL] = Artifact(kind="onnx", path=path, sha256="m", bytes=0, signature=model_file.signature(path))
+    step = Precision(precision="int8", placement=placement, method="minmax")
+    found, _ = measure_impacts(step, "given", inputs, {}, (), 60.0, lambda _: None)
+    for name in "acy":
+        (out := tmp_path / name).mkdir()
+        kept = [{"group": other, "precision": "fp32"} for other in "acy" if other != name]
+        (out / "kept.json").write_text(json.dumps(kept))
+        records = {
+            RANGES: inputs[RANGES],
+            "assignment": Artifact(kind="record", path=out / "kept.json", sha256="", bytes=0),
+        }
+        step.apply(inputs[MODEL], out, lambda _: None, records)
+        answer = run_model(ir.load(out / edit.FILE), {"x": x}, optimized=False)["y"]
+        assert found[name] == pytest.approx(compare_answers([values["y"]], [answer]), rel=1e-3)
 
 
 BIASED = """net (float[batch, 8] x) => (float[batch, 6] y) {

@@ -5,7 +5,8 @@ one graph, which gives the energy of the result and of the difference. So one pa
 each group brings in, and none that it passes on. For the answers, a graph has a switch for each group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from enginesmith.pipeline.tensors import Array
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
 SWITCHES = "enginesmith/switches"
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
 _OPSET_OF_AXES_INPUT = 13
 """The first opset in which ReduceSum reads its axes; before, they are an attribute."""
 
@@ -95,48 +97,115 @@ def find_shift(sums: Array, count: float, noise: float) -> float:
     return float((sums**2).sum()) * len(sums) / count / noise
 
 
-def add_switches(floating: "ir.Model", quantised: "ir.Model") -> tuple[str, ...]:
+def add_switches(
+    floating: "ir.Model", quantised: "ir.Model", writers: "Mapping[ir.Value, str]" = MappingProxyType({})
+) -> tuple[str, ...]:
     """Give a graph a further input that says which of its groups are quantised, in place; return their names.
 
-    The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with each group quantised at
-    its inputs alone, and perhaps with biases that make up for the rounded weights.
+    The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with pairs at the inputs of its
+    groups, and perhaps behind them and with biases that make up for the rounded weights. A value is rounded for the
+    group that reads it, and for all that read it with the group that writes it, as ``writers`` says.
     """
-    graph, done = quantised.graph, list[str]()
-    switches = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL))
+    graph = quantised.graph
     products = {str(node.name): node for node in floating.graph if node.op_type in PRODUCTS}
-    for node in list(graph):
+    switches = _Switches(graph)
+    nodes = [node for node in graph if node.op_type not in _PAIR]
+    for node in nodes:
         twin = products.get(str(node.name))
-        if twin is None or node.op_type != twin.op_type or not (changed := _list_changed(node, twin, graph)):
+        if twin is None or node.op_type != twin.op_type:
+            continue
+        changed = _list_changed(node, twin, graph)
+        if not changed and not any(_find_rounded(value) for value in node.inputs):
             continue
         adders = _find_adder(node), _find_adder(twin)
         if adders[0] is not None and adders[1] is not None:
             changed += _list_changed(adders[0], adders[1], graph)
-        place = ir.Value(name=f"{node.name}/place", const_value=ir.tensor(len(done)))
-        graph.register_initializer(place)
-        switch = ir.node("Gather", [switches, place], {"axis": 0})
-        graph.insert_before(node, switch)
+        switch = switches.add(str(node.name))
         for reader, index, exact in changed:
-            chosen = ir.node("Where", [switch.outputs[0], reader.inputs[index], exact])
-            graph.insert_before(reader, chosen)
-            reader.replace_input_with(index, chosen.outputs[0])
-        done.append(str(node.name))
-    switches.shape = ir.Shape([len(done)])
-    graph.inputs.append(switches)
-    return tuple(done)
+            reader.replace_input_with(index, switches.choose([switch], layers.get_input(reader, index), exact, reader))
+    for node in nodes:
+        for index, value in enumerate(node.inputs):
+            source = _find_rounded(value)
+            if value is not None and source is not None:
+                given = switches.find(str(node.name), writers.get(source, ""))
+                node.replace_input_with(index, switches.choose(given, value, source, node))
+    for index, output in enumerate(graph.outputs):
+        source = _find_rounded(output)
+        if source is not None:
+            chosen = switches.choose(switches.find(writers.get(source, "")), output, source)
+            chosen.name, output.name, source.name = output.name, f"{output.name}/rounded", f"{output.name}/exact"
+            chosen.type, chosen.shape = output.type, output.shape
+            graph.outputs[index] = chosen
+    switches.finish()
+    return tuple(switches.of_group)
+
+
+class _Switches:
+    """Adds an input of bools, one for each group, and what chooses by them."""
+
+    def __init__(self, graph: "ir.Graph") -> None:
+        self._graph, self._first = graph, graph[0]
+        self._input = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL))
+        self.of_group: dict[str, ir.Value] = {}
+
+    def add(self, group: str) -> "ir.Value":
+        """Make the switch of one more group."""
+        place = ir.Value(name=f"{group}/place", const_value=ir.tensor(len(self.of_group)))
+        self._graph.register_initializer(place)
+        gather = ir.node("Gather", [self._input, place], {"axis": 0})
+        self._graph.insert_before(self._first, gather)
+        self.of_group[group] = gather.outputs[0]
+        return gather.outputs[0]
+
+    def find(self, *groups: str) -> "list[ir.Value]":
+        """Find the switches of these, as far as they are groups with one."""
+        return [self.of_group[name] for name in dict.fromkeys(groups) if name in self.of_group]
+
+    def choose(
+        self, given: "Sequence[ir.Value]", rounded: "ir.Value", exact: "ir.Value", reader: "ir.Node | None" = None
+    ) -> "ir.Value":
+        """Return the rounded value where one of the switches is on; without a reader, for the end of the graph."""
+        made: list[ir.Node] = []
+        condition = given[0] if given else None
+        for switch in given[1:]:
+            made.append(ir.node("Or", [condition, switch]))
+            condition = made[-1].outputs[0]
+        if condition is None and reader is not None:
+            return exact
+        made.append(
+            ir.node("Identity", [exact]) if condition is None else ir.node("Where", [condition, rounded, exact])
+        )
+        if reader is None:
+            self._graph.extend(made)
+        else:
+            self._graph.insert_before(reader, made)
+        return made[-1].outputs[0]
+
+    def finish(self) -> None:
+        """Add the input."""
+        self._input.shape = ir.Shape([len(self.of_group)])
+        self._graph.inputs.append(self._input)
+
+
+def _find_rounded(value: "ir.Value | None") -> "ir.Value | None":
+    """Find the value that a pair rounds, from what comes out of it; None for other values."""
+    restored = value.producer() if value is not None else None
+    if restored is None or restored.op_type != _PAIR[1]:
+        return None
+    rounding = layers.get_input(restored, 0).producer()
+    return layers.get_input(rounding, 0) if rounding is not None and rounding.op_type == _PAIR[0] else None
 
 
 def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[tuple[ir.Node, int, ir.Value]]":
-    """List the inputs that quantisation has changed, each with the value that the float graph has there."""
+    """List the constants that quantisation has changed, each with the one that the float graph has there."""
     changed = list[tuple[ir.Node, int, ir.Value]]()
     turned = node.attributes.get_int("transB", 0) != twin.attributes.get_int("transB", 0)
     for index, value in enumerate(node.inputs):
-        rounded, numbers = value.producer() if value is not None else None, edit.read_constant(value)
+        maker, numbers = value.producer() if value is not None else None, edit.read_constant(value)
         before = twin.inputs[index] if index < len(twin.inputs) else None
         given = edit.read_constant(before)
-        if rounded is not None and rounded.op_type == "DequantizeLinear":
-            rounding = layers.get_input(rounded, 0).producer()
-            if rounding is not None and rounding.op_type == "QuantizeLinear":
-                changed.append((node, index, layers.get_input(rounding, 0)))
+        if maker is not None and maker.op_type == _PAIR[1]:
+            if _find_rounded(value) is not None:
                 continue
         elif numbers is None or (given is not None and np.array_equal(numbers.numpy(), given.numpy())):
             continue

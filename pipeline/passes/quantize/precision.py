@@ -121,10 +121,20 @@ class Precision(PrecisionPass, GraphPass):
         placement = "inputs" if self.placement == "inputs" else "inputs+read outputs"  # of the two, it has more kernels
         return self.model_copy(update={"inputs_only": True, "placement": placement})
 
+    def rounding_alone(self) -> Self:
+        return self if self._rules.outputs == "all" else self.rounding_inputs()
+
+    def find_writers(self, model: "ir.Model") -> "Mapping[ir.Value, str]":
+        return qdq.find_writers(model, self._rules)
+
     def explain_operator(self, operator: str) -> str:
         if not KINDS[self.precision].calibrated:
             return ""
-        return qdq.explain_operator(operator, qdq.Settings(self._number, self.placement).rules)
+        return qdq.explain_operator(operator, self._rules)
+
+    @property
+    def _rules(self) -> qdq.Rules:
+        return qdq.Settings(self._number, self.placement, inputs_only=self.inputs_only).rules
 
     @property
     def _number(self) -> Literal["int8", "fp8"]:

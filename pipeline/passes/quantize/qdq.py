@@ -308,6 +308,13 @@ def _find_activated(value: "ir.Value", rules: Rules) -> "ir.Value":
     return reader.outputs[0]
 
 
+def find_writers(model: "ir.Model", rules: Rules) -> "dict[ir.Value, str]":
+    """Find what convolutions write that is rounded wherever they are in few bits, and the names of these."""
+    if rules.outputs != "all":
+        return {}
+    return {_find_written(node, rules): str(node.name) for node in model.graph if node.op_type in layers.CONVOLUTIONS}
+
+
 def _is_computed(value: "ir.Value | None") -> bool:
     return value is not None and edit.read_constant(value) is None
 
