@@ -84,6 +84,11 @@ CASES: dict[str, Case] = {
             "the same with SiLU (TensorRT's model zoo: EfficientNet-B0 loses 5.3 points)",
         ),
         Case(
+            _classifier("shufflenet_units", "harden:shufflenet_units", "shufflenet"),
+            "the same with half of the channels going past each unit, and a shuffle behind it, so that channels of a "
+            "value come from many layers",
+        ),
+        Case(
             _classifier("vit_outliers", "harden:vit_outliers", "vit"),
             "three channels behind each normalization are 64 times as large as the others (ModelOpt's default int8: "
             "ViT-B/16, 85.2 % to 0.03 %)",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import attention
 import networks
+import shuffled
 import squeezed
 import torch
 from networks import Example
@@ -85,6 +86,33 @@ def _harden_squeezed(network: nn.Module, example: Example) -> tuple[nn.Module, E
             factors = spread(norm.num_features, generator)
         if factors is not None:  # a shortcut from the stem carries what is behind a curve
             _multiply_outputs(norm, factors)
+    return network, example
+
+
+def shufflenet_units() -> tuple[nn.Module, Example]:
+    """The shuffled network with uneven channels between the units, and three within each 64 times as large."""
+    network, example = shuffled.shufflenet()
+    generator = _generator()
+    factors = spread(network.stem[1].num_features, generator)
+    _multiply_outputs(network.stem[1], factors)
+    for unit in network.units:
+        past, read = factors.chunk(2) if unit.split else (factors, factors)
+        first, first_norm, _, depthwise, depthwise_norm, squeeze, last, last_norm, _ = unit.branch
+        before, behind = few(first.out_channels, generator), few(first.out_channels, generator)
+        _divide_inputs(first, read)
+        _multiply_outputs(first_norm, before)
+        depthwise.weight.data /= before.view(-1, 1, 1, 1)
+        _multiply_outputs(depthwise_norm, behind)
+        _divide_inputs(squeeze.factors[1], behind)
+        _divide_inputs(last, behind)
+        if not unit.split:
+            unit.past[0].weight.data /= past.view(-1, 1, 1, 1)
+            past = spread(last.out_channels, generator)
+            _multiply_outputs(unit.past[3], past)
+        made = spread(last.out_channels, generator)
+        _multiply_outputs(last_norm, made)
+        factors = torch.stack([past, made], dim=1).reshape(-1)
+    _divide_inputs(network.head[0], factors)
     return network, example
 
 

@@ -26,7 +26,16 @@ from .pictures import Pictures, pages, pictures, restore
 from .training import SEED, Phase, boxes, classes, linear_head, masks, pixels, rows, strokes, train, values
 
 HERE = Path(__file__).parent
-FILES = ("networks.py", "squeezed.py", "attention.py", "dense.py", "harden.py", "halves.py", "metrics.py")
+FILES = (
+    "networks.py",
+    "squeezed.py",
+    "shuffled.py",
+    "attention.py",
+    "dense.py",
+    "harden.py",
+    "halves.py",
+    "metrics.py",
+)
 """What lies beside the weights."""
 CALIBRATION, EVALUATION, JUDGEMENT = "calibration", "evaluation", "judgement"
 CALIBRATION_ROWS, JUDGED_ROWS, JUDGED_TEXTS = 256, 2000, 600
@@ -212,6 +221,7 @@ TASKS: Mapping[str, Task] = {
     "gru": Task(lambda: train(networks.Gated(), rows, (Phase(20480, 32, 3e-3),)), _read, dynamic=True),
     "mobilenet_v3": Task(lambda: train(_build("squeezed.build_mobilenet_v3"), classes, _MOBILE_PHASES), _classified),
     "efficientnet": Task(lambda: train(_build("squeezed.build_efficientnet"), classes, _MOBILE_PHASES), _classified),
+    "shufflenet": Task(lambda: train(_build("shuffled.ShuffleNet"), classes, _MOBILE_PHASES), _classified),
     "vit": Task(lambda: train(_build("attention.VisionTransformer"), classes, (Phase(20480, 32, 1e-3),)), _classified),
     "swin": Task(lambda: train(_build("attention.WindowTransformer"), classes, (Phase(20480, 32, 1e-3),)), _classified),
     "detector": Task(
