@@ -444,7 +444,9 @@ class OnnxRuntime(Engine):
         session = open_session(path, chosen, device, listed, content, self.without)
         signature = artifact.signature or model_file.signature(path)
         kind = GraphedOnnxRuntimeSession if _GRAPHS in listed[0][1] else OnnxRuntimeSession
-        return kind(session, signature, device, stream, lambda: self.load(artifact, device))
+        given = level == "disabled" and not self.emulate and device.kind == "cpu" and not file.is_file()
+        graph = path if given else None
+        return kind(session, signature, device, stream, lambda: self.load(artifact, device), graph)
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Run a model of a few bytes, and read a record: the libraries are in then; thread pools belong to sessions."""

@@ -37,7 +37,7 @@ from enginesmith.pipeline.errors import (
     UsageError,
     install_command,
 )
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, rounding
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -304,8 +304,9 @@ class OnnxRuntimeSession(Session):
         device: Device,
         stream: Any,
         again: "Callable[[], OnnxRuntimeSession]",
+        graph: Path | None = None,
     ):
-        """``again`` opens another session like this one."""
+        """``again`` opens another session like this one; ``graph`` is the file of what it runs unchanged on a CPU."""
         self.signature, self._device, self._stream, self._again = signature, device, stream, again
         self._session: Any = session
         self._input_bytes = 0
@@ -318,6 +319,8 @@ class OnnxRuntimeSession(Session):
         self._output_names = [spec.name for spec in signature.outputs]
         self._options = None if stream is None else _run_options()
         self._last: Any = None
+        self._graph = graph
+        self._changed: Any = None
 
     @property
     def cuda_stream(self) -> int | None:
@@ -424,15 +427,39 @@ class OnnxRuntimeSession(Session):
         except self._errors as error:
             raise _run_error(error, "failed on this input", _CHECK_INPUT) from error
 
+    def perturb(self, feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        failures: tuple[type[Exception], ...] = (EnginesmithError, *_errors())
+        if self._graph is None:
+            return {}
+        try:
+            self._changed = self._changed or _open_changed(self._graph)
+            numbers = {rounding.STEP: np.array(step, np.float32), rounding.SEED: np.array(seed, np.float32)}
+            given = {spec.name: feeds[spec.name] for spec in self.signature.inputs}
+            outputs = self._changed.run(self._output_names, {**given, **numbers})
+        except failures:
+            self._graph = None
+            return {}
+        return dict(zip(self._output_names, outputs, strict=True))
+
     def end_trace(self) -> Path:
         """Stop profiling and return the file that the events are in."""
         return Path(self._session.end_profiling())
 
     def close(self) -> None:
         """Free the session, its arena and its threads."""
-        self._session = self._last = None
+        self._session = self._last = self._changed = None
         self._run_arrays = _refuse_closed
         gc.collect()
+
+
+def _open_changed(graph: Path) -> Any:
+    """Open a session of a graph whose operators' results can be changed.
+
+    Raises:
+        EnginesmithError: there is none for this graph.
+    """
+    chosen = session_options(Device(), "disabled", memory_arena=False)
+    return open_session(graph, chosen, Device(), content=rounding.change_results(graph))
 
 
 def _refuse_closed(*_: Any) -> Any:

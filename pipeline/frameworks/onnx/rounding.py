@@ -1,0 +1,158 @@
+"""Change a graph so that it computes as another implementation may: results of its operators differ by some rounding.
+
+As :mod:`enginesmith.pipeline.frameworks.torch.rounding` does with a module. The changes are sines of places, so that
+equal numbers are changed differently, and the opposite changes can be asked for.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from enginesmith.pipeline.errors import InvalidGraph
+from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.tensors import Array
+
+STEP, SEED = "enginesmith/step", "enginesmith/seed"
+"""Inputs, [] float32, that a graph has more: the size of changes, negative for the opposite ones; and which ones."""
+_LEAST_OPSET = 12
+_CHOOSING = frozenset(
+    ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Expand")
+    + ("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "Where", "Pad", "Trilu", "OneHot")
+    + ("Max", "Min", "ReduceMax", "ReduceMin", "MaxPool", "GlobalMaxPool", "TopK", "Clip", "Abs", "Neg", "Sign")
+    + ("Floor", "Ceil", "Round", "Cast", "CastLike", "DepthToSpace", "SpaceToDepth", "Dropout", "DequantizeLinear")
+    + ("Constant", "ConstantOfShape", "EyeLike", "Range", "If", "Loop", "Scan", "Compress", "ReverseSequence", "Tile")
+)
+"""Operators whose results are numbers that they were given, or whole ones, or those of graphs within: all stay."""
+_PROBABILITIES = frozenset(("Sigmoid", "HardSigmoid", "Softmax"))
+_UP_TO_ONE = _PROBABILITIES | {"Tanh", "Erf"}
+_BY_ELEMENT = frozenset(
+    ("Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Relu", "LeakyRelu", "PRelu", "Mod", "Sum")
+    + ("Mean", "Sin", "Cos", "Tan", "Atan", "ThresholdedRelu", "Softsign")
+)
+"""Operators of which each result has a rounding error of its own size; of all others, it is one of the largest."""
+_FILL = 1e8
+"""Sizes from which on numbers stand for infinity, and stay."""
+_INWARDS = 4.0
+_NEARER_TO_0 = 16.0
+_FREQUENCY, _SPREAD, _TURN = 12.9898, 0.618034, 2.399963
+
+
+def change_results(path: Path) -> bytes:
+    """Return the graph of a file with two inputs more, :data:`STEP` and :data:`SEED`; its weights lie where they do.
+
+    Raises:
+        InvalidGraph: its opset is too old, or it is larger than 2 GB.
+    """
+    model = edit.load(path)
+    if model.opset_imports.get("", 0) < _LEAST_OPSET:
+        raise InvalidGraph(f"{path.name} is of an opset before {_LEAST_OPSET}", "convert it to a later one")
+    from onnx_ir.passes import common
+
+    common.ShapeInferencePass()(model)
+    builder = _Builder(model.graph)
+    for node in list(model.graph):
+        computed = any(value is not None and not _is_constant(value) for value in node.inputs)
+        for value in node.outputs if computed and node.op_type not in _CHOOSING else ():
+            builder.change(node, value)
+    builder.finish()
+    try:
+        content: bytes = ir.to_proto(model).SerializeToString()
+    except ValueError as error:
+        raise InvalidGraph(f"{path.name} is larger than 2 GB", "save it with external data") from error
+    return content
+
+
+def _is_constant(value: "ir.Value") -> bool:
+    return value.is_initializer() and not value.is_graph_input()
+
+
+class _Builder:
+    """Inserts what changes values."""
+
+    def __init__(self, graph: "ir.Graph") -> None:
+        self._graph, self._count, self._made = graph, 0, list[ir.Node]()
+        self._constants: dict[tuple[str, bytes], ir.Value] = {}
+        kind = ir.TensorType(ir.DataType.FLOAT)
+        self._step, self._seed = (ir.Value(name=name, type=kind, shape=ir.Shape([])) for name in (STEP, SEED))
+        self._extent = self._make("Abs", self._step)
+        self._sign = self._make("Mul", self._make("Sign", self._step), self._constant(2**0.5))  # a sine varies by half
+        self._graph.insert_before(self._graph[0], self._made)
+
+    def change(self, node: "ir.Node", value: "ir.Value") -> None:
+        """Change what a node writes, if it is of floats: all that reads it reads what it has become."""
+        half = value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        read = value.uses() or value.is_graph_output()
+        known = value.shape is not None and len(value.shape) > 0
+        if not read or not known or not (half or value.dtype == ir.DataType.FLOAT):
+            return
+        self._made, self._count = [], self._count + 1
+        changed = self._change_numbers(node.op_type, value, 2.0**-10 if half else 0.0)
+        changed.type, changed.shape = value.type, value.shape
+        ir.convenience.replace_all_uses_with(value, changed, replace_graph_outputs=True)
+        for made in self._made:  # which read the value itself
+            for index, given in enumerate(made.inputs):
+                if given is changed:
+                    made.replace_input_with(index, value)
+        self._graph.insert_after(node, self._made)
+        value.name, changed.name = f"{value.name}/exact", value.name
+
+    def finish(self) -> None:
+        """Add the inputs."""
+        self._graph.inputs.extend((self._step, self._seed))
+
+    def _change_numbers(self, operator: str, value: "ir.Value", least_step: float) -> "ir.Value":
+        found = value if value.dtype == ir.DataType.FLOAT else self._make("Cast", value, to=ir.DataType.FLOAT)
+        extent = self._make("Max", self._extent, self._constant(least_step)) if least_step else self._extent
+        change = self._make("Mul", self._make_noise(value), self._make("Mul", self._sign, extent))
+        if operator in _BY_ELEMENT:
+            moved = self._make("Add", found, self._make("Mul", change, found))
+        else:
+            moved = self._change_sum(operator, found, change, extent)
+        return moved if found is value else self._make("Cast", moved, to=value.dtype)
+
+    def _change_sum(self, operator: str, found: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
+        size = self._make("Abs", found)
+        usable = self._make("Less", size, self._constant(_FILL))  # not so for NaN
+        known = self._make("Where", usable, found, self._constant(0.0))
+        if operator in _UP_TO_ONE:
+            large = self._make("Greater", size, self._constant(0.5))
+            small = self._constant(float(operator in _PROBABILITIES))
+            inwards = self._make("Where", large, self._make("Neg", self._make("Sign", known)), small)
+            inwards = self._make("Mul", inwards, self._make("Mul", extent, self._constant(_INWARDS)))
+            change = self._make("Add", change, inwards)
+        else:
+            change = self._make("Mul", change, self._make_largest(known))
+        moved = self._make("Add", known, change)
+        beside = moved if operator in _PROBABILITIES else self._make("Mul", moved, known)  # which may move away from 0
+        same_sign = self._make("Greater", beside, self._constant(0.0))
+        moved = self._make("Where", same_sign, moved, self._make("Div", known, self._constant(_NEARER_TO_0)))
+        return self._make("Where", usable, moved, found)
+
+    def _make_noise(self, value: "ir.Value") -> "ir.Value":
+        """Make sines of mean 0, one for each place of a value."""
+        count = self._make("Cast", self._make("Size", value), to=ir.DataType.FLOAT)
+        places = self._make("Range", self._constant(0.0), count, self._constant(1.0))
+        frequency = self._constant(_FREQUENCY * (1 + self._count * _SPREAD % 1))
+        turn = self._make("Mul", self._seed, self._constant(_TURN * (1 + self._count)))
+        angles = self._make("Mul", places, frequency)
+        noise = self._make("Sin", self._make("Add", angles, turn))
+        return self._make("Reshape", noise, self._make("Shape", value))
+
+    def _make_largest(self, known: "ir.Value") -> "ir.Value":
+        flat = self._make("Reshape", self._make("Abs", known), self._constant(np.array([-1])))
+        every = self._make("Concat", flat, self._constant(np.zeros(1, np.float32)), axis=0)  # a value may be empty
+        return self._make("ReduceMax", every, keepdims=0)
+
+    def _make(self, operator: str, *inputs: "ir.Value", **attributes: object) -> "ir.Value":
+        node = ir.node(operator, inputs, attributes)  # type: ignore[arg-type]
+        self._made.append(node)
+        return node.outputs[0]
+
+    def _constant(self, numbers: Array | float) -> "ir.Value":
+        array = numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.float32)
+        key = (f"{array.dtype}{array.shape}", array.tobytes())
+        if key not in self._constants:
+            name = f"enginesmith/constant_{len(self._constants)}"
+            self._constants[key] = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+            self._graph.register_initializer(self._constants[key])
+        return self._constants[key]
