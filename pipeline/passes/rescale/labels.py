@@ -143,11 +143,10 @@ class _Labelling:
         output = product.node.outputs[0]
         written = self.get(output)
         axis = product.axis % max(written.ndim, 1)
-        if written.ndim:
-            written = self.tie(written, (other for other in range(written.ndim) if other != axis)).reshape(-1)
-            written = np.broadcast_to(written, product.outputs)
-            self._found.writers.append((product, written))
-        if not product.private:
+        written = self.tie(written, (other for other in range(written.ndim) if other != axis)).reshape(-1)
+        if written.size in (1, product.outputs):
+            self._found.writers.append((product, np.broadcast_to(written, product.outputs)))
+        if written.size not in (1, product.outputs) or not product.private:
             self._fix(written)
         read = np.arange(self._found.count, self._found.count + product.inputs)
         self._found.count += product.inputs
