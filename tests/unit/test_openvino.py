@@ -317,6 +317,21 @@ def test_what_branches_hold_may_need_another_way_of_compiling(tmp_path: Path, fi
     assert bool(found) == fixed
 
 
+@pytest.mark.parametrize("slices", ["0, 4, 2, 1", "-5, 9, -1, 2"])
+def test_elements_are_gathered_from_slices(tmp_path: Path, slices: str) -> None:
+    """OpenVINO itself reads past such a slice, finds other sizes than those of the indices, and does not compile."""
+    text = "net (float[n, 50, 6] x, int64[n, 10, W] i) => (float[n, 10, W] y) { b = Slice (x, s, e, a, t) y = "
+    bounds = [np.array([int(word)]) for word in slices.split(", ")]
+    width = len(range(6)[bounds[0][0] : bounds[1][0] : bounds[3][0]])
+    text = text.replace("W", str(width)) + "GatherElements <axis = 1> (b, i) }"
+    model = parse_graph(text, **dict(zip("seat", bounds, strict=True)))
+    feeds = {"x": RNG.standard_normal((3, 50, 6), np.float32), "i": RNG.integers(0, 50, (3, 10, width))}
+    wanted = run_model(model, feeds)["y"]
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO().load(artifact, CPU) as session:
+        assert (session.run(feeds)["y"] == wanted).all()
+
+
 def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
     with pytest.raises(UnsupportedGraph, match="Unknown") as error:

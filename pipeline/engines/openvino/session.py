@@ -48,6 +48,7 @@ def computes_in_bf16() -> bool:
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
+_SLICE_INPUTS = ("data", "start", "stop", "step", "axes")
 THREADS = "INFERENCE_NUM_THREADS"
 """Option that is tuned."""
 
@@ -78,9 +79,32 @@ def read_graph(path: Path) -> "openvino.Model":
         UnsupportedGraph: OpenVINO does not know an operator.
     """
     try:
-        return core().read_model(path)
+        graph = core().read_model(path)
     except (RuntimeError, MemoryError) as error:
         raise _load_error(error, path.name) from error
+    _replace_lost_slices(graph)
+    return graph
+
+
+def _replace_lost_slices(graph: "openvino.Model") -> None:
+    """Take by Gather what GatherElements reads of a Slice, which OpenVINO 2026.4.1 loses, and then does not compile."""
+    from openvino import opset8
+
+    for reader in graph.get_ordered_ops():
+        sliced = reader.input_value(0).get_node() if reader.get_type_name() == "GatherElements" else None
+        if sliced is None or sliced.get_type_name() != "Slice" or sliced.get_input_size() != len(_SLICE_INPUTS):
+            continue
+        source, *bounds = (sliced.input_value(index) for index in range(sliced.get_input_size()))
+        if any(bound.get_node().get_type_name() != "Constant" for bound in bounds):
+            continue
+        for start, stop, step, axis in zip(*(bound.get_node().get_data().tolist() for bound in bounds), strict=True):
+            shape = source.get_partial_shape()
+            size = shape[axis % len(shape)]
+            if size.is_static:
+                taken = np.arange(size.get_length())[start:stop:step]
+                source = opset8.gather(source, taken, np.int64(axis)).output(0)
+        if source.get_partial_shape() == sliced.get_output_partial_shape(0):
+            reader.input(0).replace_source_output(source)
 
 
 def compile_graph(graph: "openvino.Model", name: str, device: Device, hint: FloatType, **more: Any) -> Any:
