@@ -14,7 +14,7 @@ from graphs import Weights, node, normal, run_model, save_graph
 
 SIDE = 4
 OPERATORS = ("Conv", "depthwise", "Relu", "MaxPool", "bias", "half", "scale", "Add", "Mul", "excite", "Concat", "Split")
-OPERATORS += ("shuffle", "Slice", "Gather", "Sigmoid", "MatMul", "mean", "LayerNormalization", "Clip")
+OPERATORS += ("Pad", "Resize", "shuffle", "Slice", "Gather", "Sigmoid", "MatMul", "mean", "LayerNormalization", "Clip")
 
 
 class RandomGraph:
@@ -66,6 +66,18 @@ class RandomGraph:
                 self.add(word, f"{value} {self.constant(np.float32(0))}", count)
             case "MaxPool":
                 self.add(word, value, count, kernel_shape=[3, 3], pads=[1] * 4)
+            case "Pad":
+                taken = self.add(word, f"{value} {self.constant(np.array([0, 0, 1, 0, 0, 0, 1, 0]))}")
+                edges = [self.constant(np.array([0, 0])), self.constant(np.array([SIDE, SIDE]))]
+                self.add("Slice", f"{taken} {edges[0]} {edges[1]} places", count)
+            case "Resize":
+                larger = self.constant(np.array([1, 1, 2, 2], np.float32))
+                large = self.add(
+                    word,
+                    f"{value} {self.constant(np.zeros(0, np.float32))} {larger}",
+                    mode=str(self.rng.choice(["nearest", "linear"])),
+                )
+                self.add("AveragePool", large, count, kernel_shape=[2, 2], strides=[2, 2])
             case "bias":
                 self.add("Add", f"{value} {self.normal(count, 1, 1)}", count)
             case "scale":
@@ -114,22 +126,59 @@ class RandomGraph:
         return save_graph(folder, self.nodes, self.weights, " ".join(ends), x=("n", 4, SIDE, SIDE))
 
 
+def label_graph(folder: Path, seed: int) -> tuple[Path, ir.Model, labels.ChannelLabels, Any]:
+    """Save a random graph in which something can be scaled, and choose factors of its labels."""
+    while True:
+        path = RandomGraph(seed).save(folder)
+        model = edit.load(path)
+        found = labels.label(model, products.find(model))
+        factors = np.exp2(np.random.default_rng(seed).integers(-3, 4, found.count))
+        factors[found.fixed] = 1
+        for _, sources in found.sources:
+            factors[sources] = 1
+        if any((factors[read] != 1).any() for _, read in found.readers):
+            return path, model, found, factors
+        seed += 1000
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_factors_leave_the_answers_as_they_are(tmp_path: Path, seed: int) -> None:
-    path, x = RandomGraph(seed).save(tmp_path), {"x": normal(2, 4, SIDE, SIDE)}
-    model = edit.load(path)
-    found = labels.label(model, products.find(model))
-    factors = np.exp2(np.random.default_rng(seed).integers(-3, 4, found.count))
-    factors[found.fixed] = 1
-    for _, sources in found.sources:
-        factors[sources] = 1
-    used = np.unique(np.concatenate([read for _, read in found.readers]))
-    assert (factors[used] != 1).any(), "nothing is scaled, and nothing is tested"
+    path, model, found, factors = label_graph(tmp_path, seed)
+    x = {"x": normal(2, 4, SIDE, SIDE)}
     before = run_model(ir.load(path), x)
     found.divide(factors)
     after = run_model(model, x)
     for name, expected in before.items():
         np.testing.assert_allclose(after[name], expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("between", "free"),
+    [
+        (node("Pad", "a pads", "b"), True),
+        (node("Pad", "a pads", "b", mode="reflect"), True),
+        (node("Pad", "a pads zero", "b"), True),
+        (node("Pad", "a pads one", "b"), False),
+        (node("Pad", "a more", "b"), False),
+        (node("Resize", "a none scales", "b", mode="linear"), True),
+        (node("Resize", "a all scales", "b", coordinate_transformation_mode="tf_crop_and_resize"), False),
+        (node("Transpose", "a", "b", perm=[0, 1, 3, 2]), True),
+        (node("Sigmoid", "a", "b"), False),
+    ],
+)
+def test_factors_pass_what_fills_places_with_their_own(tmp_path: Path, between: onnx.NodeProto, free: bool) -> None:
+    weights: Weights = {"w": normal(4, 4, 1, 1), "v": normal(3, 4, 1, 1), "u": normal(3, 5, 1, 1)}
+    weights |= {"pads": np.array([0, 0, 1, 1] * 2), "more": np.array([0, 1, 0, 0] + [0] * 4), "zero": np.float32(0)}
+    weights |= {"one": np.float32(1), "none": np.zeros(0, np.float32), "scales": np.float32([1, 1, 2, 2])}
+    weights |= {"all": np.float32([0, 0, 0, 0, 1, 1, 1, 1])}
+    second = node("Conv", "b u" if "more" in between.input else "b v", "y")
+    path = save_graph(tmp_path, [node("Conv", "x w", "a"), between, second], weights, x=("n", 4, SIDE, SIDE))
+    model = edit.load(path)
+    found = labels.label(model, products.find(model))
+    read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
+    made = {int(label) for _, each in found.writers for label in each}
+    assert made.issuperset(read.tolist()) == free
+    assert not found.fixed[read].any() or not free
 
 
 def test_two_shapes_are_divided_into_groups_of_the_same_size() -> None:

@@ -308,6 +308,20 @@ def _move_through_pool(labelling: _Labelling, node: "ir.Node") -> _Moved:
     return {0: labelling.tie(labels, range(2, labels.ndim))}
 
 
+def _move_through_resize(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Scale through what makes more or fewer places of each channel, by sums of them with fixed factors."""
+    same = dims(node.inputs[0])[1:2] == dims(node.outputs[0])[1:2]
+    cuts = node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
+    return _move_through_pool(labelling, node) if same and not cuts else None
+
+
+def _move_through_pad(labelling: _Labelling, node: "ir.Node") -> _Moved:
+    """Scale through padding of places, with zeros or with places that there are."""
+    filled = edit.read(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else np.zeros(())
+    same = dims(node.inputs[0])[1:2] == dims(node.outputs[0])[1:2]
+    return _move_through_pool(labelling, node) if same and filled is not None and not filled.any() else None
+
+
 def _move_through_add(labelling: _Labelling, node: "ir.Node") -> _Moved:
     labels = labelling.get(node.outputs[0])
     for index, value in enumerate(node.inputs):
@@ -526,7 +540,9 @@ _RULES: Mapping[str, _Rule] = {
     "MatMul": _Rule(_move_through_matmul, (1,)),
     "Mul": _Rule(_move_through_mul),
     "PRelu": _Rule(_move_through_prelu),
+    "Pad": _Rule(_move_through_pad),
     "ReduceMean": _Rule(_move_through_mean),
+    "Resize": _Rule(_move_through_resize),
     "Slice": _Rule(_move_through_slice),
     "Split": _Rule(_move_through_split),
     "Transpose": _Rule(_move_through_transpose),
