@@ -254,6 +254,10 @@ def _to_file(
             raise FidelityError(message, "nothing was written; look at what the model does that the graph does not")
         message += f", and {recipe.min_sqnr_db:g} dB are asked for"
         raise FidelityError(message, "nothing was written; change less, or ask for less: --min-sqnr")
+    for step in steps:
+        check = outcomes[step.id].artifact if step.id.kind == "verify" and step.id in outcomes else None
+        if check is not None and check.rejected:
+            raise FidelityError(check.rejected, "nothing was written; leave that stage out")
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
     beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]

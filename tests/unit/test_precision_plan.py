@@ -291,6 +291,27 @@ def test_a_graph_that_was_not_written_has_the_reason_of_what_it_needed(
         stages.precision(recipe, tmp_path / "out.onnx", Settings())
 
 
+def test_a_graph_is_not_written_where_a_stage_before_it_was_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The goal of the last stage may be so low that it is reached all the same."""
+    (tmp_path / "records.json").write_text("[]")
+
+    def run_steps(steps: list[Step], *rest: Any) -> dict[str, Outcome]:
+        def end(step: Step) -> Outcome:
+            wrong = "an SQNR of 14.1 dB" if step.id == "verify-equalise" else ""
+            made = Artifact(kind="record", path=tmp_path / "records.json", sha256="", bytes=0, rejected=wrong)
+            return Outcome(step.id, "done", made)
+
+        return {step.id: end(step) for step in steps}
+
+    monkeypatch.setattr(stages, "run_steps", run_steps)
+    wanted = {"precisions": ["int8"], "calibration": "digits", "quantisation": {"equalise": True}}
+    with pytest.raises(FidelityError, match=r"14\.1 dB"):
+        stages.precision(make({"model": "digits", **wanted}), tmp_path / "out.onnx", Settings())
+    assert not (tmp_path / "out.onnx").exists()
+
+
 def test_a_plan_with_a_hole_is_an_error_and_no_endless_wait(tmp_path: Any) -> None:
     step = Step("lonely", Shapes(ranges={}, batches=(1,)), {"model": "nowhere"})
     runner = Runner(LocalExecutor(Store(tmp_path / "store"), 1), lambda step: tmp_path / f"{step.id}.log")

@@ -309,17 +309,48 @@ def _move_through_pool(labelling: _Labelling, node: "ir.Node") -> _Moved:
 
 
 def _move_through_resize(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    """Scale through what makes more or fewer places of each channel, by sums of them with fixed factors."""
-    same = dims(node.inputs[0])[1:2] == dims(node.outputs[0])[1:2]
-    cuts = node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
-    return _move_through_pool(labelling, node) if same and not cuts else None
+    """Scale through sums of places with fixed factors; all that is added up along an axis gets one label."""
+    labels = labelling.get(node.outputs[0])
+    mode = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
+    policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
+    if mode not in _RESIZED_IN_PLACE or policy != "stretch":
+        return None
+    axes = _attribute(node, "axes", range(labels.ndim))
+    scales = edit.read(node.inputs[min(2, len(node.inputs) - 1)])
+    if scales is not None and scales.size == len(axes):
+        moved = [axis % labels.ndim for axis, scale in zip(axes, scales.reshape(-1), strict=True) if scale != 1]
+    else:
+        known = zip(dims(node.inputs[0]), dims(node.outputs[0]), strict=True)
+        moved = [axis for axis, (before, behind) in enumerate(known) if before is None or before != behind]
+    return {0: labelling.tie(labels, moved)}
 
 
 def _move_through_pad(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    """Scale through padding of places, with zeros or with places that there are."""
-    filled = edit.read(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else np.zeros(())
-    same = dims(node.inputs[0])[1:2] == dims(node.outputs[0])[1:2]
-    return _move_through_pool(labelling, node) if same and filled is not None and not filled.any() else None
+    """Scale through padding with zeros or with what is there; all along an axis that is padded get one label."""
+    labels = labelling.get(node.outputs[0])
+    given = [edit.read(value) for value in node.inputs[1:]]
+    if not given:  # in old opsets
+        amounts, filled = _attribute(node, "pads", ()), "value" in node.attributes
+    elif given[0] is None:
+        return None
+    else:
+        amounts = [int(amount) for amount in given[0].reshape(-1)]
+        there = len(node.inputs) > 2 and node.inputs[2] is not None
+        filled = there and (given[1] is None or bool(given[1].any()))
+    if len(node.inputs) > 3 and node.inputs[3] is not None:
+        if given[2] is None:
+            return None
+        axes = [int(axis) % labels.ndim for axis in given[2].reshape(-1)]
+    else:
+        axes = list(range(labels.ndim))
+    if filled or len(amounts) != 2 * len(axes):
+        return None
+    pairs = zip(axes, amounts[: len(axes)], amounts[len(axes) :], strict=True)
+    return {0: labelling.tie(labels, [axis for axis, before, behind in pairs if before or behind])}
+
+
+def _attribute(node: "ir.Node", name: str, missing: Sequence[int]) -> Sequence[int]:
+    return node.attributes[name].as_ints() if name in node.attributes else missing
 
 
 def _move_through_add(labelling: _Labelling, node: "ir.Node") -> _Moved:
@@ -525,6 +556,8 @@ def _pick(labelling: _Labelling, node: "ir.Node", taken: Mapping[int, Array], dr
     return {0: labels}
 
 
+_RESIZED_IN_PLACE = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")
+"""Ways of Resize by which an axis of scale 1 stays as it is."""
 _NORMALISATIONS = ("LayerNormalization", "RMSNormalization")
 _POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 _RULES: Mapping[str, _Rule] = {
