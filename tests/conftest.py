@@ -17,7 +17,7 @@ from enginesmith.pipeline.artifact import file_digest
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command left: its exit code and what it wrote."""
+    """Hold what a command left: its exit code and what it wrote."""
 
     code: int
     stdout: str

@@ -85,7 +85,7 @@ def module(torch_artifact: Artifact) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def onnx_artifact(module: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """The same model, written by hand, its weights in a file beside it."""
+    """Write the same model by hand, its weights in a file beside it."""
     state = {name.removeprefix("model."): value.numpy() for name, value in module.state_dict().items()}
     nodes = [
         helper.make_node("Gather", ["table.weight", "ids"], ["rows"]),
@@ -124,7 +124,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def artifact(
     engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, tmp_path_factory: pytest.TempPathFactory
 ) -> Artifact:
-    """What the engine loads: the torch artifact itself, or the engine built from the graph."""
+    """Make what the engine loads: the torch artifact itself, or the engine built from the graph."""
     if engine.runs_module():
         return torch_artifact
     given = torch_artifact if engine.consumes == "torch" else onnx_artifact

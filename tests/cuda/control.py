@@ -55,7 +55,7 @@ class Control:
                 struct.pack_into("q", memory, FIELDS.index(name) * _WORD, value)
 
     def used_bytes(self, device: int = 0) -> dict[int, int]:
-        """What each living process has taken of a device."""
+        """Count what each living process has taken of a device."""
         content = self.path.read_bytes()[_WORD * len(FIELDS) :]
         places = struct.iter_unpack(f"{1 + DEVICES}q", content)
         return {pid: taken[device] for pid, *taken in places if pid and taken[device] and _alive(pid)}

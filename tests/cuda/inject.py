@@ -68,7 +68,7 @@ def call(*words: object) -> tuple[int, str]:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What of a result does not depend on the clock: variants, their verdicts, which rows have numbers."""
+    """List what of a result does not depend on the clock: variants, their verdicts, which rows have numbers."""
     record = json.loads((run / "run.json").read_text())
     return {
         variant["id"]: {

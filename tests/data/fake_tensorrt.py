@@ -28,11 +28,11 @@ def named(name: str) -> Any:
 
 
 class Base:
-    """What TensorRT's callback interfaces are in Python."""
+    """Stand for TensorRT's callback interfaces."""
 
 
 class Logger:
-    """What its logger is."""
+    """Stand for its logger."""
 
     Severity = enum.IntEnum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"], start=0)
 
@@ -63,7 +63,7 @@ class Stream:
 
 
 class Graph:
-    """What is captured runs again at the same addresses."""
+    """Run what was captured again at the same addresses."""
 
     capturing: "Graph | None" = None
     fails = False

@@ -129,6 +129,6 @@ def made(tmp_path: Path) -> ExampleRun:
 
 @pytest.fixture
 def found(made: ExampleRun, tmp_path: Path) -> manifest.Manifest:
-    """What the bundle of that run says, in ``b``."""
+    """Read what the bundle of that run says, in ``b``."""
     package(made.write(), "bundle", tmp_path / "b")
     return manifest.read(tmp_path / "b")

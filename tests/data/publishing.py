@@ -25,7 +25,7 @@ def publish(store: Store, content: bytes, files: int = 1) -> Artifact:
 
 
 def main() -> None:
-    """As a script."""
+    """Run as a script."""
     import s3fs  # noqa: F401  (before it is told to begin: that takes a while)
 
     place = json.loads(sys.stdin.readline())

@@ -131,7 +131,7 @@ def _record(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def large(variants: int = 200, operators: int = 10_000) -> Run:
-    """As many variants, of which some have an assignment and a profile of as many operators."""
+    """Make so many variants, of which some have an assignment and a profile of as many operators."""
     some = run(count=variants)
     assigned = [
         {"group": f"node_Conv_{number}", "module": f"encoder.layer.{number}.attention.output", "operator": "Conv"}

@@ -106,7 +106,7 @@ def onnxruntime() -> Engine:
 
 
 def sound(seen: CudaPhases) -> None:
-    """What holds of every engine."""
+    """Check what holds of every engine."""
     assert seen.counted
     assert (seen.leaked, seen.account.unknown_frees, seen.account.double_frees) == (0, 0, 0)
     assert seen.closed.allocated == seen.start.allocated

@@ -21,7 +21,7 @@ def fast(optimized: Optimized, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def slow(optimized: Optimized, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in an engine that nothing is made faster in."""
+    """Make the same in an engine that nothing is made faster in."""
     words = ("--graph-optimization", "disabled", *QUICK)
     return optimized(tmp_path_factory.mktemp("gate") / "slow", "digits", *words)
 

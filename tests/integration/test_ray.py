@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the shared store, and of a project."""
+    """Make the folder of the shared store, and of a project."""
     return tmp_path_factory.mktemp("place")
 
 

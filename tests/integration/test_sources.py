@@ -34,7 +34,7 @@ ready.example_input_array = torch.ones(2, 4)
 
 
 def net(depth: int = 1, width: int = 4) -> nn.Module:
-    """The same in this process."""
+    """Make the same in this process."""
     found: dict[str, object] = {}
     exec(NET, found)
     module: nn.Module = found["Net"](depth, width)  # type: ignore[operator]

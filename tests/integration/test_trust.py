@@ -55,7 +55,7 @@ def write(forward: str = "self.layer(x)", init: str = "pass", build: str = "pass
 def answer(
     model: str, x: np.ndarray[tuple[int, int], np.dtype[np.float32]], settings: Settings, exporter: str = "torchscript"
 ) -> object:
-    """What an exported model answers; the file is removed again. By the quicker exporter, if no other one is named."""
+    """Return what an exported model answers, by the quicker exporter if no other one is named; the file is removed."""
     export(make({"model": model, "batch": [1, 3], "export": {"exporter": exporter}}), Path("out/m.onnx"), settings)
     return ort.InferenceSession("out/m.onnx").run(None, {"x": x})[0]
 

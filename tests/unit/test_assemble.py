@@ -51,7 +51,7 @@ INT8 = Variant(
 
 
 class Outcomes:
-    """What steps left, as files."""
+    """Hold what steps left, as files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found = folder, dict[str, Outcome]()
@@ -282,7 +282,7 @@ def values() -> Values:
 
 
 def read(folder: Path, change: Callable[[Values], object] = lambda found: None, **how: bool) -> Run:
-    """What is read of a run in which something was changed."""
+    """Return what is read of a run in which something was changed."""
     found = values()
     change(found)
     (folder / "run.json").write_text(json.dumps(found))

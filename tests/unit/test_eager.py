@@ -334,7 +334,7 @@ BOTH = Signature(inputs=(TensorSpec.parse("x:float32:2"),), outputs=(TensorSpec.
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a thread of its own."""
+    """Return what ``work`` does in a thread of its own."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()

@@ -140,7 +140,7 @@ CONVOLUTIONS = """net (float[batch, 3, 4, 4] x) => (float[batch, 2, 4, 4] y) {
 
 @pytest.mark.parametrize("placement", ["inputs", "inputs+outputs", "inputs+read outputs"])
 def test_the_impact_is_that_of_the_graph_with_all_others_in_float(placement: Any, tmp_path: Path) -> None:
-    """What a convolution writes is rounded with it, where the engine does that; also where it is an output."""
+    """Round what a convolution writes with it, where the engine does that; also where it is an output."""
     weights = {name: normal(2 if name == "q" else 3, 3, 1, 1, seed=seed) for seed, name in enumerate("wvq")}
     weights |= {"tiny": np.float32(0.5), "x_": normal(1, 3, 4, 4)}
     (folder := tmp_path / "float").mkdir()

@@ -165,7 +165,7 @@ def test_a_device_is_counted_while_that_is_asked_for(heap: Heap) -> None:
 
 
 def functions(options: dict[str, str]) -> tuple[Any, Any]:
-    """What ONNX Runtime makes of the addresses, by the types that its sources cast them to."""
+    """Return what ONNX Runtime makes of the addresses, by the types that its sources cast them to."""
     take = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(int(options["gpu_external_alloc"]))
     give = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(options["gpu_external_free"]))
     return take, give

@@ -226,7 +226,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Answer(dict[str, Any]):
-    """As transformers' outputs: a data class whose items are the fields that are not None."""
+    """Stand for transformers' outputs: a data class whose items are the fields that are not None."""
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None

@@ -172,7 +172,7 @@ run = partial(small, record("eager"))
 
 
 def cases(text: str) -> dict[str, str]:
-    """What became of each test case."""
+    """Return what became of each test case."""
     found = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
         outcome = next(iter(case), None)

@@ -162,7 +162,7 @@ LIMIT = 64 * MEBIBYTE
 
 
 def in_a_process(code: str) -> str:
-    """What a fresh process prints that has imported what these lines need."""
+    """Return what a fresh process prints that has imported what these lines need."""
     before = (
         "import mmap\n"
         "from enginesmith.pipeline.engines.base import Device\n"

@@ -202,7 +202,7 @@ FEEDS = {batch: {"x": np.ones((batch, 4), np.float32)} for batch in (8, 1)}
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was asked to be profiled; the answer is always the same."""
+    """Record what was asked to be profiled; the answer is always the same."""
     found: list[tuple[Any, ...]] = []
 
     def profile(candidate: Any, batch: int, feeds: Any, graph: Path | None, calls: int, *rest: Any) -> Profile:

@@ -181,7 +181,7 @@ def event(name: str, start: int, duration: int, category: str = "Node", **argume
 
 
 def trace(*nodes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same call once more than those that warm up; times run from its start."""
+    """Write the same call once more than those that warm up; times run from its start."""
     events = []
     for call in range(WARM_CALLS + 1):
         shift = 1000 * call

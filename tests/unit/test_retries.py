@@ -16,7 +16,7 @@ PLACE = "the store s3://team/x"
 
 
 class EndpointConnectionError(Exception):
-    """As botocore has it: no OSError, and below one of these names."""
+    """Stand for botocore's: no OSError, and below one of these names."""
 
 
 class HTTPClientError(EndpointConnectionError):
@@ -24,7 +24,7 @@ class HTTPClientError(EndpointConnectionError):
 
 
 class NoCredentialsError(Exception):
-    """As botocore has it."""
+    """Stand for botocore's."""
 
 
 class Answered(Exception):

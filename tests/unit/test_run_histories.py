@@ -211,7 +211,7 @@ def cheap_world(world: World) -> Iterator[None]:
 
 
 def results(folder: Path, *, killed: bool = False, usable: bool = True) -> dict[str, set[str]]:
-    """What there is of each variant, or each that can be used, and the winner; engines only as files that are whole.
+    """List what there is of each variant, or each that can be used, and the winner; engines only as whole files.
 
     Where a process was killed while it replaced an engine, the earlier one lies beside, and the next run puts it back.
     """

@@ -331,7 +331,7 @@ def test_a_mean_evens_out_the_noise_of_what_it_is_of(tmp_path: Path) -> None:
 
 
 def test_products_that_are_scaled_along_count(tmp_path: Path) -> None:
-    """What is large for one of two products that read the same channels is small for the other."""
+    """Scale channels that are large for one of two products and small for the other."""
     nodes = [node("MatMul", "x w1", "v"), node("Relu", "v", "a"), node("Split", "a halves", "h t", axis=1)]
     nodes += [node("MatMul", "h w2", "b"), node("MatMul", "t w3", "c"), node("ReduceSum", "b one", "d", keepdims=0)]
     nodes += [node("ReduceSum", "c one", "e", keepdims=0), node("Add", "d e", "y")]

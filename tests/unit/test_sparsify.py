@@ -80,7 +80,7 @@ def test_the_same_bytes_each_time_with_and_without_external_data(tmp_path: Path)
 
 
 def refusals(folder: Path) -> Path:
-    """What 2:4 is not put into, and one weight that it is."""
+    """Make what 2:4 is not put into, and one weight that it is."""
     nodes = [
         node("Conv", "x three", "a"),
         node("Conv", "a depthwise", "b", group=8),

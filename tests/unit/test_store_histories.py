@@ -78,7 +78,7 @@ class World:
 
 @dataclass(frozen=True)
 class Operation:
-    """What one process does, and the fault that it meets."""
+    """Name what one process does, and the fault that it meets."""
 
     name: str
     machine: str = "one"

@@ -15,7 +15,7 @@ load = loading.load  # a fixture
 
 
 class TimeFirst(nn.Module):
-    """As recurrent layers are by default: [time, batch, features]; with states, [layers, batch, features]."""
+    """Work as recurrent layers do by default: [time, batch, features]; with states, [layers, batch, features]."""
 
     def __init__(self, states: bool, whole: bool) -> None:
         super().__init__()

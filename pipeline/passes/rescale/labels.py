@@ -25,7 +25,7 @@ Labels = Array
 
 @dataclass
 class ChannelLabels:
-    """What reads and writes the channels of each label. Labels of a product's channels are one-dimensional."""
+    """Hold what reads and writes the channels of each label; those of a product are one-dimensional."""
 
     count: int = 1
     """Labels are smaller."""
@@ -417,12 +417,9 @@ def _move_through_normalisation(labelling: _Labelling, node: "ir.Node") -> _Move
 def _move_through_mean(labelling: _Labelling, node: "ir.Node") -> _Moved:
     """Keep channels through a mean over other axes than theirs."""
     labels, rank = labelling.get(node.outputs[0]), len(dims(node.inputs[0]))
-    if "axes" in node.attributes:  # in old opsets
-        axes = list(node.attributes["axes"].as_ints())
-    elif len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
+    axes = _attribute(node, "axes", ())  # in old opsets
+    if len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
         axes = [int(axis) for axis in given.reshape(-1)]
-    else:
-        return None
     reduced = sorted({axis % rank for axis in axes}) if rank else []
     if not reduced:
         return None

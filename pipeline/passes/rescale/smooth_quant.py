@@ -227,7 +227,7 @@ def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth", products: Coll
 
 
 class _Reading(NamedTuple):
-    """What products read of a value: their weights, what is known of its channels, and the labels of these."""
+    """Hold what products read of a value: their weights, what is known of its channels, and the labels of these."""
 
     weights: list[Array]
     statistics: ChannelStatistics

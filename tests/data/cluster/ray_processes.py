@@ -28,7 +28,7 @@ class Node:
         return [process for process in psutil.process_iter() if _session(process.pid) == self.session]
 
     def kill(self) -> None:
-        """As a machine that loses its power."""
+        """End it as a machine that loses its power does."""
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -32,13 +32,13 @@ class Write(Task):
 
 
 class WriteQuickly(Write):
-    """The same, in a process that others use too."""
+    """Do the same in a process that others use too."""
 
     in_process: ClassVar[bool] = True
 
 
 class WriteAlone(Write):
-    """The same, with a node to itself."""
+    """Do the same with a node to itself."""
 
     exclusive: ClassVar[bool] = True
 
@@ -61,7 +61,7 @@ class WriteWhile(Write):
 
 
 class WriteNamed(Write):
-    """The same; a file is named in it."""
+    """Do the same; a file is named in it."""
 
     file: str
 
