@@ -93,6 +93,11 @@ class Fidelity(Closeness):
 
     outputs: tuple[OutputFidelity, ...] = ()
 
+    @property
+    def paired(self) -> float | None:
+        """Return the smallest share of rows that have a partner; None where no output's rows are chosen by values."""
+        return min((output.paired for output in self.outputs if output.paired is not None), default=None)
+
 
 def thresholds_for(precision: str, min_sqnr_db: float | None = None) -> Thresholds:
     """Look up the thresholds of a precision; an SQNR that was asked for stands instead of its first two.

@@ -407,5 +407,7 @@ class StageFidelity(BaseModel, frozen=True):
     cosine: float | None
     max_abs_error: float | None
     argmax_agreement: float | None
+    paired: float | None = None
+    """Smallest share of rows with a partner of all outputs whose rows are chosen by values; they are sets of rows."""
     passed: bool
     reason: str = ""

@@ -309,7 +309,23 @@ def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     machine = map(str, run.environment.get("warnings", ()))
     first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
-    return [*machine, *first, *_list_fallbacks(run), *_list_source_notes(run)]
+    return [*machine, *first, *_describe_sets(run), *_list_fallbacks(run), *_list_source_notes(run)]
+
+
+def _describe_sets(run: Run) -> Iterator[str]:
+    """Say that outputs were compared as sets of rows, and how many of them have no partner."""
+    least = {
+        mark_name(record): min(shares)
+        for record in run.requested
+        if (shares := [entry.paired for entry in record.fidelity if entry.paired is not None])
+    }
+    if least:
+        name = min(least, key=lambda each: least[each])
+        fewest = f"; the fewest, {least[name]:.1%}, have one in {name}" if least[name] < 1 else ""
+        yield (
+            "rows that the model chooses by their values, such as boxes, are compared as sets, in any order: each needs "
+            f"a partner in {run.baseline.id}'s that is close to it{fewest}"
+        )
 
 
 def _list_fallbacks(run: Run) -> Iterator[str]:
@@ -464,7 +480,9 @@ def _describe_tuning(run: Run) -> Iterator[str]:
         if tuning.dropped:
             yield f"{mark_name(record)}, tuned: the recipe's options are used instead of {tuning.dropped}"
         if tuning.untried:
-            yield f"{mark_name(record)}, tuned: no time was left for {', '.join(tuning.untried)}"
+            longer = f"run it again with --replace and a longer {'--tune' if run.recipe.tune_seconds else '--time'}"
+            remedy = "`enginesmith resume` goes on" if tuning.cut else longer
+            yield f"{mark_name(record)}, tuned: no time was left for {', '.join(tuning.untried)}: {remedy}"
 
 
 def _describe_missing_references(run: Run) -> Iterator[str]:
@@ -476,6 +494,6 @@ def _describe_missing_references(run: Run) -> Iterator[str]:
 
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
-    first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run), *_list_source_notes(run)]
+    first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run), *_describe_sets(run)]
     warnings = map(str, run.environment.get("warnings", ()))
-    return [*first, *describe_noise(run), *warnings, *_describe_missing_references(run)]
+    return [*first, *_list_source_notes(run), *describe_noise(run), *warnings, *_describe_missing_references(run)]

@@ -67,8 +67,7 @@ class Tune(Measurement):
         (out / TUNING).write_text(tuning.model_dump_json(indent=1))
         summary = f"{', '.join(tuning.kept) or 'nothing'} was measurably faster, of {len(tuning.trials)} values"
         notes = [f"the recipe's options are used instead of {tuning.dropped}"] if tuning.dropped else []
-        more = f"give {'--time' if tuning.cut else '--tune'} more"
-        notes += [f"no time was left to try {', '.join(tuning.untried)}: {more}"] if tuning.untried else []
+        notes += [f"no time was left to try {', '.join(tuning.untried)}"] if tuning.untried else []
         file, signature = built.path.name, built.signature
         return Effect(file=file, summary=summary, notes=tuple(notes), signature=signature, incomplete=tuning.cut)
 

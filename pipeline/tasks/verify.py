@@ -332,6 +332,7 @@ class Verify(EngineCheck):
                 point=point,
                 batch=case.batch,
                 **result.model_dump(include={"sqnr_db", "cosine", "max_abs_error", "argmax_agreement"}),
+                paired=result.paired,
                 passed=result.passed or not self.judged,
                 reason=reason,
             )

@@ -77,6 +77,8 @@ def test_a_detector_is_quantized_as_a_whole_and_packaged(detector: Path, cli: Cl
     assert int8["status"] == "measured", int8["reason"]
     assert int8["coverage"]["macs"] == {"int8": 1.0}
     assert int8["fidelity"][-1]["sqnr_db"] > 10
+    assert int8["fidelity"][-1]["paired"] > 0.5
+    assert "are compared as sets" in (run / "report.md").read_text()
     bundle = detector / "bundle"
     assert cli("package", run, "-f", "bundle", "--variant", int8["id"], "-o", bundle).code == 0
     assert cli("verify", bundle).code == 0

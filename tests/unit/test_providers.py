@@ -148,7 +148,7 @@ def test_options_that_are_measurably_faster_are_kept(tmp_path: Path, monkeypatch
     ]
     kept = "prefer_nhwc=1, arena_extend_strategy=kSameAsRequested"
     assert effect.summary == f"{kept} was measurably faster, of 5 values"
-    assert effect.notes == ("no time was left to try use_ep_level_unified_stream: give --tune more",)
+    assert effect.notes == ("no time was left to try use_ep_level_unified_stream",)
     result = Artifact(kind="engine", path=tmp_path / "out" / effect.file, sha256="", bytes=0)
     tuned = (*fast, "arena_extend_strategy=kSameAsRequested")
     assert engine.model_copy(update={"cuda_graphs": True}).tuned(result).provider_options == tuned
@@ -156,7 +156,7 @@ def test_options_that_are_measurably_faster_are_kept(tmp_path: Path, monkeypatch
         id="v", engine="onnxruntime", precision="fp32", status="measured", tuning=assemble._read_tuning(result)
     )
     assert record.options_of(plain.OnnxRuntime)["provider_options"] == list(tuned)  # for packages and gates
-    run: Any = SimpleNamespace(variants=(record,))
+    run: Any = SimpleNamespace(variants=(record,), recipe=SimpleNamespace(tune_seconds=30.0))
     told = [line.partition("tuned: ")[2] for line in sentences._describe_tuning(run)]
     assert told[:3] == [
         "prefer_nhwc=1: 1.20× [1.10, 2.00] (kept)",
@@ -165,7 +165,7 @@ def test_options_that_are_measurably_faster_are_kept(tmp_path: Path, monkeypatch
     ]
     assert told[-2:] == [
         "together, measured once more: 1.60× [1.10, 2.00]; at batch 8: 1.60× [1.10, 2.00]",
-        "no time was left for use_ep_level_unified_stream",
+        "no time was left for use_ep_level_unified_stream: run it again with --replace and a longer --tune",
     ]
 
 

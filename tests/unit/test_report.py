@@ -9,7 +9,7 @@ from enginesmith.pipeline.commands import context
 from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, UsageError
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.rows import LatencyRow, Profile, Stop
+from enginesmith.pipeline.measure.rows import LatencyRow, Profile, StageFidelity, Stop
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
@@ -233,6 +233,18 @@ def test_what_a_float64_model_is_computed_in_is_told(kind: str, layers: dict[str
     )
     for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
         assert [line for line in lines if "float64" in line] == said
+
+
+@pytest.mark.parametrize(("shares", "said"), [((None,), ""), ((1.0, None), "close to it"), ((1.0, 0.985), "98.5%")])
+def test_outputs_that_are_compared_as_sets_of_rows_are_told(shares: tuple[float | None, ...], said: str) -> None:
+    figures: dict[str, Any] = {"sqnr_db": 50.0, "cosine": 1.0, "max_abs_error": 0.0, "argmax_agreement": None}
+    compared = [
+        StageFidelity(stage="build", point="min", batch=1, passed=True, paired=share, **figures) for share in shares
+    ]
+    shown = run(variants=(variant("onnxruntime-fp32", fidelity=compared),))
+    for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
+        told = [line for line in lines if "compared as sets" in line]
+        assert len(told) == bool(said) and all(said in line for line in told)
 
 
 @pytest.mark.parametrize("guess", [0.996, 0.995, None])

@@ -150,6 +150,7 @@ def _result(manifest: Manifest, fidelity: Fidelity) -> StageFidelity:
         cosine=fidelity.cosine,
         max_abs_error=fidelity.max_abs_error,
         argmax_agreement=fidelity.argmax_agreement,
+        paired=fidelity.paired,
         passed=fidelity.passed,
         reason="" if fidelity.passed else describe_failure(fidelity),
     )
