@@ -14,6 +14,7 @@ from enginesmith.calibration.file_formats import (
     check_shared,
     check_variety,
     check_zeros,
+    find_missing,
     has_splits,
     read,
     read_embedded,
@@ -76,6 +77,8 @@ class Dataset:
     notes: tuple[str, ...] = ()
     """Notes for people: how rows were made of what was given, and what is odd about them."""
     synthetic: bool = False
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Inputs that have NaN, and the first row of the whole set in which they do."""
     folders: tuple[Path, ...] = ()
     """Folders that were read as a whole."""
     drawn: Array | None = None
@@ -240,8 +243,14 @@ def open_dataset(
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
-    notes = (*found.notes, *check_zeros(found.name, feeds))
-    data = Dataset(found.name, feeds, held, notes, folders=found.folders, axes=axes, shared=whole)
+    missing = find_missing(found.name, feeds)
+    told = (
+        f"{name!r} has NaN in {len(those)} of {rows} rows of {found.name}: the model is given them as they are"
+        for name, those in missing.items()
+    )
+    notes = (*found.notes, *check_zeros(found.name, feeds), *told)
+    first = {name: int(those[0]) for name, those in missing.items()}
+    data = Dataset(found.name, feeds, held, notes, missing=first, folders=found.folders, axes=axes, shared=whole)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
 
 

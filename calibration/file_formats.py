@@ -46,8 +46,6 @@ def check_arrays(
         _check_shape(source, spec, arrays, inputs, sizes)
         feeds[spec.name] = _cast_safely(source, spec, arrays[spec.name])
     _check_rows(source, feeds, inputs)
-    for name, array in feeds.items():
-        _check_finite(source, name, array)
     return feeds
 
 
@@ -176,6 +174,32 @@ def check_zeros(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
     return tuple(f"{name!r} is zero in all rows of {source}" for name in zero)
 
 
+def find_missing(source: str, feeds: Mapping[str, Rows]) -> dict[str, Array]:
+    """Find the rows in which inputs have NaN, by input, where there are some: a missing value, to some models.
+
+    Raises:
+        DataError: an input holds infinity.
+    """
+    found = {}
+    for name, array in feeds.items():
+        if array.dtype.kind in "biu" or (isinstance(array, LazyRows) and array.finite):
+            continue
+        missing = [np.empty(0, np.int64)]
+        for start, part in pieces(array):
+            if np.isfinite(part).all():
+                continue
+            flat = part.reshape(len(part), -1)
+            if (infinite := np.isinf(flat).any(1)).any():
+                raise DataError(
+                    f"{source}: {name!r} holds infinity, first in row {start + int(np.argmax(infinite))}",
+                    "remove those rows, or scale the values into the range of the dtype",
+                )
+            missing.append(start + np.flatnonzero(np.isnan(flat).any(1)))
+        if (rows := np.concatenate(missing)).size:
+            found[name] = rows
+    return found
+
+
 def check_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
     """Note inputs in floats that are the same in every row, of a set that ranges are to be taken from.
 
@@ -223,19 +247,6 @@ def _tell_tables_apart(feeds: Mapping[str, Rows], inputs: Sequence[TensorSpec]) 
     shapes = {spec.name: spec.shape if spec.name in tables else (BATCH, *spec.shape[1:]) for spec in inputs}
     words = (f"--input {spec.model_copy(update={'shape': shapes[spec.name]})}" for spec in inputs)
     return f"; or, if {_join(tables)} is the same for all samples: {' '.join(words)}"
-
-
-def _check_finite(source: str, name: str, array: Rows) -> None:
-    if array.dtype.kind in "biu" or (isinstance(array, LazyRows) and array.finite):
-        return
-    for start, part in pieces(array):
-        finite = np.isfinite(part)
-        if not finite.all():
-            row = start + int(np.flatnonzero(~finite.reshape(len(finite), -1).all(1))[0])
-            raise DataError(
-                f"{source}: {name!r} holds NaN or infinity, first in row {row}",
-                "remove those rows, or scale the values into the range of the dtype",
-            )
 
 
 def _join(names: Iterable[str]) -> str:

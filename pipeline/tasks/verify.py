@@ -84,6 +84,8 @@ class Sample(Task):
                 progress(f"trying {self.metric} on a few samples")
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
+            if data:
+                _check_missing(session, data)
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             interacting = _describe_interaction(session, cases, out)
@@ -204,6 +206,22 @@ def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -
         single = single if case.batch == 1 and samples.batch_symbol(session.signature) else ""
         message = f"{error.message}, at {format_sizes(case.sizes)}"
         raise ModelError(message, f"{error.remedy}{advice}{single}") from error
+
+
+def _check_missing(session: Session, data: Dataset) -> None:
+    """Check that the model has an answer to the first sample with NaN in an input.
+
+    Raises:
+        DataError: it has none: an output is NaN as a whole.
+    """
+    for name, row in data.missing.items():
+        feeds = data.whole.feed(np.full(samples.fixed_batch(session.signature), row))
+        for output, value in session.run(feeds).items():
+            if value.size and _count_not_finite(value) == value.size:
+                raise DataError(
+                    f"{data.whole.name}: {name!r} holds NaN, first in row {row}, and so does all of {output!r} then",
+                    "remove those rows, or fill them in as for training",
+                )
 
 
 def _advise(model: Artifact, known: Mapping[str, ShapeRange], *, made_up: bool) -> str:

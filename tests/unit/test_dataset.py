@@ -452,9 +452,9 @@ class TestOpen:
             ({"image": rows(0)}, "is empty"),
             ({"image": rows(), "labels": np.arange(4)}, r"'labels' has the shape \[4\], and the inputs have 5 rows"),
             ({"image": rows(), "labels": np.int64(1)}, r"'labels' has the shape \[\]"),
-            ({"image": np.where(rows() == 13, np.nan, rows()).astype(np.float32)}, "first in row 2"),
-            ({"image": np.where(rows() == 29, np.inf, rows()).astype(np.float32)}, "first in row 4"),
-            ({"image": rows().astype(np.float64) * 1e300}, "NaN or infinity"),
+            ({"image": np.where(rows() == 13, np.inf, rows()).astype(np.float32)}, "infinity, first in row 2"),
+            ({"image": np.where(rows() == 29, -np.inf, rows()).astype(np.float32)}, "infinity, first in row 4"),
+            ({"image": rows().astype(np.float64) * 1e300}, "infinity"),
         ],
     )
     def test_refused(self, saved, arrays, said):
@@ -462,6 +462,14 @@ class TestOpen:
             open_dataset(saved(**arrays), IMAGE)
         assert "samples.npz" in caught.value.message
         assert caught.value.remedy
+
+    def test_missing_values_are_told(self, saved):
+        image = np.where((rows() == 13) | (rows() == 29), np.nan, rows()).astype(np.float32)
+        data = open_dataset(saved(image=image), IMAGE)
+        assert data.notes == ("'image' has NaN in 2 of 5 rows of samples.npz: the model is given them as they are",)
+        assert data.missing == {"image": 2}
+        assert data.take(np.array([4]), "one").missing == {"image": 2}, "it is a row of the whole set"
+        assert not open_dataset(saved(image=rows()), IMAGE).missing
 
     def test_rows_differ(self, saved):
         with pytest.raises(DataError, match="ids 3, mask 2"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
@@ -25,7 +26,7 @@ from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
-from graphs import save_operator
+from graphs import parse_graph, save_operator
 
 
 def signature(*inputs: str) -> Signature:
@@ -306,6 +307,24 @@ def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartN
         for judge in (lambda: quality.judge(session, None, lambda _: None), lambda: try_metric("mse", session, data)):
             with pytest.raises(DataError, match=f"have NaN or infinity, first for row {row} of data.npz\n"):
                 judge()
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_missing_values_are_for_models_that_answer_them(tmp_path: Path, filled: bool) -> None:
+    rows, place = np.random.default_rng(0).random((40, 3), np.float32), tmp_path / "data.npz"
+    np.savez(place, x=np.where(np.arange(40)[:, None] == 31, np.nan, rows))
+    value = "Where(missing, zero, x)" if filled else "Neg(x)"
+    body = f"{{missing = IsNaN(x) zero = Constant<value_float: float = 0.0>() y = {value}}}"
+    graph = parse_graph(f"net (float[batch, 3] x) => (float[batch, 3] y) {body}")
+    ir.save(graph, path := tmp_path / "model.onnx")
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    fields = {"data": str(place), "data_options": DataOptions(), "batches": (1,)}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, seed=0, **fields)
+    if filled:
+        assert "'x' has NaN in 1 of 40 rows" in sample.run({"model": model}, tmp_path, lambda _: None).notes[0]
+        return
+    with pytest.raises(DataError, match="'x' holds NaN, first in row 31, and so does all of 'y'"):
+        sample.run({"model": model}, tmp_path, lambda _: None)
 
 
 def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:
