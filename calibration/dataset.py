@@ -243,13 +243,13 @@ def open_dataset(
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
-    missing = find_missing(found.name, feeds)
+    gaps = find_missing(found.name, feeds)
     told = (
         f"{name!r} has NaN in {len(those)} of {rows} rows of {found.name}: the model is given them as they are"
-        for name, those in missing.items()
+        for name, those in gaps.items()
     )
     notes = (*found.notes, *check_zeros(found.name, feeds), *told)
-    first = {name: int(those[0]) for name, those in missing.items()}
+    first = {name: int(those[0]) for name, those in gaps.items()}
     data = Dataset(found.name, feeds, held, notes, missing=first, folders=found.folders, axes=axes, shared=whole)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
 

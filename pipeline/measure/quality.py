@@ -18,7 +18,7 @@ from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
 from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric
 from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, find_own
 from enginesmith.pipeline.measure.rows import explain_missing
-from enginesmith.pipeline.measure.statistics import NORMAL, Samples, count_for_width, matched_interval, mean_interval
+from enginesmith.pipeline.measure.statistics import NORMAL, Samples, count_for_width, drop_interval
 from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_metric
@@ -49,7 +49,9 @@ class Quality(BaseModel, frozen=True):
     drop: float
     drop_low: float | None = None
     drop_high: float | None = None
-    """95 % interval of the mean drop, paired by sample; by bootstrap, except where samples are right or wrong."""
+    """95 % interval of the mean drop, paired by sample; by bootstrap where the metric is one number."""
+    deviation: float | None = None
+    """Standard deviation of the drops of single samples; None where the metric is one number."""
     samples: int
     counted: bool = False
     """True where each sample is right or wrong, and scores are not graded."""
@@ -73,10 +75,9 @@ class Quality(BaseModel, frozen=True):
 
         Variants are chosen by it, as nothing is known against those that changed no answer.
         """
-        if self.worse is None or self.better is None:
+        if self.deviation is None:
             return self.drop_high
-        spread = (self.worse + self.better) / self.samples - self.drop**2
-        return self.drop + NORMAL * math.sqrt(max(spread, 0.0) / self.samples)
+        return self.drop + NORMAL * self.deviation / math.sqrt(self.samples)
 
     @property
     def title(self) -> str:
@@ -88,11 +89,11 @@ class Quality(BaseModel, frozen=True):
     def explain_excess(self, max_drop: float) -> str:
         """Explain that more is lost than allowed, as far as so many samples tell; empty where that is not shown.
 
-        Of graded scores, the whole interval has to be allowed. Where samples are right or wrong, it is wide even if
-        nothing is lost, and it takes a whole sample above what is allowed: of 96 samples a single one is a drop of
-        0.0104, and no sign that 0.01 is exceeded. That of a metric of all samples is wide likewise.
+        Of graded scores, the upper end of what the samples show has to be allowed. Where they are right or wrong, it
+        takes a whole sample above what is allowed: of 96 samples a single one is a drop of 0.0104, and no sign that
+        0.01 is exceeded. The interval of a metric of all samples is wide likewise.
         """
-        drop, high = format_metric(self.drop), self.drop_high or 0.0
+        drop, high = format_metric(self.drop), self.seen_high or 0.0
         if self.counted:
             above = round((self.drop - max_drop) * self.samples, 6) >= 1
             return f"the drop of {drop} is more than {max_drop:g}" if above else ""
@@ -180,9 +181,10 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     if judged.counted and not (whole or same):
         worse, better = (int((sign * drops > 0).sum()) for sign in (1, -1))
         judged = judged.model_copy(update={"worse": worse, "better": better})
-        interval = matched_interval(worse, better, rows)
-    elif not whole:
-        interval = mean_interval(drops, seed)
+    if not whole:
+        judged = judged.model_copy(update={"deviation": float(drops.std())})
+        largest = 1.0 if judged.counted and not same else float(np.abs(drops).max())
+        interval = drop_interval(drops, largest)
     elif own is None or chosen is None:
         return explain_missing(judged, f"{metric} returns one number for all samples")
     else:

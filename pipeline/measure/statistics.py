@@ -188,25 +188,20 @@ def rate_interval(rates: Sequence[Sequence[float]], seed: int) -> Interval:
     return _interval([np.array(launch) for launch in rates], seed)
 
 
-def mean_interval(values: Samples, seed: int) -> tuple[float, float]:
-    """Estimate the 95 % interval of the mean of independent values."""
-    return _bootstrap(values, np.mean, seed)
+def drop_interval(drops: Samples, largest: float) -> tuple[float, float]:
+    """Estimate the 95 % interval of the mean of what single samples lost, from samples that were judged on two sides.
 
-
-def matched_interval(worse: int, better: int, count: int) -> tuple[float, float]:
-    """Estimate the 95 % interval of a difference of shares, of samples that are right or wrong on two sides.
-
-    ``worse`` and ``better`` count those that one side alone answers right. The adjusted Wald interval of Bonett and
-    Price (J. Educ. Behav. Stat. 37, 2012): a bootstrap's is 0 alone where nothing changed, however few samples there
-    are.
+    Two more samples are added, which lost and won the ``largest`` difference: few samples do not show the rare ones
+    that change much. Where samples are right or wrong, the largest is 1, and it is the adjusted Wald interval of Bonett
+    and Price (J. Educ. Behav. Stat. 37, 2012) for matched pairs.
     """
-    one, other = (worse + 1) / (count + 2), (better + 1) / (count + 2)
-    half = NORMAL * math.sqrt((one + other - (one - other) ** 2) / (count + 2))
-    return one - other - half, one - other + half
+    more = np.append(drops, [largest, -largest])
+    half = NORMAL * float(more.std()) / math.sqrt(more.size)
+    return float(more.mean()) - half, float(more.mean()) + half
 
 
 def count_for_width(half: float, changed: float) -> int:
-    """Count the samples of which :func:`matched_interval` is at most so wide to each side.
+    """Count the samples of which :func:`drop_interval` is at most so wide to each side, where they are right or wrong.
 
     ``changed`` is the share that one side alone answers right.
     """
@@ -219,7 +214,7 @@ def _interval(launches: Sequence[Samples], seed: int) -> Interval:
     values = np.concatenate(launches)
     median = float(np.median(values))
     if len(launches) < LEAST_LAUNCHES:
-        low, high = _bootstrap(values, np.median, seed)
+        low, high = _bootstrap_median(values, seed)
         return Interval(median=median, low=low, high=high)
     centres = np.log([np.median(launch) for launch in launches])
     half = student(len(launches) - 1) * centres.std(ddof=1) / len(launches) ** 0.5
@@ -235,8 +230,8 @@ def student(degrees: int) -> float:
     return NORMAL + first / degrees + second / degrees**2
 
 
-def _bootstrap(values: Samples, statistic: Callable[..., Samples], seed: int) -> tuple[float, float]:
-    """Estimate the interval of a statistic from ``_RESAMPLES`` samples drawn with replacement.
+def _bootstrap_median(values: Samples, seed: int) -> tuple[float, float]:
+    """Estimate the interval of the median from ``_RESAMPLES`` sets drawn with replacement.
 
     Some are drawn at a time, to save memory.
     """
@@ -245,7 +240,7 @@ def _bootstrap(values: Samples, statistic: Callable[..., Samples], seed: int) ->
     parts = []
     for start in range(0, _RESAMPLES, at_once):
         count = min(at_once, _RESAMPLES - start)
-        parts.append(statistic(values[rng.integers(0, values.size, size=(count, values.size))], axis=1))
+        parts.append(np.median(values[rng.integers(0, values.size, size=(count, values.size))], axis=1))
     tail = 50 * (1 - _CONFIDENCE)
     low, high = np.percentile(np.concatenate(parts), (tail, 100 - tail))
     return float(low), float(high)

@@ -321,10 +321,10 @@ def _describe_sets(run: Run) -> Iterator[str]:
     }
     if least:
         name = min(least, key=lambda each: least[each])
-        fewest = f"; the fewest, {least[name]:.1%}, have one in {name}" if least[name] < 1 else ""
+        fewest = f"; the fewest in {name}, {least[name]:.1%}" if least[name] < 1 else ""
         yield (
-            "rows that the model chooses by their values, such as boxes, are compared as sets, in any order: each needs "
-            f"a partner in {run.baseline.id}'s that is close to it{fewest}"
+            "rows that the model chooses by their values, such as boxes, are compared as sets, in any order: nearly "
+            f"all need a partner close to them in those of {run.baseline.id}{fewest}"
         )
 
 

@@ -23,7 +23,6 @@ from enginesmith.pipeline.measure.statistics import (
     SAMPLE_FLOORS,
     Timed,
     comparable,
-    mean_interval,
     median_interval,
     paired_medians,
     paired_ratio,
@@ -308,8 +307,6 @@ def test_same_seed_same_interval() -> None:
     values = np.random.default_rng(3).normal(1.0, 0.1, (12, 5))
     blocks = [Timed(block) for block in values]
     assert median_interval([blocks], seed=7) == median_interval([blocks], seed=7)
-    assert mean_interval(values[0], seed=7) == mean_interval(values[0], seed=7)
-    assert mean_interval(values[0], seed=7) != mean_interval(values[0], seed=8)
 
 
 def disturbed(rng: np.random.Generator, seconds: float, slowed: float, share: float) -> Timed:
@@ -383,11 +380,3 @@ def test_students_t_has_its_quantiles() -> None:
         height = gamma((freedom + 1) / 2) / (sqrt(freedom * pi) * gamma(freedom / 2))
         density = height * (1 + at**2 / freedom) ** (-(freedom + 1) / 2)
         assert np.trapezoid(density, at) == pytest.approx(0.475, abs=5e-5)
-
-
-def test_mean_interval_is_the_normal_one_for_many_values() -> None:
-    values = np.random.default_rng(4).normal(5.0, 2.0, 4_000)
-    low, high = mean_interval(values, seed=0)
-    half = 1.96 * values.std() / np.sqrt(values.size)
-    assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
-    assert high == pytest.approx(values.mean() + half, abs=0.1 * half)

@@ -10,7 +10,7 @@ from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
 from enginesmith.pipeline.measure.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
 from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, explain_few_samples, find_metric
 from enginesmith.pipeline.measure.rows import StageFidelity
-from enginesmith.pipeline.measure.statistics import count_for_width, matched_interval
+from enginesmith.pipeline.measure.statistics import count_for_width, drop_interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.tensors import Array, find_fill
 from enginesmith.pipeline.workflows.stages import _describe_closeness
@@ -255,21 +255,55 @@ def test_no_wrong_answer_among_few_is_no_proof_that_none_becomes_wrong() -> None
 @pytest.mark.parametrize(("count", "worse", "better"), [(100, 0.01, 0), (300, 0.003, 0), (300, 0.03, 0.02)])
 def test_the_interval_holds_the_true_drop_in_19_of_20_sets(count: int, worse: float, better: float) -> None:
     drawn = np.random.default_rng(0).multinomial(count, [worse, better, 1 - worse - better], size=1000)
-    ends = [matched_interval(lost, won, count) for lost, won, _ in drawn.tolist()]
+    ends = [drop_interval(np.repeat([1.0, -1.0, 0.0], counts), 1.0) for counts in drawn]
     assert np.mean([low <= worse - better <= high for low, high in ends]) >= 0.94
+
+
+@pytest.mark.parametrize(("share", "down", "up"), [(0.03, 0.0, 0.5), (0.03, -0.5, 0.7), (1.0, -0.01, 0.015)])
+def test_the_interval_of_graded_scores_holds_what_few_samples_lose(share: float, down: float, up: float) -> None:
+    """Of 300 samples, some lose up to so much, or win; a bootstrap's holds the true drop in 0.90 to 0.93."""
+    rng, held = np.random.default_rng(0), list[bool]()
+    for _ in range(1000):
+        drops = np.where(rng.random(300) < share, rng.uniform(down, up, 300), rng.normal(0.0, 0.002, 300))
+        low, high = drop_interval(drops, float(np.abs(drops).max()))
+        held.append(low <= share * (down + up) / 2 <= high)
+    assert np.mean(held) >= 0.94
+
+
+def test_the_interval_of_a_drop_is_the_normal_one_for_many_samples() -> None:
+    drops = np.random.default_rng(4).normal(5.0, 2.0, 4_000)
+    half = 1.96 * drops.std() / np.sqrt(drops.size)
+    ends = drop_interval(drops, float(np.abs(drops).max()))
+    assert ends == pytest.approx((drops.mean() - half, drops.mean() + half), abs=0.1 * half)
+
+
+def test_graded_scores_are_chosen_by_what_the_samples_show() -> None:
+    """With the two samples that are added, a variant that lost little would often be refused."""
+    lost = np.where(np.arange(100) == 3, 0.4, 0.002)
+    labels = np.ones((100, 1), np.float32)
+    found = evaluate("mse", {"y": labels + np.sqrt(lost)[:, None]}, {"y": labels}, labels)
+    assert not found.counted
+    assert found.deviation == pytest.approx(lost.std(), rel=1e-3)
+    assert found.seen_high is not None
+    assert found.drop_high is not None
+    assert found.seen_high == pytest.approx(found.drop + 1.96 * lost.std() / 10, rel=1e-3)
+    assert found.seen_high < 0.015 < found.drop_high
+    assert "0.01" in found.explain_excess(0.01)
+    assert not found.explain_excess(0.015)
 
 
 @pytest.mark.parametrize(("half", "changed"), [(0.01, 0.0), (0.01, 0.05), (0.002, 0.01)])
 def test_so_many_samples_are_enough_for_a_narrow_interval(half: float, changed: float) -> None:
     count = count_for_width(half, changed)
-    widths = [np.ptp(matched_interval(round(changed * each), 0, each)) / 2 for each in (count, count // 2)]
+    drops = (np.where(np.arange(each) < round(changed * each), 1.0, 0.0) for each in (count, count // 2))
+    widths = [np.ptp(drop_interval(each, 1.0)) / 2 for each in drops]
     assert widths[0] <= 1.02 * half < widths[1]
 
 
 def test_variants_are_chosen_by_what_the_samples_show() -> None:
     found = evaluate("top1", mixed(20), mixed(10), LABELS)
     assert found.seen_high == pytest.approx(0.05 + 1.96 * (0.05 * 0.95 / 200) ** 0.5, rel=1e-3)
-    earlier = found.model_copy(update={"worse": None, "better": None})
+    earlier = found.model_copy(update={"deviation": None})
     assert earlier.seen_high == found.drop_high
 
 

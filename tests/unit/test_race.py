@@ -68,7 +68,7 @@ def test_the_fastest_that_hardly_loses_anything_stays_beside_the_lossless_one(tm
         inputs[f"{name} {CHOICE}"] = scratch_artifact("record", tmp_path / name / RECORDS, None)
     task = Race(engines={}, lossless=("fp32",), seconds=1, most=3, max_drop=0.01, largest=False, device=Device())
     assert [name for name in speeds if task._hardly_loses(name, inputs)] == ["bf16", "fp32"]
-    counted = {**quality, "drop": 0.0, "drop_high": 0.03, "counted": True, "worse": 0, "better": 0}
+    counted = {**quality, "drop": 0.0, "drop_high": 0.03, "counted": True, "worse": 0, "better": 0, "deviation": 0.0}
     write_records(tmp_path / "int8", [counted])  # of so few samples nothing better can be known
     assert task._hardly_loses("int8", inputs)
     for name, most in {"found": 0.002, "lossy": 0.003, "unknown": None}.items():  # by a search, which judged it itself

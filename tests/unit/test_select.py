@@ -123,10 +123,9 @@ def test_a_drop_that_may_be_more_than_allowed_has_to_pay(
 
 
 def test_what_made_no_answer_wrong_counts_as_sure_of_few_samples_too() -> None:
-    unseen = Quality(
-        metric="top1", value=0.9, baseline=0.9, drop=0, drop_high=0.03, samples=96, counted=True, worse=0, better=0
-    )
-    seen = unseen.model_copy(update={"drop": 1 / 96, "drop_high": 0.05, "worse": 1})
+    counts: dict[str, Any] = {"samples": 96, "counted": True, "worse": 0, "better": 0}
+    unseen = Quality(metric="top1", value=0.9, baseline=0.9, drop=0, drop_high=0.03, deviation=0.0, **counts)
+    seen = unseen.model_copy(update={"drop": 1 / 96, "drop_high": 0.05, "worse": 1, "deviation": 0.1})
     records = [record("x", 1.0, 1, 1, quality=quality) for quality in (unseen, seen)]
     assert [may_lose_more(each, 0.01) for each in records] == [False, True]
 
