@@ -20,12 +20,17 @@ import warnings
 import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
+FAILED, DIFFERENT, UNABLE = 1, 3, 4
+
+
+class Unable(RuntimeError):
+    """This machine lacks what the engine needs."""
 
 
 class Model:
     """Load a bundle, for any number of threads; plugins are libraries of TensorRT that its engine needs.
 
-    Raise RuntimeError if a file was changed or the engine cannot run.
+    Raise RuntimeError if a file was changed, and Unable, which is one, if this machine cannot run the engine.
     """
 
     def __init__(self, folder=HERE, plugins=()):
@@ -44,7 +49,7 @@ class Model:
             self._run = start(self.folder / engine["file"], {**engine, **signature, "plugins": plugins})
         except (ImportError, OSError) as error:
             made = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
-            raise RuntimeError(f"this machine cannot run the engine: {error}; {made}") from error
+            raise Unable(f"this machine cannot run the engine: {error}; {made}") from error
 
     def __call__(self, inputs):
         """Map arrays by input name to arrays by output name. Raise ValueError if the inputs do not fit the model."""
@@ -401,7 +406,8 @@ def main():
     """Answer the command line."""
     parser = argparse.ArgumentParser(
         description="Run the engine in this folder. Without --input, run its test vector and compare the answers.",
-        epilog="Exit code 0: done, and answers match; 1: they differ, or the engine cannot run; 2: wrong usage.",
+        epilog="Exit code 0: done, and answers match; 1: it failed; 2: wrong usage; 3: answers differ; 4: this machine "
+        "cannot run the engine.",
     )
     parser.add_argument("--input", nargs="+", action="extend", default=[], metavar="NAME=FILE.npy", help="an input")
     parser.add_argument("--output", metavar="FILE.npz", help="save the answers in this file")
@@ -416,11 +422,13 @@ def main():
         if given.output:
             np.savez(given.output, **answers)
     except Exception as error:  # noqa: BLE001 - onnxruntime's own have no common class
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(UNABLE if isinstance(error, Unable) else FAILED)
     for name, value in answers.items():
         print(name, value.dtype, value.shape, value if feeds else "differs" if name in wrong else "matches")
     if wrong:
-        sys.exit(f"error: {', '.join(wrong)} does not match the test vector")
+        print(f"error: {', '.join(wrong)} does not match the test vector", file=sys.stderr)
+        sys.exit(DIFFERENT)
     if not feeds:
         print("all answers match the test vector")
 

@@ -190,7 +190,7 @@ def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: E
         "--input x.npy: write NAME=x.npy, with the name of an input (see manifest.json)",
     )
     code, said = run()
-    assert code == 1
+    assert code == 4
     assert said.startswith("error: this machine cannot run the engine: "), said
     assert "made with tensorrt_rtx 10.14.1 for cuda" in said
 

@@ -158,7 +158,7 @@ def test_a_script_that_fails_where_the_engine_can_run_is_an_error(
     made.variants.append(made.engine("tensorrt_rtx"))
     monkeypatch.setattr(TensorRTRTX, "infer_script", classmethod(lambda kind: script))
     monkeypatch.setattr(TensorRTRTX, "runnable", lambda engine, device: Availability(ok=True))
-    script.write_text("raise SystemExit('error: this machine cannot run the engine: it is built for sm90')")
+    script.write_text("print('error: it is built for sm90', file=__import__('sys').stderr); raise SystemExit(4)")
     found = package(made.write(), "bundle", tmp_path / "elsewhere", "tensorrt_rtx-fp16").check
     assert found == "not run: it is built for sm90"
     script.write_text("raise SystemExit('error: the engine did not run')")

@@ -13,6 +13,7 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Candidate, Engine
+from enginesmith.pipeline.engines.infer import DIFFERENT, UNABLE
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare
@@ -27,8 +28,6 @@ from enginesmith.pipeline.tensors import Feeds
 
 _MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")
 """All that the worker needs, where the engine does not take its memory from PyTorch."""
-_UNABLE, _DIFFERS = "this machine cannot run the engine: ", "does not match the test vector"
-"""Words of ``infer.py``: where the engine's package or device is not here, and where an answer differs."""
 _SCRIPT_SECONDS = 900
 
 
@@ -110,12 +109,12 @@ def run_script(folder: Path, manifest: Manifest) -> str:
         return f"not run to its end: no answer after {_SCRIPT_SECONDS} s"
     lines = done.stderr.strip().splitlines()
     said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no message")
-    elsewhere = not engine.loads_graph and _UNABLE in said  # it may be for another GPU than the one that is here
-    if done.returncode and (_DIFFERS in said or (runnable and not elsewhere)):
+    elsewhere = not engine.loads_graph and done.returncode == UNABLE  # it may be for another GPU than the one here
+    if done.returncode and (done.returncode == DIFFERENT or (runnable and not elsewhere)):
         told = f"{manifests.INFER} does not run this bundle: {said.removeprefix('error: ')}"
         raise ModelError(told, "package another variant, or optimize again")
     if done.returncode:
-        return f"not run: {said.removeprefix('error: ').removeprefix(_UNABLE)}"
+        return f"not run: {said.removeprefix('error: ')}"
     return "its answers match the test vector"
 
 
