@@ -213,9 +213,9 @@ def open_dataset(
     Args:
         reference: an embedded set (``digits``, ``digits/test``), a file (``.npz``, ``.npy``, ``.safetensors``,
             ``.jsonl``), a folder of images, or ``module:function`` or ``file.py:function``, which is called.
-        inputs: what the model takes; float64 and int32 data are cast where it takes float32 and int64. The samples come
-            first in the data, also where the batch is another dimension of an input. Inputs without a batch are given
-            once for all samples, with the shape that the model takes.
+        inputs: what the model takes; floats are cast to its floats and integers to its integers where nothing is lost,
+            and float64 to float32. The samples come first in the data, also where the batch is another dimension of an
+            input. Inputs without a batch are given once for all samples, with the shape that the model takes.
         split: what an embedded set without a split means.
         options: how images and texts are made into arrays, and which array holds the labels.
 

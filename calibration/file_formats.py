@@ -5,7 +5,7 @@ Everything looks at a few rows at a time, and no longer than it has to: sets may
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -18,9 +18,8 @@ from enginesmith.calibration.sources import RawData, Request, Split, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import BATCH, Array, TensorSpec
+from enginesmith.pipeline.tensors import BATCH, DTYPES, Array, TensorSpec
 
-CASTS = {("float64", "float32"), ("int32", "int64")}
 _FIRST_LOOK_BYTES = 1 << 20
 """Most data differ within that; images are not decoded for more."""
 LABELS = "labels"
@@ -139,12 +138,24 @@ def _suggest_size(arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> s
 
 
 def _cast_safely(source: str, spec: TensorSpec, array: Rows) -> Rows:
+    """Cast floats to floats and integers to integers where nothing is lost, and float64 to float32, as PyTorch does.
+
+    Integers are not cast to floats: pixels up to 255 may be for a model that takes them up to 1.
+    """
     given = str(array.dtype)
     if given == spec.dtype:
         return array
-    if (given, spec.dtype) not in CASTS:
+    if not _keeps_all(array.dtype, spec.dtype) and (given, spec.dtype) != ("float64", "float32"):
         raise DataError(f"{source}: {spec.name!r} is {given}, expected {spec.dtype}", f"save it as {spec.dtype}")
     return cast(array, spec.dtype)  # what overflows becomes infinite, and that is refused below
+
+
+def _keeps_all(given: np.dtype[Any], wanted: str) -> bool:
+    """Tell whether floats are exact in another float dtype, or integers in another integer one."""
+    if wanted not in DTYPES:
+        return False
+    alike = any({given.kind, np.dtype(wanted).kind} <= set(kinds) for kinds in ("f", "iu"))
+    return alike and np.can_cast(given, wanted)
 
 
 def check_labels(source: str, name: str, labels: Rows, rows: int) -> Array:

@@ -427,14 +427,30 @@ class TestOpen:
         ids = np.ones((2, 4), np.int64)
         assert list(open_dataset(saved(mask=ids, ids=ids), TEXT).arrays) == ["ids", "mask"]
 
-    @pytest.mark.parametrize(("given", "wanted"), [(np.float64, "float32"), (np.int32, "int64")])
+    @pytest.mark.parametrize(
+        ("given", "wanted"),
+        [
+            (np.float64, "float32"),
+            (np.float16, "float32"),
+            (np.float32, "float64"),
+            (np.int32, "int64"),
+            (np.uint16, "int64"),
+        ],
+    )
     def test_safe_casts(self, saved, given, wanted):
         data = open_dataset(saved(x=np.ones((2, 3), given)), (TensorSpec.parse(f"x:{wanted}:batch,3"),))
         assert data.arrays["x"].dtype == wanted
 
     @pytest.mark.parametrize(
         ("given", "wanted"),
-        [(np.int64, "int32"), (np.uint8, "float32"), (np.float32, "float16"), (np.int64, "float32")],
+        [
+            (np.int64, "int32"),
+            (np.uint8, "float32"),
+            (np.float32, "float16"),
+            (np.int64, "float32"),
+            (np.uint64, "int64"),
+            (bool, "int64"),
+        ],
     )
     def test_other_casts_are_refused(self, saved, given, wanted):
         with pytest.raises(DataError, match=f"'x' is {np.dtype(given)}, expected {wanted}"):
