@@ -43,6 +43,8 @@ class Quality(BaseModel, frozen=True):
     """The output that was judged; None where the metric was given all of them."""
     other_outputs: tuple[str, ...] = ()
     value: float
+    spread: float | None = None
+    """Standard deviation of the metric of single samples; None where the metric is one number."""
     baseline: float
     guess: float | None = None
     """What the most frequent label would reach as the answer to all samples; None for metrics but top1."""
@@ -182,7 +184,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         worse, better = (int((sign * drops > 0).sum()) for sign in (1, -1))
         judged = judged.model_copy(update={"worse": worse, "better": better})
     if not whole:
-        judged = judged.model_copy(update={"deviation": float(drops.std())})
+        judged = judged.model_copy(update={"deviation": float(drops.std()), "spread": float(ours.std())})
         largest = 1.0 if judged.counted and not same else float(np.abs(drops).max())
         interval = drop_interval(drops, largest)
     elif own is None or chosen is None:

@@ -24,11 +24,17 @@ _CHANGED = ("", "field", "reference", "other")
 _NAMES = {
     "peak_bytes": "peak memory",
     "size_bytes": "size",
+    "metric": "metric",
     "drop": "drop",
     "sqnr_db": "lowest SQNR, dB",
     "build_seconds": "build",
 }
-_COMPARED = {"peak_bytes": ("less", "more"), "size_bytes": ("a smaller", "a larger"), "drop": ("a smaller", "a larger")}
+_COMPARED = {
+    "peak_bytes": ("less", "more"),
+    "size_bytes": ("a smaller", "a larger"),
+    "metric": ("a lower", "a higher"),
+    "drop": ("a smaller", "a larger"),
+}
 _UNCERTAIN, _UNJUDGED = "no certain change", "not judged"
 _LONGEST, _DIGEST, _MOST_NAMED = 80, 12, 4
 _FIGURE = re.compile(r"\d+(\.\d+)?")

@@ -6,7 +6,7 @@ The first run is the reference of all others.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, Field
 
@@ -16,6 +16,7 @@ from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     MOSTLY_DISTURBED,
     NOISE_REMEDY,
+    NORMAL,
     TOO_NOISY,
     Interval,
     divide,
@@ -156,7 +157,7 @@ def _why_none(record: VariantRecord | None, batch: int, run: str) -> str:
 
 # Compare a variant's numbers besides latency in two runs: memory, size, quality, fidelity, time to build.
 
-Quantity = Literal["peak_bytes", "size_bytes", "drop", "sqnr_db", "build_seconds"]
+Quantity = Literal["peak_bytes", "size_bytes", "metric", "drop", "sqnr_db", "build_seconds"]
 
 MEMORY_SPREAD = 0.03
 """Share by which peaks of the same engine may lie apart: ``benchmarks/memory_truth.py`` holds them to it over five
@@ -194,7 +195,8 @@ def compare_metrics(
         _note_missing("peak_bytes", peaks, "max_memory_bytes", records) or _compare_memory(earlier, later, sides),
         _note_missing("size_bytes", sizes, "max_size_bytes", records)
         or MetricDelta(name="size_bytes", before=sizes[0], after=sizes[1], significant=sizes[0] != sizes[1]),
-        _compare_drops(before, after, records),
+        (drop := _compare_drops(before, after, records)).model_copy(update=_compare_values(drop, records)),
+        drop,
         _compare_fidelity(before, after, earlier, later),
         # builds are timed once, so that chance cannot be told from a difference
         _note_missing("build_seconds", seconds, "max_build_seconds", records)
@@ -252,6 +254,24 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
     low = apart - math.hypot(other.drop - lower, most - old.drop)
     high = apart + math.hypot(upper - other.drop, old.drop - least)
     return delta.model_copy(update={"low": low, "high": high, "significant": not low <= 0 <= high})
+
+
+def _compare_values(drop: MetricDelta, records: Mapping[str, VariantRecord]) -> dict[str, Any]:
+    """Compare the metric itself, where drops can be compared: each of them is against its own run's model alone.
+
+    Which samples changed is not known, so the interval is that of two sets of samples, which is wider.
+    """
+    fields: dict[str, Any] = {"name": "metric", "before": None, "after": None, "note": ""}
+    qualities = [record.quality for record in records.values() if record.quality]
+    if len(qualities) < len(records) or not drop.comparable:
+        return fields
+    old, new = qualities
+    fields |= {"before": old.value, "after": new.value, "low": None, "high": None, "significant": None}
+    if old.spread is None or new.spread is None:
+        return fields | {"note": f"{old.metric} has no interval"}
+    half = NORMAL * math.hypot(old.spread, new.spread) / math.sqrt(old.samples) if old != new else 0.0
+    apart = new.value - old.value
+    return fields | {"low": apart - half, "high": apart + half, "significant": abs(apart) > half}
 
 
 def _compare_fidelity(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:

@@ -2,9 +2,9 @@
 
 A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. Latency passes if
 its estimate is within the tolerance and its interval ends below twice the tolerance: so much more is ruled out then,
-at 97.5 %. What is missing or too imprecise is not judged, which is neither passed nor failed. The gate fails on it,
-with one exception: a difference from the baseline that is within the tolerance by its estimate alone; ``strict`` fails
-on that, too.
+at 97.5 %. The metric may be worse by the allowed drop. What is missing or too imprecise is not judged, which is neither
+passed nor failed. The gate fails on it, with one exception: a difference from the baseline that is within the tolerance
+by its estimate alone; ``strict`` fails on that, too.
 """
 
 import re
@@ -16,6 +16,7 @@ from typing import Any
 
 from enginesmith.pipeline.artifact import replace_folder
 from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
+from enginesmith.pipeline.measure.quality import Quality, sign_of
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import differences, remeasure, verdicts
@@ -208,7 +209,9 @@ def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Itera
     if after.record.status == "measured":
         yield _check_latency(before, after, demands)
     for metric in compare_metrics(before.run, after.run, before.record, after.record, _SIDES):
-        if metric.name in _COMPARED and metric.before is not None:
+        if metric.name == "metric" and after.record.quality and metric.before is not None and metric.after is not None:
+            yield _check_metric(metric, after.record.quality, demands.budgets.max_drop or 0.0)
+        elif metric.name in _COMPARED and metric.before is not None:
             yield _check_quantity(metric, metric.before, demands.tolerance)
         elif metric.name in _COMPARED and metric.after is not None and metric.name != "size_bytes":  # eager has no file
             text = f"{_COMPARED[metric.name][0]} was not measured in the baseline, so it is not compared"
@@ -232,6 +235,25 @@ def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> Gat
     required, after = worse or state != "unjudged", metric.after
     return GateCheck(
         name=metric.name, against="baseline", state=state, required=required, text=said, before=before, actual=after
+    )
+
+
+def _check_metric(metric: MetricDelta, quality: Quality, allowed: float) -> GateCheck:
+    """Check that the metric is not worse than the baseline's by more than is allowed.
+
+    Drops are against each run's own model: one that was trained again may lose nothing in its engine and yet be worse.
+    """
+    assert metric.before is not None
+    assert metric.after is not None
+    worse = sign_of(quality.metric) * (metric.before - metric.after) > allowed
+    said = f"{quality.title} is {format_metric(metric.after)}, the baseline's {format_metric(metric.before)}"
+    state: CheckState = "failed" if worse else "passed"
+    if worse and metric.significant is None:
+        state, said = "unjudged", f"{said}: {metric.note}"
+    elif worse and not metric.significant:
+        state, said = "passed", f"{said}, which {quality.samples} samples cannot tell apart"
+    return GateCheck(
+        name="metric", against="baseline", state=state, text=said, before=metric.before, actual=metric.after
     )
 
 

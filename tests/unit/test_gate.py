@@ -250,20 +250,49 @@ def test_slower_is_broken_beyond_tolerance_for_sure(tmp_path: Path, after: float
 
 
 def test_memory_size_and_quality_are_held_against_the_baseline(tmp_path: Path) -> None:
-    good = Quality(metric="top1", value=0.9, baseline=0.9, drop=0.0, drop_low=0.0, drop_high=0.0, samples=1000)
+    ends = {"drop_low": 0.0, "drop_high": 0.0, "spread": 0.3}
+    good = Quality(metric="top1", value=0.9, baseline=0.9, drop=0.0, samples=1000, **ends)
     bad = good.model_copy(update={"value": 0.8, "drop": 0.1, "drop_low": 0.08, "drop_high": 0.12})
     before = write(tmp_path / "before", record(quality=good))
     large = MemoryRow(device="cpu", batch=1, peak_bytes=12 << 20)
     stored = StoredArtifact(path="variants/a/model.onnx", sha256="1", bytes=1040)
     run = write(tmp_path / "run", record(memory=large, artifact=stored, quality=bad))
     found = judged(gate.gate(run, demands(), baseline=before))
-    assert found == {"latency_ms": True, "peak_bytes": False, "size_bytes": True, "drop": False}
+    assert found == {"latency_ms": True, "peak_bytes": False, "size_bytes": True, "metric": False, "drop": False}
     gained = record(p50_ms=0.9, quality=good.model_copy(update={"drop": -0.00002, "drop_low": -0.00003}))
     texts = {one.name: one.text for one in gate.gate(write(run, gained), demands(), baseline=before).verdicts}
     assert texts["drop"] == "accuracy drop is −0.000020, the baseline's +0.0000"
     assert "latency is −10.0% [" in texts["latency_ms"]
     wide = Demands(budgets=Budgets(), measure=False, tolerance=0.3)
     assert judged(gate.gate(run, wide, baseline=before))["peak_bytes"], "20 % more is within 30 %"
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed", "state"),
+    [
+        ({"value": 0.5}, None, "failed"),
+        ({"value": 0.88}, None, "passed"),
+        ({"value": 0.85}, 0.01, "failed"),
+        ({"value": 0.85}, 0.1, "passed"),
+        ({"value": 0.95}, None, "passed"),
+        ({"metric": "mse", "value": 1.5}, None, "failed"),
+        ({"metric": "mse", "value": 0.5}, None, "passed"),
+        ({"value": 0.85, "spread": None}, None, "unjudged"),
+        ({"value": 0.85, "samples": 999}, None, None),
+    ],
+)
+def test_a_model_that_was_trained_to_less_accuracy_is_a_regression(
+    tmp_path: Path, changes: dict[str, Any], allowed: float | None, state: str | None
+) -> None:
+    """Its engine loses nothing against the model itself."""
+    good = Quality(metric="top1", value=0.9, spread=0.3, baseline=0.9, drop=0.0, drop_low=0, drop_high=0, samples=1000)
+    good = good.model_copy(update={"metric": changes.get("metric", "top1")})
+    before = write(tmp_path / "before", record(quality=good))
+    worse = good.model_copy(update={**changes, "baseline": changes["value"]})
+    run = write(tmp_path / "run", record(quality=worse))
+    found = gate.gate(run, demands(max_drop=allowed), baseline=before)
+    assert [check.state for check in found.verdicts if check.name == "metric"] == ([state] if state else [])
+    assert found.exit_code == (0 if state == "passed" else 3)
 
 
 @pytest.mark.parametrize(
