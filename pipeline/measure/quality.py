@@ -62,6 +62,8 @@ class Quality(BaseModel, frozen=True):
     better: int | None = None
     whole: bool = False
     """True where the metric is one number for all samples; the interval is of samples drawn anew."""
+    data_sha256: str = ""
+    """Digest of the samples and their labels."""
     batch: int | None = None
     """Samples that were computed together, where they change each other's answers."""
     reasons: dict[str, str] = {}

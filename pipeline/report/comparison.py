@@ -225,7 +225,7 @@ def _list_changes(pair: Pair) -> Part:
 def _format_field(field: Changed, value: Any) -> str:
     if value is None or value == []:
         return "–"
-    if field.name == "sha256":
+    if field.name.endswith("sha256"):
         return str(value)[:_DIGEST]
     if field.name.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)

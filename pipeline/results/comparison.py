@@ -236,6 +236,7 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
         return missing
     delta = MetricDelta(name="drop", before=old.drop, after=other.drop)
     sides = ((old, before.model.data), (other, after.model.data))
+    digests = {quality.data_sha256 for quality, _ in sides if quality.data_sha256}
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         names = ((data or "unknown").partition(" (choice:")[0] for _, data in sides)  # they were judged on other rows
         said = (
@@ -243,6 +244,9 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
             for (quality, _), name in zip(sides, names, strict=True)
         )
         note = f"{' and '.join(said)} cannot be compared"
+        return delta.model_copy(update={"comparable": False, "note": note})
+    if len(digests) > 1:
+        note = f"{before.model.data or 'the data'} has other samples or labels now"
         return delta.model_copy(update={"comparable": False, "note": note})
     if old == other:
         return delta.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})

@@ -66,6 +66,8 @@ def is_same_model(before: Run, after: Run) -> bool | None:
 
     Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
     """
+    if before.model.content and before.model.content == after.model.content:
+        return True
     old, other = before.model.sha256, after.model.sha256
     if old is not None and other is not None:
         return old == other
@@ -151,6 +153,7 @@ def _data(run: Run) -> dict[str, Any]:
         "shapes": run.model.shapes,
         "metric": quality.metric if quality else None,
         "evaluated samples": quality.samples if quality else None,
+        "evaluated samples, sha256": quality.data_sha256 if quality else None,
     }
 
 

@@ -357,6 +357,8 @@ def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> 
         yield f"{after.record.id} is compared with {before.record.id}, the baseline's winner"
     if before.run.model.source != after.run.model.source:
         yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
+    elif differences.is_same_model(before.run, after.run) is False:
+        yield f"{after.run.model.source} has other weights or other code than in the baseline"
     changed = differences.list_differences(before.run, after.run)
     for version in changed.versions:
         yield f"{version.name} is {version.after}, and was {version.before}"

@@ -80,7 +80,11 @@ class Worker:
         cores: Collection[int] | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
+        """Start ``body(connection, *args)`` with its standard output and error in ``log``.
+
+        Raises:
+            StepKilled: the fork server was killed meanwhile; the next worker starts another one.
+        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED])
         self.log = log
@@ -95,7 +99,14 @@ class Worker:
             address = {name: getattr(_server, name) for name in _ADDRESS if hasattr(_server, name)}
             main = (body, theirs, args, str(log), cores, prepare, address)
             self._process = context.Process(target=_main, args=main, name=body.__name__)
-            self._process.start()
+            try:
+                self._process.start()
+            except (EOFError, ConnectionError) as error:
+                raise StepKilled(
+                    "its process was not started, as the fork server that starts it was killed, most likely by the "
+                    "kernel because memory ran out",
+                    "give it more memory, or fewer --jobs; `resume` does what is missing",
+                ) from error
         theirs.close()
 
     @property

@@ -16,7 +16,7 @@ from enginesmith.calibration.ranges import FILE, Provenance, Ranges
 from enginesmith.calibration.synthetic import lazy_synthetic
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
@@ -189,6 +189,7 @@ def _collect(
 
     Raises:
         ModelError: a product reads or writes what is not finite; masks may be infinite, and padding NaN.
+        DataError: the same, for a sample that has NaN.
     """
     every = -(-len(feeding) // _REPORTS)
     with open_activation_capture(model.path, chosen.taps) as session:
@@ -204,6 +205,12 @@ def _collect(
             maker = next((node for node in model_file.skeleton(model.path).graph.node if first in node.output), None)
             made = f", made by the {maker.op_type} node {maker.name!r}," if maker else ""
             row = feeding.provenance.rows[index * feeding.provenance.batch]
+            if missing := [name for name, value in feeds.items() if value.dtype.kind == "f" and np.isnan(value).any()]:
+                where = f"row {row}" + (", or soon after it" if feeding.provenance.batch > 1 else "")
+                raise DataError(
+                    f"{feeding.provenance.data}: {missing[0]!r} holds NaN in {where}, and {first!r} then has no range",
+                    "remove such rows, or fill them in as for training",
+                )
             raise ModelError(
                 f"the value {first!r}{made} is NaN or infinite on row {row} of {feeding.provenance.data}"
                 f"{'' if index else ' (the first that was tried)'}, and what follows with it",

@@ -346,7 +346,9 @@ class Quality(EngineCheck):
                 if self.metric:
                     raise
                 return f"no metric was named, and {error.message}", {}, reads
-        judged = judged.model_copy(update={"batch": together})
+        known = next(iter(read_models(baseline, quality.Quality)), None)
+        content = known.data_sha256 if known else data.digest
+        judged = judged.model_copy(update={"batch": together, "data_sha256": content})
         return judged, outputs, (*reads, *_code_read(self.metric, tracker.files))
 
     def _find_batch(self, baseline: Artifact | None, reference: Artifact | None) -> int | None:

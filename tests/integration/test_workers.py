@@ -38,6 +38,30 @@ def alone() -> dict[str, str]:
     return {**os.environ, "ENGINESMITH_PRELOAD_ONLY": ""}
 
 
+def test_a_killed_fork_server_is_no_interruption(tmp_path: Path) -> None:
+    """The step is told to have been killed, and is repeated; the next worker starts another server."""
+    script = """
+import os, signal, threading
+from pathlib import Path
+from enginesmith.pipeline.errors import StepKilled
+from enginesmith.pipeline.system import worker
+run = lambda: worker.run(callable, log=Path("log"))
+print(run())
+server = worker._server._forkserver_pid
+os.kill(server, signal.SIGSTOP)
+threading.Timer(0.2, os.kill, (server, signal.SIGKILL)).start()
+try:
+    run()
+except StepKilled as killed:
+    print("fork server" in str(killed))
+print(run())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=alone(), capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["True"] * 3, done.stderr
+
+
 def test_an_answer_and_progress_come_back(tmp_path: Path) -> None:
     said: list[str] = []
     done = load("mlp", tmp_path, on_progress=said.append)

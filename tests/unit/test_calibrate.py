@@ -212,6 +212,14 @@ def test_a_product_of_what_is_not_finite_names_the_first_such_value(tmp_path: Pa
         calibrated(tmp_path, model, reference(tmp_path))
 
 
+def test_a_product_of_what_is_missing_names_the_row(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).random((8, 1, 8, 8), np.float32)
+    images[5, 0, 3, 3] = np.nan
+    np.savez(tmp_path / "images.npz", image=images)
+    with pytest.raises(DataError, match=r"images.npz: 'image' holds NaN in row 5, and 'image' then has no range"):
+        calibrated(tmp_path, network(tmp_path), reference(tmp_path), str(tmp_path / "images.npz"))
+
+
 def test_infinite_masks_are_no_fault(tmp_path: Path) -> None:
     nodes = (
         helper.make_node("Less", ["product", "zero"], ["negative"]),

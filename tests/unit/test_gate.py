@@ -279,6 +279,7 @@ def test_memory_size_and_quality_are_held_against_the_baseline(tmp_path: Path) -
         ({"metric": "mse", "value": 0.5}, None, "passed"),
         ({"value": 0.85, "spread": None}, None, "unjudged"),
         ({"value": 0.85, "samples": 999}, None, None),
+        ({"value": 0.85, "data_sha256": "2"}, None, None),
     ],
 )
 def test_a_model_that_was_trained_to_less_accuracy_is_a_regression(
@@ -286,7 +287,7 @@ def test_a_model_that_was_trained_to_less_accuracy_is_a_regression(
 ) -> None:
     """Its engine loses nothing against the model itself."""
     good = Quality(metric="top1", value=0.9, spread=0.3, baseline=0.9, drop=0.0, drop_low=0, drop_high=0, samples=1000)
-    good = good.model_copy(update={"metric": changes.get("metric", "top1")})
+    good = good.model_copy(update={"metric": changes.get("metric", "top1"), "data_sha256": "1"})
     before = write(tmp_path / "before", record(quality=good))
     worse = good.model_copy(update={**changes, "baseline": changes["value"]})
     run = write(tmp_path / "run", record(quality=worse))
