@@ -35,7 +35,10 @@ class Model:
 
     def __init__(self, folder=HERE, plugins=()):
         self.folder, self.exceeded = pathlib.Path(folder), set()
-        self.manifest = json.loads((self.folder / "manifest.json").read_bytes())
+        try:
+            self.manifest = json.loads((self.folder / "manifest.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"manifest.json cannot be read: {error}; copy the bundle again") from error
         if self.manifest["schema"] != "enginesmith.bundle/1":
             raise RuntimeError(f"manifest.json is of schema {self.manifest['schema']}, which this script cannot read")
         for name, kept in self.manifest["files"].items():  # before anything is loaded: an engine is code

@@ -222,8 +222,12 @@ def _compare_memory(earlier: VariantRecord, later: VariantRecord, sides: tuple[s
     if first != second:
         where = f"it was measured at batch {first} in {sides[0]}, at batch {second} in {sides[1]}"
         return delta.model_copy(update={"comparable": False, "note": f"{where}; {_SAME_BATCHES}"})
-    spread = max(MEMORY_SPREAD * before, MEMORY_GRAIN_BYTES)
-    return delta.model_copy(update={"significant": abs(after - before) > spread})
+    return delta.model_copy(update={"significant": abs(after - before) > spread_of_peaks(before)})
+
+
+def spread_of_peaks(peak: float) -> float:
+    """Compute by how much peaks of the same engine may lie apart, in bytes."""
+    return max(MEMORY_SPREAD * peak, MEMORY_GRAIN_BYTES)
 
 
 def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]) -> MetricDelta:

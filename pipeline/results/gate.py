@@ -22,7 +22,13 @@ from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import differences, remeasure, verdicts
 from enginesmith.pipeline.results import fleet as fleets
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compare_latency, compare_metrics
+from enginesmith.pipeline.results.comparison import (
+    MetricDelta,
+    Quantity,
+    compare_latency,
+    compare_metrics,
+    spread_of_peaks,
+)
 from enginesmith.pipeline.results.earlier_fleet import Earlier
 from enginesmith.pipeline.results.fleet import RUNS
 from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
@@ -231,7 +237,9 @@ def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> Gat
         state = "failed" if metric.significant and worse else "passed"
         said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
         if metric.name != "drop" and before:
-            said += f" ({_format_change(metric.after / before)}; {100 * tolerance:g} % more is allowed)"
+            said += f" ({_format_change(metric.after / before)}; {100 * tolerance:g} % more is allowed"
+            same = f", and peaks of one engine lie up to {format_bytes(spread_of_peaks(before))} apart"
+            said += f"{same if worse and state == 'passed' else ''})"
     required, after = worse or state != "unjudged", metric.after
     return GateCheck(
         name=metric.name, against="baseline", state=state, required=required, text=said, before=before, actual=after

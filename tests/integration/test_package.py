@@ -101,6 +101,8 @@ def test_a_manifest_of_another_schema_is_not_followed(bundle: Path) -> None:
     refused = infer(bundle)
     assert refused.returncode == 1
     assert "is of schema enginesmith.bundle/2" in refused.stderr
+    (bundle / "manifest.json").write_text(text[:200])
+    assert infer(bundle).stderr.startswith("error: manifest.json cannot be read: ")
 
 
 @pytest.mark.thorough

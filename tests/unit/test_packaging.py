@@ -82,6 +82,7 @@ def test_made_up_values_stay_in_range(sample: Any, values: set[Any]) -> None:
         ({}, "onnxruntime-fp23", "did you mean onnxruntime-fp32"),
         ({}, "eager", "takes the code that makes it"),
         ({"variants": ()}, None, "no winner"),
+        ({"variants": (), "winner": None, "complete": False}, None, "no engine is built: `enginesmith resume .*` goes"),
     ],
 )
 def test_wrong_choices_are_said(

@@ -11,9 +11,10 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
 from enginesmith.pipeline.engines.onnxruntime import engine as plain
 from enginesmith.pipeline.engines.onnxruntime import providers, tensorrt
+from enginesmith.pipeline.engines.onnxruntime.session import open_session, session_options
 from enginesmith.pipeline.engines.onnxruntime.tensorrt import OnnxRuntimeTensorRT, OnnxRuntimeTensorRTRTX
 from enginesmith.pipeline.engines.options import EngineOptions, OnnxRuntimeOptions
-from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, StoreError, UsageError
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.planning.planner import plan
@@ -26,6 +27,7 @@ from enginesmith.pipeline.system import nvidia, software
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tasks import tune as tuning
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from graphs import save_operator
 
 CUDA = Device(kind="cuda", index=1)
 GPU = nvidia.CudaDevice(name="a GPU", compute_capability=(8, 6))
@@ -347,3 +349,10 @@ def test_a_run_of_nothing_but_engines_that_cannot_be_built_ends_at_once(monkeypa
     resolved = resolve_recipe(make({"model": "digits", "engines": ["onnxruntime_tensorrt"]}))
     with pytest.raises(MissingCapability, match="cannot be built here: TensorRT 10"):
         plan(resolved)
+
+
+def test_a_full_disk_is_no_fault_of_the_graph(tmp_path: Path) -> None:
+    model = save_operator(tmp_path / "model.onnx", "Neg")
+    with pytest.raises(StoreError, match=r"cannot write the optimized graph of model\.onnx") as full:
+        open_session(model.path, session_options(Device(), "all", True, Path("/dev/full")), Device())
+    assert "disk is full" in full.value.remedy

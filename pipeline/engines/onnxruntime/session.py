@@ -34,6 +34,7 @@ from enginesmith.pipeline.errors import (
     MissingCapability,
     ModelError,
     StepOutOfMemory,
+    StoreError,
     UsageError,
     install_command,
 )
@@ -250,6 +251,9 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         return MissingCapability(
             f"ONNX Runtime does not take an option: {text.rpartition(': ')[2]}", "omit --ort-option"
         )
+    if "serialization failed" in text:  # of the optimized graph, which it saves
+        told = f"ONNX Runtime cannot write the optimized graph of {file}: {text}"
+        return StoreError(told, "most likely the disk is full: free some space, then `enginesmith resume` goes on")
     lacking = "Could not find an implementation" in text
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
         verdict = f"has no CPU kernels for what is in {file}"

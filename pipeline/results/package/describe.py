@@ -93,7 +93,8 @@ def find_variant(folder: Path, variant: str | None) -> Stored:
         why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
         built = ", ".join(variant.id for variant in run.variants if variant.artifact)
         named = f"name one with --variant (in Python: variant=…); built are: {built}"
-        raise UsageError(f"the run has no winner: {why}", named if built else "no engine is built: run optimize again")
+        again = "run optimize again" if run.complete else f"`enginesmith resume {folder}` goes on"
+        raise UsageError(f"the run has no winner: {why}", named if built else f"no engine is built: {again}")
     return Stored(folder, run, record)
 
 
