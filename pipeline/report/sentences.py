@@ -317,7 +317,8 @@ def _describe_sets(run: Run) -> Iterator[str]:
     least = {
         mark_name(record): min(shares)
         for record in run.requested
-        if (shares := [entry.paired for entry in record.fidelity if entry.paired is not None])
+        if record.status != "failed"
+        and (shares := [entry.paired for entry in record.fidelity if entry.paired is not None])
     }
     if least:
         name = min(least, key=lambda each: least[each])

@@ -339,7 +339,7 @@ class Verify(EngineCheck):
         )
         reason = "" if result.passed else describe_failure(result) if self.judged else _NOT_JUDGED
         if self.judged and not result.passed and self.precision == "fp32":
-            failed = {output.name for output in result.outputs if not output.passed}
+            failed = {output.name for output in result.outputs if not (output.passed or output.paired is not None)}
             if failed & {names.get(name, name) for name in known.unsteady}:
                 reason += _UNSTEADY
             elif known.data == samples.SYNTHETIC and _may_be_rounding(result):

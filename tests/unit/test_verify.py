@@ -17,7 +17,7 @@ from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
-from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.tensors import Feeds, TensorSpec
 from graphs import save_operator
 
 
@@ -127,6 +127,13 @@ def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is
     inputs = {"model": save_operator(tmp_path / "other.onnx", "Mul", 1.01)}
     inputs["reference"] = Artifact(kind="reference", path=reference, sha256="", bytes=0)
     assert "look for a division by nearly 0" in check.run(inputs, tmp_path / "verify", lambda _: None).rejected
+    made = inputs["model"].signature
+    assert made is not None
+    changes = {"outputs": (TensorSpec.parse("y:float32:boxes,3"),), "unordered": {"y": "rows"}}
+    inputs["model"] = inputs["model"].model_copy(update={"signature": made.model_copy(update=changes)})
+    rejected = check.run(inputs, tmp_path / "verify", lambda _: None).rejected
+    assert "of the rows in output 'y' have a partner" in rejected
+    assert "division" not in rejected, "sets of rows allow for rounding themselves"
 
 
 def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:
