@@ -332,6 +332,26 @@ def test_elements_are_gathered_from_slices(tmp_path: Path, slices: str) -> None:
         assert (session.run(feeds)["y"] == wanted).all()
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_branch_that_answers_nothing_answers_nothing(tmp_path: Path, stored: bool) -> None:
+    """As in torchvision's NonMaxSuppression of several classes, where no box is left. OpenVINO itself answers a row."""
+    nothing = "" if stored else "e = Constant <value: tensor = int64[0] {}> ()"
+    text = f"""net (float[n, 4] x) => (int64[k] y) {{
+        w = ReduceMax <keepdims = 0> (x)
+        zero = Constant <value_float: float = 0.0> ()
+        c = Less (w, zero)
+        y = If (c) <then_branch = a () => (int64[k] p) {{ {nothing} p = Identity (e) }},
+                    else_branch = b () => (int64[k] q) {{ f = NonZero (x) z = Constant <value_int: int = 0> ()
+                                                          q = Gather <axis = 0> (f, z) }}> }}"""
+    model = parse_graph(text, **({"e": np.empty(0, np.int64)} if stored else {}))
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO().load(artifact, CPU) as session:
+        for sign in (-1, 1):
+            feeds = {"x": np.full((2, 4), sign, np.float32)}
+            answer = session.run(feeds)["y"]
+            assert answer.shape == run_model(model, feeds)["y"].shape == ((0,) if sign < 0 else (8,))
+
+
 def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
     model = parse_graph(MATRIX.replace("MatMul(x, w)", "com.example.Unknown(x, w)"), w=WEIGHT)
     with pytest.raises(UnsupportedGraph, match="Unknown") as error:

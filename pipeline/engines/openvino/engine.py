@@ -146,10 +146,10 @@ class OpenVINO(Engine):
         """Write ``model.xml`` with its weights in ``model.bin``, and the record of how this processor runs it."""
         artifact, out = request.artifact, request.out
         self.require_runnable(request.device)
-        graph = session.read_graph(artifact.path)
+        graph, source = session.read_graph(artifact.path), model_file.skeleton(artifact.path)
+        session.restore_empty(graph, model_file.list_empty(source))
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)
         compiled = session.compile_graph(graph, artifact.path.name, request.device, self.floats)
-        source = model_file.skeleton(artifact.path)
         rounded, asked = profiler.find_rounded(source)
         audit = profiler.audit(profiler.read_layers(compiled, rounded), asked)
         fixed = session.has_only_a_batch(artifact.signature or model_file.signature(artifact.path))

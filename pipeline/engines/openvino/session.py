@@ -107,6 +107,35 @@ def _replace_lost_slices(graph: "openvino.Model") -> None:
             reader.input(0).replace_source_output(source)
 
 
+def restore_empty(graph: "openvino.Model", empty: Collection[str]) -> None:
+    """Give constants that are answers their size of 0 back, by name: OpenVINO 2026.4.1 reads them as single numbers.
+
+    A branch for the case that a detector finds nothing then answers a row of arbitrary numbers. What else reads such
+    constants is left alone: a Gather by no indices would end the process.
+    """
+    openvino = load_openvino()
+
+    if not empty:
+        return
+    for node in graph.get_ordered_ops():
+        for body in _list_bodies(node):
+            restore_empty(body, empty)
+        value = node.output(0) if node.get_type_name() == "Constant" else None
+        if value is not None and not value.get_shape() and not value.get_names().isdisjoint(empty):
+            made = openvino.op.Constant(node.get_element_type(), openvino.Shape([0]), []).output(0)
+            for reader in value.get_target_inputs():
+                if reader.get_node().get_type_name() == "Result":
+                    reader.replace_source_output(made)
+    graph.validate_nodes_and_infer_types()
+
+
+def _list_bodies(node: Any) -> list["openvino.Model"]:
+    """List the branches of a node, or the body of a loop."""
+    if node.get_type_name() == "If":
+        return [node.get_function(index) for index in range(2)]
+    return [node.get_function()] if node.get_type_name() in _WITH_BODIES else []
+
+
 def compile_graph(graph: "openvino.Model", name: str, device: Device, hint: FloatType, **more: Any) -> Any:
     """Compile a graph for this processor; errors name ``name``, and are those of :func:`read_graph`."""
     options = {**compile_options(device.thread_count, hint), **find_workarounds(graph), **more}

@@ -391,6 +391,19 @@ def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
             yield from attribute.tensors
 
 
+def list_empty(model: "onnx.ModelProto") -> set[str]:
+    """Name the constants of one dimension that have no elements, of subgraphs, too."""
+    stored = {tensor.name: tensor for graph in list_graphs(model) for tensor in graph.initializer}
+    made = {
+        node.output[0]: attribute.t
+        for node in nodes(model)
+        if node.op_type == "Constant"
+        for attribute in node.attribute
+        if attribute.HasField("t")
+    }
+    return {name for name, tensor in {**stored, **made}.items() if list(tensor.dims) == [0]}
+
+
 def _is_external(tensor: "onnx.TensorProto") -> bool:
     return bool(tensor.data_location == tensor.EXTERNAL)
 
