@@ -345,7 +345,8 @@ def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tol
     unclear = ratio.low <= 1 if worse else ratio.high > 1 + 2 * tolerance
     state: CheckState = "unjudged" if unclear else "failed" if worse else "passed"
     ends = f"[{_format_change(ratio.low)}, {_format_change(ratio.high)}]"
-    said = f"latency is {_format_change(ratio.median)} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
+    alone = f"medians: {ms(after)} and {ms(before)} ms"
+    said = f"latency is {_format_change(ratio.median)} {ends} against the baseline's ({alone})"
     why = f"the interval is too wide to decide; {NOISE_REMEDY}; " if unclear else ""
     text = f"{said}; {100 * tolerance:g} % more is allowed; {why}{basis}"
     return _make_latency_check(state, text, **common, required=worse or not unclear, change=ratio)
