@@ -85,7 +85,7 @@ class Sample(Task):
                 sentence, code = try_metric(self.metric, session, data)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if data:
-                _check_missing(session, data)
+                _check_missing(session, data, self.batches[0])
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             interacting = _describe_interaction(session, cases, out)
@@ -208,14 +208,15 @@ def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -
         raise ModelError(message, f"{error.remedy}{advice}{single}") from error
 
 
-def _check_missing(session: Session, data: Dataset) -> None:
-    """Check that the model has an answer to the first sample with NaN in an input.
+def _check_missing(session: Session, data: Dataset, batch: int) -> None:
+    """Check that the model has an answer to the first sample with NaN in an input, repeated to this batch.
 
     Raises:
         DataError: it has none: an output is NaN as a whole.
     """
+    size = batch if samples.batch_symbol(session.signature) else samples.fixed_batch(session.signature)
     for name, row in data.missing.items():
-        feeds = data.whole.feed(np.full(samples.fixed_batch(session.signature), row))
+        feeds = data.whole.feed(np.full(size, row))
         for output, value in session.run(feeds).items():
             if value.size and _count_not_finite(value) == value.size:
                 raise DataError(
