@@ -328,11 +328,17 @@ def identify_metric(text: str | None) -> dict[str, dict[str, str]]:
     return {"metric": code} if code else {}
 
 
+def _copy(outputs: Feeds, labels: Labels) -> tuple[dict[str, Array], Labels]:
+    """Copy what a function of the user's is given: it may compute in place, and others are judged by the same."""
+    mine = {name: array.copy() for name, array in labels.items()} if isinstance(labels, Mapping) else labels.copy()
+    return {name: array.copy() for name, array in outputs.items()}, mine
+
+
 def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: int) -> Samples:
     """Apply a metric; returns values of shape () or (samples,)."""
     given = f"it was given the outputs {describe_arrays(outputs)} and the labels {describe_labels(labels)}"
     try:
-        returned = function(dict(outputs), labels)
+        returned = function(*((dict(outputs), labels) if find_own(parse_metric(name)[0]) else _copy(outputs, labels)))
     except EnginesmithError:
         raise
     except Exception as error:

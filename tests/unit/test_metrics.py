@@ -1,6 +1,7 @@
 """Task metrics: by hand, against the libraries that people trust, and what they refuse."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -347,6 +348,17 @@ def test_top1_is_told_beside_the_most_frequent_label() -> None:
     judged = evaluate("top1", {"y": logits}, {"y": logits}, labels)
     assert (judged.value, judged.guess) == (0.25, 0.75)
     assert evaluate("auroc", {"y": logits[:, :1]}, {"y": logits[:, :1]}, labels > 0).guess is None
+
+
+def test_a_metric_that_computes_in_place_changes_nothing(tmp_path: Path) -> None:
+    code = "def m(y, labels):\n    out = y['y']\n    out -= labels\n    labels += 1\n    return -abs(out)[:, 0]\n"
+    (tmp_path / "own.py").write_text(code)
+    labels, answers = np.zeros((4, 1), np.float32), np.ones((4, 1), np.float32)
+    ours, theirs, metric = {"y": 3 * answers}, {"y": answers.copy()}, f"{tmp_path / 'own.py'}:m"
+    assert [evaluate(metric, ours, theirs, labels).drop for _ in range(2)] == [2, 2]
+    assert (ours["y"] == 3).all()
+    assert (theirs["y"] == 1).all()
+    assert not labels.any()
 
 
 def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
