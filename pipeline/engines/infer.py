@@ -262,7 +262,7 @@ def _openvino(file, engine):
             return known[batch]
 
     def run(feeds):
-        values = list(feeds.values())
+        values = [value.view(value.dtype.name) for value in feeds.values()]  # it knows int64, and not longlong
         for name, value in feeds.items():  # whole numbers are computed in 32 bits
             if (
                 value.dtype.kind in "iu"

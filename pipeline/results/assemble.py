@@ -51,6 +51,7 @@ from enginesmith.pipeline.tasks.measure import ENVIRONMENT, read_limits, read_wo
 from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.tasks.race import RACE, STAY
+from enginesmith.pipeline.tensors import Signature
 
 # Look up a step's artifact, records or failure reason.
 
@@ -434,6 +435,14 @@ def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
     )
 
 
+def _add_unordered(signature: Signature, outcomes: Outcomes) -> Signature:
+    """Say which outputs have rows that are chosen by their values, as the graph tells, and the module does not."""
+    made = (outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact)
+    known = next((each.unordered for each in made if each and each.unordered), {})
+    names = {spec.name for spec in signature.outputs}
+    return signature.model_copy(update={"unordered": {name: kind for name, kind in known.items() if name in names}})
+
+
 def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
     model, reference = artifact_of(outcomes, LOAD), artifact_of(outcomes, REFERENCE)
     known = samples.read(reference.folder) if reference else None
@@ -441,7 +450,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         source=recipe.model,
         sha256=model.sha256 if model else None,
         content=content_digest(model.folder) if model else "",
-        signature=model.signature if model else None,
+        signature=_add_unordered(model.signature, outcomes) if model and model.signature else None,
         data=known.data if known else None,
         parts=known.parts if known else {},
         interacting_samples=bool(known and known.interacting),

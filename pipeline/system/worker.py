@@ -102,6 +102,7 @@ class Worker:
             try:
                 self._process.start()
             except (EOFError, ConnectionError) as error:
+                _wait_for_server_to_end()
                 raise StepKilled(
                     "its process was not started, as the fork server that starts it was killed, most likely by the "
                     "kernel because memory ran out",
@@ -181,6 +182,16 @@ class Worker:
         with self._ending:
             self._process.join(_STOP_SECONDS)
         self.kill()
+
+
+def _wait_for_server_to_end() -> None:
+    """Wait until a fork server that was killed has ended: only then is another one started."""
+    deadline, ended = time.monotonic() + _STOP_SECONDS, os.WEXITED | os.WNOWAIT | os.WNOHANG
+    with contextlib.suppress(ChildProcessError):  # it is another process's
+        while _server._forkserver_pid and time.monotonic() < deadline:
+            if os.waitid(os.P_PID, _server._forkserver_pid, ended) is not None:
+                return
+            time.sleep(0.01)
 
 
 def _split_trace(said: str) -> tuple[str, str]:

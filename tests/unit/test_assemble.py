@@ -35,6 +35,7 @@ from enginesmith.pipeline.results.assemble import Header, assemble, explain_end
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
+from enginesmith.pipeline.tensors import Signature, TensorSpec
 from runs import small, variant
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
@@ -103,6 +104,16 @@ def test_audits_are_part_of_the_record(outcomes: Outcomes) -> None:
     assert found.engine_coverage
     assert found.engine_coverage.macs == {"int8": 0.7, "fp32": 0.3}
     assert not {"coverage", "engine_coverage"} & set(found.reasons)
+
+
+def test_what_the_graph_tells_of_the_order_of_rows_is_known_of_the_model(outcomes: Outcomes) -> None:
+    """A module does not tell; a package of it then compares the boxes of int8 one by one, and refuses itself."""
+    signature = Signature(inputs=(), outputs=tuple(TensorSpec.parse(f"{name}:float32:n,4") for name in "ab"))
+    outcomes.put(LOAD, {}).change(LOAD, signature=signature)
+    outcomes.put("export", {}).change("export", signature=signature.model_copy(update={"unordered": {"b": "rows"}}))
+    found = outcomes.run().model.signature
+    assert found is not None
+    assert found.unordered == {"b": "rows"}
 
 
 def test_what_was_not_looked_at_has_a_reason(outcomes: Outcomes) -> None:

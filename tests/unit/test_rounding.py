@@ -11,7 +11,7 @@ from torch import nn
 from enginesmith.pipeline.engines.torch.session import EagerSession
 from enginesmith.pipeline.frameworks.torch import rounding
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
-from enginesmith.pipeline.measure.rounding import COARSE, FINE, UnstableNumbers, find_unstable
+from enginesmith.pipeline.measure.rounding import COARSE, FINE, UnstableNumbers, find_unstable, measure_movement
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
@@ -181,3 +181,12 @@ def test_calls_are_looked_at_as_long_as_there_is_something() -> None:
     for _ in range(2):
         whole.find({}, {"y": np.int64([1])})
     assert len(tried) == 12
+
+
+def test_outputs_that_are_not_asked_for_do_not_count() -> None:
+    """A single number beside the samples' outputs, such as a count of steps, is no sample's."""
+    row = np.float32([[0, 1, 2]])
+    moved = measure_movement(
+        lambda feeds, step, seed: {"y": feeds["x"] + 1, "steps": np.float32(7)}, {"x": row}, {"y": row}, {}
+    )
+    assert moved == {"y": 1.0}

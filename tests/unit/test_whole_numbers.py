@@ -102,6 +102,10 @@ def test_whole_numbers_that_do_not_fit_are_refused(tmp_path: Path, number: int) 
     with engine.load(built, Device()) as session:
         if abs(number + 0.5) < 2**31:
             np.testing.assert_array_equal(bundled(feeds)["y"], session.run(feeds)["y"])
+            alike = {"x": feeds["x"].view(np.longlong)}  # which NumPy tells apart from int64
+            (answer,) = session.answer([alike["x"]])
+            for given in (bundled(alike)["y"], session.run(alike)["y"], answer):
+                np.testing.assert_array_equal(given, session.run(feeds)["y"])
             return
         with pytest.raises(ValueError, match="x has whole numbers that do not fit in the 32 bits"):
             bundled(feeds)

@@ -90,13 +90,17 @@ class Evaluator:
 
     work: Work
     plan: TrainingPlan
+    pass_seconds: float = field(default=0.0, init=False)
+    """What the samples of the last evaluation took in the model, without the metric."""
 
     def rate(self, *, statistics: bool = True) -> Verdict:
         """Rate the average as it is now; batch norms' ``statistics`` are computed anew first."""
         average, metric = self.work.models.average, self.work.metric
         if statistics:
             self.find_statistics(average)
+        start = time.monotonic()
         outputs, loss = self._outputs(average)
+        self.pass_seconds = time.monotonic() - start
         return Verdict(metric.value(outputs, self._theirs, self._labels), loss, metric.sign)
 
     def evaluate(self, *, statistics: bool = True) -> tuple[Verdict, float]:

@@ -112,7 +112,7 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
             f"the loss is {before.loss} before the first step: nothing can be learnt by it",
             "look at what the loss divides by or takes the logarithm of, and at what the pruned model answers",
         )
-    evaluation_seconds = seconds * (1 + plan.statistics / plan.judged)
+    evaluation_seconds = seconds + evaluator.pass_seconds * plan.statistics / plan.judged
     rate = _choose_rate(work, plan, checkpoints, evaluator, step_seconds, evaluation_seconds)
     plan = plan.model_copy(update={"learning_rate": rate})
     spent = time.monotonic() - start
