@@ -190,3 +190,13 @@ def test_outputs_that_are_not_asked_for_do_not_count() -> None:
         lambda feeds, step, seed: {"y": feeds["x"] + 1, "steps": np.float32(7)}, {"x": row}, {"y": row}, {}
     )
     assert moved == {"y": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_branches_are_run_as_before_after_a_try_to_change_them() -> None:
+    """The mode that changes results has no rule for them, and PyTorch keeps what it compiled meanwhile."""
+    session = open_session(lambda x: torch.cond(x.max() > 3.0, torch.relu, torch.tanh, (x,)))
+    for size in (1, 8):
+        row = np.ones((size, 4), np.float32)
+        np.testing.assert_allclose(session.run({"x": row})["y"], np.tanh(row), rtol=1e-6)
+        assert session.perturb({"x": row}, 2.0**-19, 0) == {}

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import re
 import statistics
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,8 @@ class EagerSession(Session):
                     outputs = zip(self.signature.outputs, self.forward(*inputs), strict=True)
                 return {spec.name: value.to("cpu", getattr(torch, spec.dtype)).numpy() for spec, value in outputs}
         except Exception:  # noqa: BLE001 - the module's own, as where sizes that it computes in floats no longer fit
+            if dynamo := sys.modules.get("torch._dynamo"):  # what it compiled of a torch.cond meanwhile fails later
+                dynamo.reset()
             return {}
 
     def _enter_stream(self) -> None:
