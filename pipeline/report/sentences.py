@@ -218,7 +218,11 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
         if verdicts.why_ineligible(record):
             continue
         allowed, quality = run.recipe.budgets.max_drop, record.quality
-        holds = all(verdict.passed for verdict in verdicts.judge_budgets(record, *rules))
+        holds, best = (
+            all(verdict.passed for verdict in verdicts.judge_budgets(each, *rules)) for each in (record, winner)
+        )
+        if best and not holds:  # it had to lose
+            continue
         lower = (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0)
         if not mine.speedup or not theirs.speedup:
             if holds and lower:

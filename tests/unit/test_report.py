@@ -307,6 +307,9 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
     safe = careful.model_copy(update={"variants": (careful.variants[0], risky), "recipe": budgets})
     said = "it wins by its accuracy: int8 (top1 drop +0.0080, and up to +0.0130) is 1.11× [0.93, 1.33] as fast, but may"
     assert said in sentences.summarize(safe)
+    beyond = (lossy(tied.variants[1], 0.0), lossy(tied.variants[0], 0.1))
+    alone = careful.model_copy(update={"variants": beyond, "recipe": budgets, "winner": "int8"})
+    assert "it wins by" not in sentences.summarize(alone), "the other one loses more than allowed"
     strict = careful.recipe.model_copy(update={"budgets": Budgets(max_drop=0.005)})
     assert "it wins by" not in sentences.summarize(careful.model_copy(update={"recipe": strict}))
 
