@@ -16,7 +16,6 @@ _BUDGETS = {
     "latency_ms": "max_latency_ms",
     "peak_bytes": "max_memory_bytes",
     "size_bytes": "max_size_bytes",
-    "metric": "max_drop",
     "drop": "max_drop",
 }
 """Number that is compared with the baseline → the budget that is about it."""

@@ -18,6 +18,7 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.report import gate as texts
 from enginesmith.pipeline.results import gate, remeasure
 from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
@@ -301,6 +302,7 @@ def test_a_model_that_was_trained_to_less_accuracy_is_a_regression(
     run = write(tmp_path / "run", record(quality=worse))
     found = gate.gate(run, demands(max_drop=allowed), baseline=before)
     assert [check.state for check in found.verdicts if check.name == "metric"] == ([state] if state else [])
+    assert ("| metric (baseline) |" in texts.render(found)) is bool(state)
     assert found.exit_code == (0 if state == "passed" else 3)
 
 
