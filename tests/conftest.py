@@ -1,4 +1,4 @@
-"""What several suites share: one store for the session, and the command line run in this process."""
+"""Test what several suites share: one store for the session, and the command line run in this process."""
 
 import fcntl
 import gc

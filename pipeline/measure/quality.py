@@ -337,14 +337,15 @@ def _copy(outputs: Feeds, labels: Labels) -> tuple[dict[str, Array], Labels]:
 def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: int) -> Samples:
     """Apply a metric; returns values of shape () or (samples,)."""
     given = f"it was given the outputs {describe_arrays(outputs)} and the labels {describe_labels(labels)}"
+    own = find_own(parse_metric(name)[0]) is not None
     try:
-        returned = function(*((dict(outputs), labels) if find_own(parse_metric(name)[0]) else _copy(outputs, labels)))
+        returned = function(*((dict(outputs), labels) if own else _copy(outputs, labels)))
     except EnginesmithError:
         raise
     except Exception as error:
         raise _explain_error(name, function, error, labels, given) from error
     expected = _OWN_FUNCTION
-    if not find_own(parse_metric(name)[0]):
+    if not own:
         expected = (
             f"return one finite number, or an array of {rows} of them, one for each sample; more has to be better"
         )

@@ -1,4 +1,4 @@
-"""What is ONNX Runtime's own: the engine file, its record, and errors in our words."""
+"""Test what is ONNX Runtime's own: the engine file, its record, and errors in our words."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every engine promises, held against each of them with one small model.
+"""Test what every engine promises, held against each of them with one small model.
 
 It has two inputs, one of them integers, two outputs, one of them integers, and a dynamic batch.
 """

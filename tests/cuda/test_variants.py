@@ -1,4 +1,4 @@
-"""What is measured by default on CUDA: variants with CUDA graphs, and PyTorch alone beside them."""
+"""Test what is measured by default on CUDA: variants with CUDA graphs, and PyTorch alone beside them."""
 
 import os
 from pathlib import Path

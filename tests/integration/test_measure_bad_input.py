@@ -1,4 +1,4 @@
-"""What goes wrong while models are measured side by side: each has its reason, and the rest is measured."""
+"""Test what goes wrong while models are measured side by side: each has its reason, and the rest is measured."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What must never be shown as right: another model than the user's, stale results, files that failed their check."""
+"""Test what must never seem right: another model than the user's, stale results, files that failed their check."""
 
 import contextlib
 import runpy

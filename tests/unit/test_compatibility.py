@@ -1,4 +1,4 @@
-"""Whether versions fit each other: rules on stacks that are made up, and what is found of this one."""
+"""Test whether versions fit each other: rules on stacks that are made up, and what is found of this one."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the doctor tells people."""
+"""Test what the doctor tells people."""
 
 import pytest
 

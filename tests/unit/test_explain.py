@@ -1,4 +1,4 @@
-"""What is said of variants: failed or flagged where they are not what they are called, and whether it paid."""
+"""Test what is said of variants: failed or flagged where they are not what they are called, and whether it paid."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What training makes of few samples: other images of them, a rate that was tried, batches that leave enough steps."""
+"""Test what training makes of few samples: other images of them, a rate that was tried, batches for enough steps."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What one group alone in few bits changes in the answers, and which groups stay in floating point for it."""
+"""Test what one group alone in few bits changes in the answers, and which groups stay in floating point for it."""
 
 import json
 import re

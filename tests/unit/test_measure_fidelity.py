@@ -261,7 +261,7 @@ def test_the_interval_holds_the_true_drop_in_19_of_20_sets(count: int, worse: fl
 
 @pytest.mark.parametrize(("share", "down", "up"), [(0.03, 0.0, 0.5), (0.03, -0.5, 0.7), (1.0, -0.01, 0.015)])
 def test_the_interval_of_graded_scores_holds_what_few_samples_lose(share: float, down: float, up: float) -> None:
-    """Of 300 samples, some lose up to so much, or win; a bootstrap's holds the true drop in 0.90 to 0.93."""
+    """Draw 300 samples of which some lose up to so much, or win; a bootstrap's holds the true drop in 0.90 to 0.93."""
     rng, held = np.random.default_rng(0), list[bool]()
     for _ in range(1000):
         drops = np.where(rng.random(300) < share, rng.uniform(down, up, 300), rng.normal(0.0, 0.002, 300))

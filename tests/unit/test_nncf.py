@@ -1,4 +1,4 @@
-"""What becomes of NNCF's graphs before ONNX Runtime and OpenVINO get them."""
+"""Test what becomes of NNCF's graphs before ONNX Runtime and OpenVINO get them."""
 
 import numpy as np
 import onnx

@@ -334,7 +334,7 @@ def test_elements_are_gathered_from_slices(tmp_path: Path, slices: str) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_branch_that_answers_nothing_answers_nothing(tmp_path: Path, stored: bool) -> None:
-    """As in torchvision's NonMaxSuppression of several classes, where no box is left. OpenVINO itself answers a row."""
+    """Branch as torchvision's NonMaxSuppression of many classes does without a box; OpenVINO alone answers a row."""
     nothing = "" if stored else "e = Constant <value: tensor = int64[0] {}> ()"
     text = f"""net (float[n, 4] x) => (int64[k] y) {{
         w = ReduceMax <keepdims = 0> (x)

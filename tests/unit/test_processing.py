@@ -1,4 +1,4 @@
-"""What --prepend and --append add: the nodes of a graph compute what PyTorch does, and what does not fit is refused."""
+"""Test what --prepend and --append add: nodes compute what PyTorch does, what does not fit is refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is told while a run is at work: lines of steps, what runs for long, and the time that is left."""
+"""Test what is told while a run is at work: lines of steps, what runs for long, and the time that is left."""
 
 import time
 from pathlib import Path

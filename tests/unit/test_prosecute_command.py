@@ -1,4 +1,4 @@
-"""What `prosecute` is asked for: options that have no meaning, times, and the precision of a file."""
+"""Test what `prosecute` is asked for: options that have no meaning, times, and the precision of a file."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a store remembers of races, and the order in which the next search tries its variants."""
+"""Test what a store remembers of races, and the order in which the next search tries its variants."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What steps read of the user's: changes are noticed, and a list is of use where the same project lies elsewhere."""
+"""Test what steps read of the user's: changes are noticed, and a list is of use where a project lies elsewhere."""
 
 import json
 import os

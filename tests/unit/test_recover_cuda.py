@@ -1,4 +1,4 @@
-"""What recovery does on CUDA, with a device that is played: times, processes, random numbers, copies."""
+"""Test what recovery does on CUDA, with a device that is played: times, processes, random numbers, copies."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What recovery is made of: orders, rates, losses, parts that fit, averages, judgements."""
+"""Test what recovery is made of: orders, rates, losses, parts that fit, averages, judgements."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What is tried again, for how long; what is not; and what people are told."""
+"""Test what is tried again, for how long; what is not; and what people are told."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What MODEL means, and what can be said about it before anything is loaded."""
+"""Test what MODEL means, and what can be said about it before anything is loaded."""
 
 import json
 from pathlib import Path

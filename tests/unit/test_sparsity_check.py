@@ -1,4 +1,4 @@
-"""Whether a 2:4 pattern is still there in what was made of a sparse graph, and who is told."""
+"""Test whether a 2:4 pattern is still there in what was made of a sparse graph, and who is told."""
 
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""What TensorRT builds can be asked for, and searches for workspace limits and the largest batch."""
+"""Test what TensorRT builds can be asked for, and searches for workspace limits and the largest batch."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What TensorRT sessions hold, for how long, and what is left when something fails."""
+"""Test what TensorRT sessions hold, for how long, and what is left when something fails."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""What a user's code touches: files are remembered, pickles refused."""
+"""Test what a user's code touches: files are remembered, pickles refused."""
 
 import importlib
 import io
