@@ -61,6 +61,17 @@ def find_tables(signature: Signature, references: Sequence[Feeds]) -> tuple[Tabl
     return tuple(t for t in tables if _count_columns(t, references[0]) > 1 or not open_ended.isdisjoint(t.outputs))
 
 
+def count_rows(signature: Signature, reference: Feeds, actual: Feeds) -> int:
+    """Count the rows of both sides that are not repeated, in the table with the fewest; 0 without a table."""
+    return min(
+        (
+            sum(len(_drop_repeated(side)[0]) for sample in _iterate_samples(table, reference, actual) for side in sample)
+            for table in find_tables(signature, [reference])
+        ),
+        default=0,
+    )
+
+
 def _count_columns(table: Table, outputs: Feeds) -> int:
     return sum(math.prod(_split_samples(table, outputs[name]).shape[2:]) for name in table.outputs)
 

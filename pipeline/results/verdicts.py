@@ -311,7 +311,7 @@ def _is_late(record: VariantRecord, measured: str, batch: int) -> bool:
 
 
 _BEST = {
-    "latency": "lowest median latency",
+    "latency": "fastest",
     "throughput": "highest throughput",
     "memory": "lowest peak memory",
     "size": "smallest file",
@@ -360,7 +360,7 @@ def select_winner(
         return judge_budgets(record, budgets, batch, min_sqnr_db if record is not records[0] else None)
 
     eligible = [record for record in records if not why_ineligible(record)]
-    scores = {record.id: _score(record, objective, batch) for record in eligible}
+    scores = _compute_scores(eligible, objective, batch)
     ranked = sorted(
         (record for record in eligible if scores[record.id] is not None), key=lambda record: scores[record.id] or 0
     )
@@ -496,7 +496,8 @@ def find_best_reference(records: Sequence[VariantRecord], winner: str | None, ba
     rows = [(row, record.id) for record in records if record.engine in able and (row := record.row(batch))]
     if mine is None or not any(record.reference and record.row(batch) for record in records):
         return None
-    theirs, name = min(rows, key=lambda entry: entry[0].p50_ms or math.inf)
+    times = _compare_latencies([row for row, _ in rows])
+    theirs, name = rows[times.index(min(times))]
     speedup = mine.speedup if name == records[0].id else None
     if mine.speedup and theirs.speedup and name != winner:
         speedup = divide(mine.speedup, theirs.speedup)
@@ -504,11 +505,28 @@ def find_best_reference(records: Sequence[VariantRecord], winner: str | None, ba
     return BestReference(variant=name, batch=batch, speedup=speedup, too_noisy=noisy)
 
 
+def _compute_scores(records: Sequence[VariantRecord], objective: Objective, batch: int) -> dict[str, float | None]:
+    """Score records by id, smaller being better; None where a number is unknown."""
+    if objective != "latency":
+        return {record.id: _score(record, objective, batch) for record in records}
+    rows = {record.id: row for record in records if (row := record.row(batch))}
+    times = dict(zip(rows, _compare_latencies(list(rows.values())), strict=True))
+    return {record.id: times.get(record.id) for record in records}
+
+
+def _compare_latencies(rows: Sequence[LatencyRow]) -> list[float]:
+    """Return times that can be compared: shares of the baseline's, or medians where one row has no speed-up.
+
+    Speed-ups are of rounds in pairs, and leave out calls that other programs disturbed.
+    """
+    speedups = [row.speedup.median for row in rows if row.speedup]
+    if len(speedups) == len(rows):
+        return [1 / speedup for speedup in speedups]
+    return [math.inf if row.p50_ms is None else row.p50_ms for row in rows]
+
+
 def _score(record: VariantRecord, objective: Objective, batch: int) -> float | None:
-    """Score a record, smaller being better; None where its number is unknown."""
-    if objective == "latency":
-        row = record.row(batch)
-        return row.p50_ms if row else None
+    """Score a record by another objective than latency, as in ``_compute_scores``."""
     if objective == "throughput":
         rate = read_throughput(record, batch)
         return None if rate is None else -rate

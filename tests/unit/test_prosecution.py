@@ -298,6 +298,28 @@ def test_rows_that_rounding_chooses_are_not_held_against_an_engine() -> None:
         assert InputSearch(wrong, seed=0).examine(attempt) is not None, name
 
 
+@pytest.mark.parametrize(("every", "wrong"), [(10, False), (1, True)])
+def test_a_box_at_the_threshold_is_not_held_against_a_low_precision(every: int, wrong: bool) -> None:
+    """One box for each input: the engine leaves out one of ten, or of each of them."""
+    outputs = (spec("y", "float32", "boxes", 4),)
+    form = SIGNATURE.model_copy(update={"unordered": {"y": "rows"}, "outputs": outputs})
+    called = itertools.count(1)
+
+    def answer(feeds: Feeds) -> dict[str, Array]:
+        return {"y": np.arange(4, dtype=np.float32)[None]}
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        return {"y": answer(feeds)["y"][: int(next(called) % every != 0)]}
+
+    subject = Subject(InputSpace(form, SPACE.ranges, SPACE.samples), "int8", engine, answer, answer, rows_apart=False)
+    search = InputSearch(subject, seed=0)
+    found = list(filter(None, map(search.examine, itertools.islice(generate(subject.space, 0), 40))))
+    assert bool(found) is wrong
+    if found:
+        assert found[0].reason.endswith("0 % have a partner, of 16 inputs with few rows")
+        assert len(found) > 20, "an input that is wrong by itself"
+
+
 @pytest.mark.parametrize(("factor", "guilty"), [(2.0, 2), (3.0, 1)])
 def test_a_graph_is_not_guilty_of_what_the_runtime_that_computes_it_does(
     tmp_path: Path, factor: float, guilty: int

@@ -45,6 +45,21 @@ def test_the_objective_decides_among_all(objective: str, winner: str) -> None:
     assert select_winner([EAGER, FAST, SMALL], Budgets(), objective, 1).winner == winner  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("known", "winner"), [(("a", "b"), "b"), (("a",), "a")])
+def test_what_is_faster_round_by_round_wins_over_a_lower_median(known: tuple[str, ...], winner: str) -> None:
+    """Medians hold calls that other programs disturbed; without a speed-up of each, they have to do."""
+    figures = {"a": (1.0, 3.0), "b": (1.2, 5.0)}
+    records = [EAGER.model_copy(update={"latency": (LatencyRow(batch=1, p50_ms=10, speedup=exactly(1.0)),)})]
+    for name, (ms, speedup) in figures.items():
+        row = LatencyRow(batch=1, p50_ms=ms, speedup=exactly(speedup) if name in known else None)
+        records.append(record(name, ms, latency=(row,)))
+    assert select_winner(records, Budgets(), "latency", 1).winner == winner
+
+
+def exactly(speedup: float) -> Interval:
+    return Interval(median=speedup, low=speedup, high=speedup)
+
+
 def test_a_budget_excludes_the_fastest() -> None:
     chosen = select_winner([EAGER, FAST, SMALL], Budgets(max_memory_bytes=200), "latency", 1)
     assert chosen.winner == "small"

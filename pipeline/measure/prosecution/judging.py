@@ -14,8 +14,15 @@ import numpy as np
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import OutputFidelity, Thresholds, compare, thresholds_for
+from enginesmith.pipeline.measure.fidelity import (
+    OutputFidelity,
+    Thresholds,
+    compare,
+    compare_calls,
+    thresholds_for,
+)
 from enginesmith.pipeline.measure.rounding import COARSE, find_farthest
+from enginesmith.pipeline.measure.row_sets import count_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
 Answer = Callable[[Feeds], dict[str, Array]]
@@ -28,7 +35,9 @@ _OWN_GRAPH = Thresholds(min_sqnr_db=20, max_error_of_range=0.05, min_agreement=0
 """Kernels round ties and sums in another order, and one step of int8 in one layer moves all behind it: OpenVINO's int8
 of small convnets is up to 1.2 % of the range from its graph."""
 _LEAST_PAIRED = 0.5
-"""Share of rows that are chosen likewise in a low precision: of a single sample, a few rows are many."""
+"""Share of rows that are chosen likewise in a low precision."""
+_FEW_ROWS = 16
+"""Rows of both sides, up to which such a share tells nothing: a single box may be just at the threshold of scores."""
 _STEPS = {OWN_GRAPH: 2.0**-9, "fp32": 2.0**-22, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7}
 """Relative size of the change of an input, by precision: some units in the last place of what is computed in."""
 _DRAWS = 3
@@ -71,6 +80,23 @@ class Judge:
             (self._compare(name, wanted, actual[name]).excess for name, wanted in reference.items()), default=0.0
         )
 
+    def has_few_rows(self, reference: Feeds, actual: Feeds) -> bool:
+        """Tell whether answers are sets of so few rows that a lower precision may choose others of them all."""
+        if not self.signature.unordered or self.precision in EXACT:
+            return False
+        try:
+            self._compare_sets(reference, actual)
+        except FidelityError:
+            return False  # they are no such sets
+        return count_rows(self.signature, reference, actual) < _FEW_ROWS
+
+    def find_fault_in_all(self, calls: Sequence[tuple[Feeds, Feeds]]) -> str:
+        """Say what is wrong with sets of few rows, pooled, or nothing: where they are few together, too."""
+        if sum(count_rows(self.signature, *call) for call in calls) < _FEW_ROWS:
+            return ""
+        share = _find_paired(compare_calls(calls, self.thresholds, self.signature, self.scales).outputs)
+        return "" if share >= _LEAST_PAIRED else f"{_describe_share(share)}, of {len(calls)} inputs with few rows"
+
     def explains_rows(self, reference: Feeds, actual: Feeds, rounded: Iterable[Feeds]) -> bool:
         """Tell whether rows are others because rounding chooses them: the model's own, rounded otherwise, are, too.
 
@@ -95,12 +121,12 @@ class Judge:
             outputs = self._compare_sets(reference, actual)
         except FidelityError as error:
             return error.message
-        share = min((output.paired for output in outputs if output.paired is not None), default=1.0)
+        share = _find_paired(outputs)
         passed = all(output.passed for output in outputs)
         enough = share >= _LEAST_PAIRED and self.precision not in EXACT
         if passed or enough or np.inf in sensitivity().values():
             return ""
-        return f"the rows that were chosen are others: {100 * share:.0f} % have a partner"
+        return _describe_share(share)
 
     def _compare(self, name: str, wanted: Array, given: Array) -> "_Difference":
         if wanted.shape != given.shape or (wanted.dtype.kind == "f") != (given.dtype.kind == "f"):
@@ -165,6 +191,14 @@ class _Difference:
 
 
 _EQUAL = _Difference("", 0.0, 0.0)
+
+
+def _find_paired(outputs: Iterable[OutputFidelity]) -> float:
+    return min((output.paired for output in outputs if output.paired is not None), default=1.0)
+
+
+def _describe_share(paired: float) -> str:
+    return f"the rows that were chosen are others: {100 * paired:.0f} % have a partner"
 
 
 def _is_as_near(output: OutputFidelity, others: Sequence[OutputFidelity]) -> bool:

@@ -119,6 +119,8 @@ class InputSearch:
         self._climb: _Climb | None = None
         self._driven = 0
         self._right_on: dict[str, tuple[str, ...]] = {}
+        self._few: dict[str, list[tuple[Feeds, Feeds]]] = {}
+        """By thresholds: answers that are sets of few rows, which are judged together."""
 
     def run(self, seconds: float, progress: Callable[[str], None] = lambda text: None) -> Disagreement | None:
         """Try inputs for so long, and at least one; return the first that shows a fault."""
@@ -253,6 +255,10 @@ class InputSearch:
         if reason and perturb and judge.signature.unordered:
             rounded = round_otherwise(perturb, feeds, judge.thresholds.right_bits)
             reason = "" if judge.explains_rows(wanted, given, rounded) else reason
+        if judge.has_few_rows(wanted, given):
+            calls = self._few.setdefault(precision, [])
+            calls.append((wanted, given))
+            reason = reason and judge.find_fault_in_all(calls)
         return reason
 
     def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
