@@ -4,6 +4,7 @@ A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``to
 Two outputs that are judged together are written with a comma: ``answer_f1:start,end``.
 """
 
+import contextlib
 import difflib
 import math
 from collections.abc import Callable, Mapping
@@ -145,8 +146,8 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
 
     Raises:
         SampleError: a label, or the metric of a sample, is no finite number.
-        DataError: the metric is not found, does not fit the outputs and labels, raises, or returns no finite numbers;
-            or there are no labels.
+        DataError: the metric is not found, does not fit the outputs and labels, raises, returns no finite numbers, or
+            other ones for the same outputs; or there are no labels.
     """
     if labels is None:
         raise DataError(
@@ -163,6 +164,8 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         return _apply(metric, function, given if chosen is None else {chosen: given[chosen]}, labels, rows)
 
     ours = apply(outputs)
+    if same and find_own(parse_metric(metric)[0]) is None:
+        _check_repeats(metric, apply, outputs, ours)
     theirs = ours if same else apply(baseline)
     drops = sign_of(metric) * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
@@ -364,6 +367,23 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
             raise SampleError(f"{told}, first for {{}}; {given}", expected, int(np.argmin(finite)))
         raise MetricError(f"{told}; {given}", expected)
     return values
+
+
+def _check_repeats(name: str, apply: Callable[[Feeds], Samples], outputs: Feeds, first: Samples) -> None:
+    """Check that a metric gives the same for the same outputs, after it was given others: the samples turned round.
+
+    Raises:
+        DataError: it does not.
+    """
+    with contextlib.suppress(EnginesmithError):
+        apply({key: value[::-1] for key, value in outputs.items()})
+    again = apply(outputs)
+    if first.shape != again.shape or not np.allclose(first, again, rtol=1e-6, atol=1e-12):
+        values = " and then ".join(f"{np.mean(each):.7g}" for each in (first, again))
+        raise DataError(
+            f"the metric {name} gives {values} for the same answers and labels",
+            "have it forget earlier calls and draw no random numbers: a drop would be of those alone",
+        )
 
 
 def _explain_error(name: str, function: Metric, error: Exception, labels: Labels, given: str) -> DataError:

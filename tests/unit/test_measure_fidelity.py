@@ -337,6 +337,9 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def text(outputs, labels):\n    return '0.9'\n"
         "def nan_each(outputs, labels):\n    return [1.0] + [float('nan')] * (len(labels) - 1)\n"
         "def first(outputs, labels):\n    return float(list(outputs) == ['b'])\n"
+        "seen = []\n"
+        "def all_so_far(outputs, labels):\n    seen.extend(each(outputs, labels))\n    return sum(seen) / len(seen)\n"
+        "def drawn(outputs, labels):\n    return float(__import__('numpy').random.random())\n"
     )
     return path
 
@@ -362,6 +365,8 @@ def test_metric_of_the_user(metrics: Path, place: str) -> None:
         ("array", "'dict' object has no attribute 'argmax' in line", True),
         ("three", r"takes \(outputs, labels, classes\), and is called with \(outputs, labels\)", True),
         ("once", "ValueError: only one class", False),
+        ("all_so_far", r"gives 1 and then 0\.\d+ for the same answers and labels\n.*forget earlier calls", True),
+        ("drawn", "for the same answers and labels\n.*draw no random numbers", True),
     ],
 )
 def test_metric_that_does_not_work(metrics: Path, name: str, message: str, always: bool) -> None:
