@@ -189,8 +189,10 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     attempts = [prosecution.beside_samples for _, prosecution in tried]
     few = f"{min(attempts)} to {max(attempts)}" if min(attempts) < max(attempts) else f"{attempts[0]}"
     wrong = [name for name, prosecution in tried if prosecution.finding]
-    told = f"wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)" if wrong else ""
-    yield f"inputs beside the samples: {few} tried on each variant; {told or 'none found on which one is wrong'}"
+    told = "; none found on which one is wrong" if max(attempts) else ""
+    if wrong:
+        told = f"; wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)"
+    yield f"inputs beside the samples: {few} tried on each variant{told}"
 
 
 def _compare_with_reference(run: Run) -> str:

@@ -415,6 +415,7 @@ def test_samples_do_not_count_among_the_inputs_beside_them(capsys: pytest.Captur
     )
     told = "inputs beside the samples: 0 to 7 tried on each variant; none found on which one is wrong"
     assert told in printed(run(variants=records), capsys)
+    assert "inputs beside the samples: 0 tried on each variant\n" in printed(run(variants=records[:1]), capsys)
     cut = records[0].model_copy(update={"prosecution": tried[0].model_copy(update={"cut": True})})
     told = "inputs beside the samples: with more time, `enginesmith resume` tries more on onnxruntime-fp32\n"
     assert told not in printed(run(variants=records), capsys)
