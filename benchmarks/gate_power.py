@@ -75,7 +75,7 @@ def optimised(work: Path, name: str, width: int, scale: float) -> Path:
 
 
 def ratio(before: Path, after: Path, seconds: float) -> Interval:
-    """How much longer the engine of one run takes than that of another, in one measurement that is not cut short."""
+    """Measure how much longer the engine of one run takes than that of another, without a time limit."""
     sides = [stored_in(folder, "onnxruntime-fp32") for folder in (before, after)]
     assert sides[0] is not None
     assert sides[1] is not None

@@ -1,4 +1,4 @@
-"""How many known bugs `enginesmith prosecute` finds, and which of them the installed versions have.
+"""Count the known bugs that `enginesmith prosecute` finds, and which of them the installed versions have.
 
     python benchmarks/known_bugs.py [--seconds 30] [--only NAME ...]
 

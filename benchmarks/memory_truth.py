@@ -97,7 +97,7 @@ NETS = (
 
 @dataclass(frozen=True)
 class Way:
-    """How a network is run, and whether what that needs is known by construction."""
+    """Describe how a network is run, and whether the memory that this needs is known by construction."""
 
     name: str
     engine: Engine

@@ -100,7 +100,7 @@ def examine(model: str, graph: str, runs: int, seconds: int, loads: list[str]) -
 
 
 def judged(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """How many intervals of each load hold the quiet value."""
+    """Count the intervals of each load that contain the quiet value."""
     medians = [one["speedup"]["median"] for one in found["quiet"] if one["speedup"]]
     quiet = statistics.median(medians)
     around = [math.sqrt(one * other) for one, other in zip(medians, [*medians[1:], medians[-1]], strict=True)]

@@ -1,4 +1,4 @@
-"""How many faults are found, and how many sound engines are accused.
+"""Count the faults that are found, and the correct engines that are called wrong.
 
     python benchmarks/prosecution.py [--faults 75] [--seconds 30]
 

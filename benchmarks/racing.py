@@ -33,7 +33,7 @@ class Race:
         return float(np.median(self.seconds[:, self.names.index(name)]) * 1e3)
 
     def speedup(self, name: str, over: str) -> Ratio:
-        """How many times faster ``name`` is than ``over``, paired by round."""
+        """Compute how many times faster ``name`` is than ``over``, paired by round."""
         ours, theirs = (self.seconds[:, self.names.index(each)] for each in (name, over))
         ratios = theirs / ours
         generator = np.random.default_rng(0)

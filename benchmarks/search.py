@@ -1,4 +1,4 @@
-"""How good is what a search finds in a limited time, beside the best of everything that it could try?
+"""Compare what a search finds in a limited time with the best of everything that it could try.
 
     python benchmarks/search.py [--models digits …] [--time 30s 3m] [--batch 1] [--threads 1] [--work build/arena]
 

@@ -44,7 +44,7 @@ _MAKING = 0.6
 
 @dataclass
 class Clock:
-    """How much of a part's time is left."""
+    """Track how much of a part's time is left."""
 
     minutes: float
     started: float

@@ -1,4 +1,4 @@
-"""Where the device memory of one engine goes, in a fresh process, by every instrument there is.
+"""Split one engine's device memory by use, in a fresh process, with every instrument.
 
     python benchmarks/gpu/ledger.py model.engine --batch 8 [--cuda-graphs] [--weight-streaming-budget BYTES]
     python benchmarks/gpu/ledger.py model.onnx --batch 8        # ONNX Runtime, through its external allocator

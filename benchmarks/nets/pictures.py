@@ -35,7 +35,7 @@ class Pictures:
 
     @property
     def mask(self) -> Tensor:
-        """Where the digit is."""
+        """Return the mask of the digit."""
         return self.ink > _MASK
 
 

@@ -1,4 +1,4 @@
-"""How the networks get their weights: one recipe for all that see pictures, one seed, no choice by a judged sample."""
+"""Train the networks: one recipe for all that see pictures, one seed, no choice by a judged sample."""
 
 import math
 from collections.abc import Callable

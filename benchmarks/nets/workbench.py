@@ -47,7 +47,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """How a network is trained, what it reads and is asked for, and how its answers are judged."""
+    """Describe how a network is trained, its inputs and labels, and how its answers are judged."""
 
     build: Callable[[], nn.Module]
     data: Callable[[str], Arrays]

@@ -71,7 +71,7 @@ class Quality(BaseModel, frozen=True):
 
     @property
     def basis(self) -> str:
-        """How many samples it is of, and how they were computed."""
+        """Describe how many samples were judged, and how they were computed."""
         return f"{self.samples} samples" + (f" in batches of {self.batch}" if self.batch else "")
 
     @property

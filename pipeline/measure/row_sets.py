@@ -63,13 +63,11 @@ def find_tables(signature: Signature, references: Sequence[Feeds]) -> tuple[Tabl
 
 def count_rows(signature: Signature, reference: Feeds, actual: Feeds) -> int:
     """Count the rows of both sides that are not repeated, in the table with the fewest; 0 without a table."""
-    return min(
-        (
-            sum(len(_drop_repeated(side)[0]) for sample in _iterate_samples(table, reference, actual) for side in sample)
-            for table in find_tables(signature, [reference])
-        ),
-        default=0,
-    )
+    counts = []
+    for table in find_tables(signature, [reference]):
+        sides = (side for sample in _iterate_samples(table, reference, actual) for side in sample)
+        counts.append(sum(len(_drop_repeated(side)[0]) for side in sides))
+    return min(counts, default=0)
 
 
 def _count_columns(table: Table, outputs: Feeds) -> int:

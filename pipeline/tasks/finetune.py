@@ -91,7 +91,7 @@ class Recover(ResumableTask):
 
     @property
     def batch_limits(self) -> BatchLimits:
-        """How far batches are made smaller where time is short."""
+        """Limit how far batches are made smaller where time is short."""
         return BatchLimits()
 
     @property

@@ -20,7 +20,7 @@ Machine = Callable[..., Store]
 
 @pytest.fixture(params=["file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Where all share; the place that is looked at directly is ``remote(url)``."""
+    """Return the address of the shared store; ``remote(url)`` opens it directly."""
     if request.param == "file":
         yield f"file://{tmp_path}/shared/store"
         return

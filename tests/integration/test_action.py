@@ -21,7 +21,7 @@ def make(tmp_path: Path, store: Path) -> Make:
 
 
 def test_no_script_has_an_expression_in_it_and_the_action_has_no_token() -> None:
-    """What a pull request may decide goes through the environment, where the shell does not read it as code."""
+    """Text that a pull request controls goes through the environment, where the shell does not read it as code."""
     scripts = [*ACTION["runs"]["steps"], *COMMENT["jobs"]["comment"]["steps"]]
     assert not [step["name"] for step in scripts if "${{" in step.get("run", "")]
     assert not re.search(r"github\.token|secrets\.|GH_TOKEN", (ROOT / "action.yml").read_text())

@@ -79,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each document's commands are run: one place for all, so that what one reads, another need not read anew."""
+    """Make the folder in which each document's commands run, one for all, so that they share a store."""
     return tmp_path_factory.mktemp("documents") / "checkout"
 
 

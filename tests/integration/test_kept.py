@@ -107,7 +107,7 @@ def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_pat
 
 @pytest.mark.thorough
 def test_what_is_made_anew_is_held_against_eager_anew(tmp_path: Path) -> None:
-    """What was proven of a graph or engine here says nothing of the one that is made there."""
+    """A check of a graph or engine made here proves nothing about the one that is made there."""
     (tmp_path / "net.py").write_text(NET.format(weight=0.5))
     recipe = make(
         {

@@ -212,7 +212,7 @@ def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor
 
 @pytest.mark.thorough
 def test_what_was_removed_from_the_store_is_in_caches(order: Teller, executor: RayExecutor, place: Path) -> None:
-    """Of this machine, for a node that has none of it; and of a node, for this machine."""
+    """Both directions: files of this machine for a node, and files of a node for this machine."""
     shared = Store(f"file://{place}/store", make=False)
     first = order("kept", ray_tasks.Write(number=40), H100)
     shared.prune(max_bytes=0)
@@ -235,7 +235,7 @@ def test_a_step_that_fails_of_its_own_is_not_done_again(order: Teller) -> None:
 
 @pytest.mark.thorough
 def test_a_file_that_no_node_has_is_named(order: Teller, tmp_path: Path) -> None:
-    """What is outside of the folder that travels is there only if the nodes share the disk; here they do."""
+    """A file outside the copied folder is found only if the nodes share the disk; here they do."""
     here, hidden = tmp_path / "here", ".hidden"
     here.touch()
     assert written(order("there", ray_tasks.WriteWhile(number=1, marker=Path("net.pyx"), shown=here))) == "1\n"
@@ -307,7 +307,7 @@ def test_a_client_of_the_cluster_that_stops(cluster: Any, tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 def test_a_run_that_is_killed_goes_on_where_it_was(cluster: Any, order: Teller, place: Path, tmp_path: Path) -> None:
-    """What it had done is in the store; what ran on nodes has ended with it."""
+    """The steps that were done are in the store, and those that ran on nodes ended with the run."""
     marker, shown = tmp_path / "marker", tmp_path / "shown"
     marker.touch()
     shown.mkdir()

@@ -85,7 +85,7 @@ def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:
 
 
 def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
-    """As PyTorch computes them: whole numbers beyond float32, and 1.0 // 0.1, which is 9."""
+    """PyTorch's results are expected: whole numbers beyond float32, and 1.0 // 0.1, which is 9."""
 
     class Divided(torch.nn.Module):
         def forward(self, key: Any, by: Any, x: Any) -> Any:

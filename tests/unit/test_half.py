@@ -40,7 +40,7 @@ def run(path: Path, **feeds: Any) -> dict[str, Any]:
 
 
 def saved(model: ir.Model, folder: Path) -> Path:
-    """Where the valid file is."""
+    """Write a valid file and return its path."""
     folder.mkdir(exist_ok=True)
     edit.save(model, folder)
     model_file.check(folder / edit.FILE)

@@ -267,7 +267,7 @@ def test_outputs_chosen_by_their_values_do_not_count(tmp_path: Path) -> None:
 
 
 def test_weights_that_could_be_fed_are_weights(tmp_path: Path) -> None:
-    """As in graphs whose initialisers are inputs, too."""
+    """Some graphs list their initialisers among the inputs, too."""
     inputs = prepare(tmp_path)
     proto = onnx.load(inputs[MODEL].path)
     proto.graph.input.extend(

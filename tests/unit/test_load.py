@@ -120,7 +120,7 @@ def test_the_first_size_that_was_not_verified_is_answered_with_a_warning(opened:
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_threads_share_a_model_until_it_is_closed(opened: Load, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Where a session serves one call at a time, there are so many at most, and all of them are closed."""
+    """For engines whose session serves one call at a time, there are so many sessions at most, and all are closed."""
     model = opened("y")
     pool, ones = model._pool, np.ones((4, 1), np.float32)
     if most:

@@ -133,7 +133,7 @@ def test_masked_places_do_not_hide_wrong_numbers(fill: float, precision: str) ->
 
 
 def test_large_numbers_that_differ_fill_nothing() -> None:
-    """What is rounded away beside numbers of many sizes, is as small as the precision allows."""
+    """With numbers of many sizes, the part that is rounded away is as small as the precision allows."""
     wide = np.exp(np.linspace(-8, 10, 400))
     assert against(wide, np.round(wide), "int8").passed
     for values, fill in (([2000, 5], 1900), ([2000, 100], np.inf), ([2000, 1e-4], np.inf), ([900, 5], np.inf)):
@@ -370,7 +370,7 @@ def test_metric_of_the_user(metrics: Path, place: str) -> None:
     ],
 )
 def test_metric_that_does_not_work(metrics: Path, name: str, message: str, always: bool) -> None:
-    """Of two samples there may be none of a class; a misspelt name is one for any samples."""
+    """Two samples may have none of a class, so more are tried; a misspelt name is wrong for any samples."""
     with pytest.raises(DataError, match=message) as raised:
         evaluate(f"my_metrics:{name}", RIGHT, RIGHT, LABELS)
     assert isinstance(raised.value, MetricError) is not always

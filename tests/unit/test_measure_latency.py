@@ -272,7 +272,7 @@ def test_a_load_that_begins_in_the_middle_is_no_difference_between_candidates(
 
 
 def test_ends_with_the_time_of_the_whole_run(measure: Callable[..., LatencyResult], monkeypatch: Any) -> None:
-    """What has not started by then has failed; the others have what was measured, in launches that are whole."""
+    """Candidates that have not started by then have failed; the others have the rows of complete launches."""
     noise = np.random.default_rng(0).lognormal(sigma=0.5, size=9999)
     scripts: dict[str, Script] = dict.fromkeys(["eager", "fast"], lambda block: noise[block])
     monkeypatch.setattr(FakeWorker, "load_seconds", 3.0)
@@ -333,7 +333,7 @@ def test_a_session_that_starts_too_late_does_not_take_the_time_of_those_that_hav
 def test_only_what_had_less_than_its_own_time_was_cut_short(
     measure: Callable[..., LatencyResult], ends_at: float, stopped: str
 ) -> None:
-    """Where launches disagree, it would go on for twice as long."""
+    """If launches disagree, the measurement would go on for twice as long."""
     slow = lambda block: 6e-3 * 100 ** (FakeWorker.opened.count("latency-eager") % 2)  # noqa: E731
     settings = {"time_limit_seconds": 10.0, "noisy_extension": 2, "ends_at": ends_at}
     (row,) = measure({"eager": slow}, **settings).rows["eager"]

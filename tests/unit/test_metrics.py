@@ -47,7 +47,7 @@ def test_overlap_and_f1_are_those_of_torchmetrics(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["miou", "f1"])
 def test_classes_themselves_are_judged_as_their_scores(name: str) -> None:
-    """Of a network that ends with argmax; labels of 255 do not count, whatever is answered there."""
+    """The network ends with argmax; pixels with the label 255 do not count."""
     output, labels = make_maps(0)
     labels.reshape(-1)[:5] = 255
     answers = output.argmax(1)
@@ -132,7 +132,7 @@ def test_answers_that_are_classes_are_right_or_wrong(shape: tuple[int, ...]) -> 
 
 
 def test_letters_are_counted_over_all_texts() -> None:
-    """Of five letters, one is wrong and one is missing; CTC's repeated letters and blanks are none."""
+    """One of five letters is wrong and one is missing; CTC's repeated letters and blanks are no letters."""
     labels = np.array([[1, 2, 3], [4, 5, -1]])
     assert compute("cer", np.array([[1, 2, 4], [4, -1, -1]]), labels) == pytest.approx(2 / 5)
     steps = np.array([[1, 1, 0, 2, 3, 3], [4, 0, 5, 5, 0, 0]])
@@ -216,7 +216,7 @@ def test_tags_of_another_form_are_refused(tags: int, labels: list[list[int]]) ->
 
 @pytest.mark.parametrize("seed", CASES)
 def test_answers_are_those_of_transformers_and_squad(seed: int) -> None:
-    """Of all pairs of a first and a last token, the best that is an answer; its words by torchmetrics' own counting."""
+    """The best valid pair of a first and a last token is the answer; torchmetrics counts its words."""
     from torchmetrics.text import SQuAD
 
     generator = np.random.default_rng(seed)
@@ -272,7 +272,7 @@ def make_boxes(seed: int) -> tuple[Arrays, Arrays]:
 
 @pytest.mark.parametrize("seed", CASES)
 def test_precision_of_boxes_is_that_of_pycocotools(seed: int) -> None:
-    """As its documentation has it: a COCO file of the truth, and ``loadRes`` of what was found."""
+    """pycocotools is called as documented: a COCO file of the truth, and ``loadRes`` with the detections."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -312,7 +312,7 @@ def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
 
 
 def test_a_hundred_boxes_of_each_class_are_judged() -> None:
-    """As by COCO: 150 boxes that do not touch, for each of two classes, the better ones of class 0."""
+    """COCO's rule: of 150 boxes that do not touch in each of two classes, those with the highest scores count."""
     grid = np.zeros((6, 300))
     grid[0], grid[1], grid[2:4] = np.arange(300) * 10, 5, 4
     grid[4, :150], grid[5, 150:] = 0.9, 0.5

@@ -92,7 +92,7 @@ def test_nan_is_refused_and_infinity_is_not(tmp_path: Path, dtype: Any, external
 
 
 def test_one_nan_is_a_fill_and_no_weight(tmp_path: Path) -> None:
-    """As for Where to choose from; a node's constant of more numbers is a weight, named by the node's output."""
+    """A fill is what Where chooses from; a node's constant of more numbers is a weight, named by the node's output."""
     model, shape = linear(), numpy_helper.from_array(np.array([4, 2]), "n")
     one, many = (numpy_helper.from_array(np.full(size, np.nan, np.float32)) for size in (1, (4, 2)))
     model.graph.initializer[0].CopyFrom(shape)

@@ -169,7 +169,7 @@ def test_a_script_that_fails_where_the_engine_can_run_is_an_error(
 
 @pytest.mark.usefixtures("with_script")
 def test_the_script_judges_an_answer_near_zero_by_the_range_of_all(made: ExampleRun, tmp_path: Path) -> None:
-    """Of a single small number, a rounding error may be half, and next to nothing of the range."""
+    """A rounding error may be half of a single small number, and almost nothing of the range."""
     vector = tmp_path / "run/test_vector.npz"
     answers = np.float32([[0, 1, 2, 1.5]])
     for known, status in ((0.0, "differs"), (1e6, "matches")):
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_nothing(made: ExampleRun, tmp_path: Path, monkeypatc
 
 
 def test_a_variant_with_cuda_graphs_has_its_options_wherever_it_is_run_again(made: ExampleRun, tmp_path: Path) -> None:
-    """What was built is the same with and without them: the record says which it is; packages say if they cannot."""
+    """The engine is the same with and without them: the record has the option; packages say if they cannot keep it."""
     graphs = {"cuda_graphs": True}
     engines = map(made.engine, ("tensorrt", "tensorrt_rtx"))
     made.variants = [record.model_copy(update=graphs) for record in (*made.variants, *engines)]

@@ -347,7 +347,7 @@ def test_attention_written_out_is_the_formula(tmp_path: Path, mask: str, key_hea
 
 @pytest.mark.parametrize("fill", [-1e9, -np.inf])
 def test_masked_places_hide_no_difference(fill: float) -> None:
-    """Of class maps, one place in 10 000 may differ."""
+    """In class maps, one pixel in 10 000 may differ."""
     masked = np.where(np.arange(8) > 5, fill, np.arange(8)).astype(np.float32)
     other = masked + np.float32(0.5) * (np.arange(8) < 2)
     assert evaluator.largest_difference([masked], [other]) == pytest.approx(0.1)

@@ -305,7 +305,7 @@ def test_what_a_benchmark_cannot_cast_is_refused(values: dict[str, Any], said: s
 
 @pytest.mark.parametrize(("kind", "row"), [("FLOAT16", "fp16"), ("BFLOAT16", "bf16"), ("FLOAT", "fp32")])
 def test_files_in_half_precision_are_held_to_its_thresholds(tmp_path: Path, kind: str, row: str) -> None:
-    """As the graphs made of them are, and the inputs beside the samples."""
+    """So are the graphs made of them, and answers to inputs beside the samples."""
     dtype = getattr(TensorProto, kind)
     x, y = (helper.make_tensor_value_info(name, dtype, ["batch", 4]) for name in "xy")
     weight = helper.make_tensor("w", dtype, [4, 4], np.ones(16))
@@ -414,7 +414,7 @@ def test_what_chooses_kernels_by_their_times_has_its_gpu_to_itself(tmp_path: Pat
 
 
 def test_a_gpu_of_another_kind_is_reserved_and_a_wait_ends_with_the_run(tmp_path: Path) -> None:
-    """Of an A100, another one and a T4, say, the last one was named."""
+    """With two A100s and a T4, say, the T4 was named."""
     gpus = Gpus(2)
     third = Device(kind="cuda", index=2)
     outcomes: queue.SimpleQueue[str] = queue.SimpleQueue()

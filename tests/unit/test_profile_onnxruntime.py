@@ -96,7 +96,7 @@ def test_fused_nodes_are_on_the_modules_that_they_do_the_work_of(fused: Profiled
 
 
 def _entry(found: Profiled) -> set[tuple[str, ...]]:
-    """Where the change of layout at the end stands: with what made the value."""
+    """Make an entry of a profile; a change of layout at the end is listed with the operator that made the value."""
     return {one.origin.modules for one in found.operators if one.operator.startswith("Reorder")}
 
 
@@ -153,7 +153,7 @@ def test_weights_that_two_modules_share_do_not_tie_them(tmp_path: Path) -> None:
 
 
 def test_a_blocked_convolution_that_took_in_a_sum_keeps_the_name_of_its_own_value(tmp_path: Path) -> None:
-    """As ONNX Runtime 1.31 writes the blocks of ResNet-18: the sum and the activation are in attributes and inputs."""
+    """ONNX Runtime 1.31 writes the blocks of ResNet-18 so: the sum and the activation are in attributes and inputs."""
     text = """g (float[N,16,8,8] x) => (float[N,16,8,8] h) {
         [first] a = Conv (x, w1) [first_relu] b = Relu(a)
         [second] c = Conv (b, w2) [sum] d = Add(c, b) [last_relu] e = Relu(d)

@@ -78,7 +78,7 @@ def kernel(name: str, duration: float) -> Any:
 
 
 def test_on_cuda_kernels_count_for_the_operator_that_launched_them() -> None:
-    """What the host spent is not the device's time; a kernel outside of any operator has its own name."""
+    """The host's time is not the device's; a kernel outside of any operator has its own name."""
     launch = Event("aten::mm", 2, 4, kernels=(kernel("gemm", 50.0),))
     linear = Event("aten::linear", 1, 6, launch, Event("aten::add", 4, 5, kernels=(kernel("add", 5.0),)))
     module = Event("enginesmith module fc", 0, 7, linear, kernels=(kernel("triton_fused_0", 7.0),))

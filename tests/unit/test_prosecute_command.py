@@ -85,7 +85,7 @@ def test_no_time_is_refused() -> None:
 def test_variants_are_prosecuted_for_some_seconds_on_the_cpu(
     asked: dict[str, Any], tasks: list[tuple[float, bool]]
 ) -> None:
-    """Where nobody asked for it, it is no failure if nothing can be tried."""
+    """If it was not asked for, it is no failure that nothing can be tried."""
     made = plan(resolve_recipe(make({"model": "digits", "engines": ["onnxruntime"], **asked})))
     found = [step.task for step in made.steps if isinstance(step.task, Prosecute)]
     assert [(task.seconds, task.required) for task in found] == tasks
@@ -151,7 +151,7 @@ def test_inputs_are_tried_and_a_fault_is_reduced_in_the_time_that_is_left(
 
 @pytest.mark.parametrize("name", ["onnxruntime-fp32", "openvino-int8", "onnxruntime-fp32-prune-macs50"])
 def test_of_a_search_only_what_leads_to_the_variant_is_made(name: str) -> None:
-    """What lets it stay in the race leaves the same, so that its tuning is found in the store."""
+    """The step that keeps it in the race is unchanged, so that its tuning is found in the store."""
     budgets = {"max_drop": 0.01}
     asked = {"data": "digits", "budgets": budgets, "time_seconds": 600, "device": "cpu", "prosecute_seconds": 0}
     resolved = resolve_recipe(make({"model": "digits", **asked}))
@@ -170,7 +170,7 @@ def test_of_a_search_only_what_leads_to_the_variant_is_made(name: str) -> None:
 
 
 def test_a_search_that_the_time_ended_is_not_continued() -> None:
-    """What the run had no time for is left out where the variant was made without it."""
+    """Steps that the run had no time for are left out if the variant was made without them."""
     asked = {"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600, "device": "cpu"}
     resolved = resolve_recipe(make({"model": "digits", **asked}))
     made = plan(resolved)
@@ -260,7 +260,7 @@ def test_the_model_itself_is_no_engine(tmp_path: Path, named: tuple[str, ...], w
 
 @pytest.mark.parametrize("output", ["y", "z"])
 def test_what_nobody_asked_for_fails_nothing(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is short, or an engine has other names than its model."""
+    """Two causes: memory is short, or an engine has other names than its model."""
     text = '<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) { y = Identity(x) }'
     onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
     signature = Signature(inputs=(TensorSpec.parse("x:float32:"),), outputs=(TensorSpec.parse("y:float32:"),))

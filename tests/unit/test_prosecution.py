@@ -272,7 +272,7 @@ def test_rows_are_explained_by_rounding_that_leaves_about_as_many_alike(found: d
 
 
 def test_rows_that_rounding_chooses_are_not_held_against_an_engine() -> None:
-    """Of the best four of six equal scores, any four are right, and numbers that nobody answered are not."""
+    """Any four of six equal scores are the best four; numbers that the model never answers are wrong."""
     outputs = (spec("y", "float32", "batch", 4, 2), spec("kind", "int64", "batch", 4))
     form = SIGNATURE.model_copy(update={"unordered": {"y": "rows", "kind": "rows"}, "outputs": outputs})
 

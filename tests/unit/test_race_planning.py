@@ -1,4 +1,4 @@
-"""How variants are found for a race, and how a plan goes around it."""
+"""Variants are found for a race, and the plan is made around it."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -389,7 +389,7 @@ def begun(*engines: str) -> _ActiveRun:
     [("quality", "skipped", ""), ("memory", "skipped", ""), ("build", "skipped", NO_TIME), ("quality", "failed", "no")],
 )
 def test_latency_is_measured_although_no_time_is_left_to_judge(kind: str, status: Status, over: str) -> None:
-    """What no time was left to make cannot win, nor can any variant where the metric cannot be computed."""
+    """A variant that no time was left to make cannot win, nor can any if the metric cannot be computed."""
     active = begun("onnxruntime", "openvino")
     ends = {"status": status, "reason": NO_TIME if status == "skipped" else "no class"}
     for step in active.plan.steps:

@@ -124,7 +124,7 @@ def test_each_gpu_of_a_node_can_be_measured_on() -> None:
 
 
 def test_the_first_answer_chooses_the_kind_of_machine_for_a_place() -> None:
-    """What was built on one kind is not measured on another."""
+    """An engine that was built on one kind of machine is not measured on another."""
     there = pool(node("a"), node("b"), node("c"), node("unknown"))
     new, old = replace(DRIVER, kind="new"), replace(DRIVER, kind="old")
     assert there.requirement(Place()).kind == ""
@@ -312,7 +312,7 @@ def test_files_that_a_step_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_measurement_runs_on_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a node with several GPUs; alone on a node it has them all."""
+    """On a node with several GPUs, each measurement has a share of the cores; alone, it has them all."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
     monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(remote.worker, "run", lambda *args, cores, **options: cores)

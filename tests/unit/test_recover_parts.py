@@ -171,7 +171,7 @@ def test_what_was_frozen_in_an_attention_that_was_replaced_stays() -> None:
 
 
 def test_recurrent_layers_drop_nothing_out() -> None:
-    """As no other layer does; they are in training mode for cuDNN's sake."""
+    """They are in training mode only because cuDNN needs it, and no other layer drops anything out, either."""
     steps = trainer(lambda student, teacher, batch: student(batch.inputs["image"])[0].square().mean())
     steps.student.model.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     steps.models.average.module.model.lstm = average = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
@@ -273,7 +273,7 @@ def test_distilling_classes_is_the_divergence_of_softened_probabilities() -> Non
 
 @pytest.mark.parametrize("name", ["logits", "numbers"])
 def test_places_that_both_models_mask_teach_nothing_and_spoil_nothing(name: str) -> None:
-    """The same with them as without them, but for where the mask is all that there is."""
+    """Training is the same with and without them, unless everything is masked."""
     student, teacher, given = model(name=name, seed=1), model(name=name), batch()
     plain = losses.Distil(output_targets(teacher, given), [], [name], 2.0)(student.module, teacher.module, given)
     for loaded in (student, teacher):

@@ -86,7 +86,7 @@ def test_the_metric_is_tried_on_two_samples(
 
 
 def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_other(tmp_path: Path) -> None:
-    """As many places as the sum over the batch has, for each sample."""
+    """Each sample has as many rows as the sum over the batch tells."""
     ends = [
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
         for name, size in (("x", 3), ("y", "n"))
@@ -157,7 +157,7 @@ def test_samples_from_data_are_not_said_to_be_random(
 
 
 def test_an_onnx_file_is_tried_at_the_sizes_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where --shape gives no other ones; without data, 8 is assumed."""
+    """The sizes of --shape come first; without data, 8 is assumed."""
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", x=np.ones((8, 40, 50), np.float32))
     ends = [helper.make_tensor_value_info(name, 1, ["batch", "height", "width"]) for name in "xy"]
@@ -371,7 +371,7 @@ def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("size", "taken"), [(1, True), (2, False), ("batch", False)])
 def test_all_that_a_model_of_batch_1_answers_is_of_that_sample(size: int | str, taken: bool) -> None:
-    """As of readers of text, [time, 1, letters]."""
+    """Readers of text answer [time, 1, letters], say."""
     rows = size if isinstance(size, int) else 1
     x, y = TensorSpec.parse(f"x:float32:{size},3"), TensorSpec.parse(f"y:float32:5,{rows}")
     signature = Signature(inputs=(x,), outputs=(y,))
@@ -424,7 +424,7 @@ def test_a_model_whose_samples_influence_each_other_is_noted(
 
 
 def test_a_batch_size_at_which_nothing_is_a_number_is_refused(tmp_path: Path) -> None:
-    """As where a deviation over the batch is divided by: of one sample, it is zero."""
+    """An example is dividing by a deviation over the batch, which is zero for one sample."""
     ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
     nodes = [
         helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0]),

@@ -259,7 +259,7 @@ def test_what_a_look_up_was_told_is_for_the_log_of_the_step(tmp_path: Path, monk
 
 
 def test_steps_of_a_search_are_not_begun_once_its_time_is_over(desk: Desk) -> None:
-    """What the store has is taken all the same, and so are the steps that measure what is there."""
+    """Results in the store are taken all the same, and the steps that measure existing variants are run."""
     runner = Runner(desk, lambda step: Path(step.id), search_seconds=0.0)
     late = Step(StepRef("new"), Idle(), search=True)
     after = Step(StepRef("after"), Idle(), {"model": late.id}, search=True)

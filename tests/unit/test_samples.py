@@ -100,7 +100,7 @@ def test_feeds_are_rows_of_the_data_cut_to_the_sizes() -> None:
 
 
 def test_data_are_not_fed_where_the_batch_is_another_dimension() -> None:
-    """As the state of a recurrent layer, [layers, batch, ...]: its layers would be cut or repeated."""
+    """An example is the state of a recurrent layer, [layers, batch, ...]: its layers would be cut or repeated."""
     state = TensorSpec(name="state", dtype="float32", shape=(2, "n", 3))
     given = Signature(inputs=(TensorSpec.parse("x:float32:batch,3"), state), outputs=())
     data = Dataset("d", {"x": np.ones((5, 3), np.float32), "state": np.ones((5, 2, 3), np.float32)})

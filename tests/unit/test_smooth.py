@@ -246,7 +246,7 @@ def test_without_a_free_place_only_a_multiplication_helps(tmp_path: Path, word: 
 
 
 def test_a_multiplication_has_to_be_worth_it(tmp_path: Path) -> None:
-    """What gains a few percent is written where that is free, and not where it costs anything."""
+    """A gain of a few percent is written where that is free, and not where it costs anything."""
     nodes, weights, value = normalised(1.2)
     folding = saved(tmp_path / "free", nodes, weights)
     done = written(folding, measured(folding, value), insert=True)[1]

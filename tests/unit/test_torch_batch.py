@@ -1,4 +1,4 @@
-"""Where a module has its batch: along which dimension samples are apart."""
+"""A module's batch is found: the dimension along which samples are apart."""
 
 import itertools
 from typing import Any

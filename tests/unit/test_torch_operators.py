@@ -466,7 +466,7 @@ def test_dropout_that_is_told_not_to_train_gives_its_input() -> None:
 
 
 def test_one_pixel_is_its_own_mean() -> None:
-    """What rounding leaves of the difference is multiplied by 1/√epsilon = 316 here, and in ONNX Runtime otherwise."""
+    """The rounding error of the difference is multiplied by 1/√epsilon = 316 here, and in ONNX Runtime otherwise."""
     x, bias = normal(1, 4, 1, 1), normal(4, seed=1)
     (found,) = find(build("InstanceNormalization", [x, normal(4), bias], {}, 18, 1))(
         [torch.from_numpy(each) for each in (x, normal(4), bias)]

@@ -188,7 +188,7 @@ def test_a_tiny_error_on_samples_that_are_made_up_is_told(tmp_path: Path, data: 
 
 
 def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:
-    """Of one answer, 0.001, an engine's 0.002 is all wrong; of answers from -1 to 1, it is right in int8."""
+    """If 0.001 is the only answer, an engine's 0.002 is all wrong; if answers go from -1 to 1, it is right in int8."""
     (reference := tmp_path / "reference").mkdir()
     case = Case(points=("min",), sizes={"batch": 1}, batch=1)
     row = np.float32([[0.001, 0.001, 0.001]])

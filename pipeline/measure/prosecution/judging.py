@@ -14,13 +14,7 @@ import numpy as np
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import (
-    OutputFidelity,
-    Thresholds,
-    compare,
-    compare_calls,
-    thresholds_for,
-)
+from enginesmith.pipeline.measure.fidelity import OutputFidelity, Thresholds, compare, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rounding import COARSE, find_farthest
 from enginesmith.pipeline.measure.row_sets import count_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill

@@ -67,7 +67,7 @@ class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
 
 
 class BatchLimits(BaseModel, frozen=True):
-    """How far batches are made smaller where time is short."""
+    """Limit how far batches are made smaller where time is short."""
 
     steps: int = 100
     """Those that are enough: batches are halved while there is no time for so many."""

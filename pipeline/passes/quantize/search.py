@@ -101,7 +101,7 @@ class Trial(Judgement):
 
 
 class Setting(BaseModel, frozen=True, extra="forbid"):
-    """How everything is quantised: what a search changes before it leaves a group in floating point."""
+    """Describe how everything is quantised: a search changes this before it leaves a group in floating point."""
 
     form: Form = "given"
     unsigned: bool = False
