@@ -225,12 +225,12 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
         )
         if best and not holds:  # it had to lose
             continue
-        lower = (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0)
         if not mine.speedup or not theirs.speedup:
-            if holds and lower:
+            if holds and (mine.p50_ms or 0.0) <= (theirs.p50_ms or 0.0):
                 return f"it wins by its lower median; too few rounds to tell whether it is faster than {record.id}"
             continue
-        if divide(mine.speedup, theirs.speedup).low > 1:
+        ratio = divide(mine.speedup, theirs.speedup)
+        if ratio.low > 1:
             continue
         loss = f"{quality.metric} drop {format_metric(quality.drop, '+')}" if quality else ""
         risky = verdicts.may_lose_more(record, allowed) and not verdicts.may_lose_more(winner, allowed)
@@ -238,8 +238,8 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
             most, times = format_metric(quality.seen_high or 0.0, "+"), divide(theirs.speedup, mine.speedup).times()
             other = f"{record.id} ({loss}, and up to {most}) is {times} as fast"
             return f"it wins by its accuracy: {other}, but may lose more than allowed"
-        if lower:
-            return f"it wins by its lower median, which is not measurably lower than that of {record.id}"
+        if ratio.median >= 1:
+            return f"it wins by its higher speed-up, which is not measurably higher than that of {record.id}"
         if quality and holds:
             return f"it wins by its smaller accuracy drop: {record.id} ({loss}) is not measurably faster"
     return ""

@@ -285,9 +285,9 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
         return record(name, ms, 2 / ms).model_copy(update={"latency": (row,)})
 
     tied = run(variants=(fast("fp32", 0.5, 3.5, 4.5), fast("int8", 0.45, 3.9, 5.0)), winner="int8")
-    assert "it wins by its lower median, which is not measurably lower than that of fp32" in sentences.summarize(tied)
+    assert "it wins by its higher speed-up, which is not measurably higher than that of fp32" in sentences.summarize(tied)
     clear = run(variants=(fast("fp32", 0.5, 3.9, 4.1), fast("int8", 0.1, 19.0, 21.0)), winner="int8")
-    assert "lower median" not in sentences.summarize(clear)
+    assert "it wins by" not in sentences.summarize(clear)
 
     bare = [each.model_copy(update={"latency": (LatencyRow(batch=1, p50_ms=0.5),)}) for each in tied.variants]
     told = "it wins by its lower median; too few rounds to tell whether it is faster than fp32"
