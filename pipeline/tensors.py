@@ -110,18 +110,18 @@ class ShapeRange(BaseModel, frozen=True):
         """Read ``1:8:64``; one number stands for all three.
 
         Raises:
-            UsageError: not of that form, or not 1 ≤ min ≤ opt ≤ max.
+            UsageError: not of that form, or not min ≤ opt ≤ max with 1 ≤ opt.
         """
         numbers = text.split(":")
         if not all(n.isdecimal() for n in numbers) or len(numbers) not in (1, 3):
             raise UsageError(f"cannot read the shape range {text!r}", "write it as min:opt:max, as in 1:8:64")
         low, opt, high = (int(n) for n in (numbers * 3 if len(numbers) == 1 else numbers))
-        if low < 1:
+        if opt < 1:
             raise UsageError(
-                f"the shape range {text!r} has the size 0", "give 1 or more: of size 0 there are no numbers to compare"
+                f"the usual size in the shape range {text!r} is 0", "give 1 or more: min alone may be 0, as in 0:8:64"
             )
         if not low <= opt <= high:
-            raise UsageError(f"the shape range {text!r} is out of order", "it must hold 1 <= min <= opt <= max")
+            raise UsageError(f"the shape range {text!r} is out of order", "it must hold min <= opt <= max")
         return cls(min=low, opt=opt, max=high)
 
     def at(self, point: Point) -> int:

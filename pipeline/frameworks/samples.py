@@ -149,6 +149,8 @@ def plan_ranges(
             default = ShapeRange(min=min(batches), opt=batches[0], max=max(batches))
         ranges[symbol] = range_ = given.get(symbol, default)
         outside = [batch for batch in batches if not range_.min <= batch <= range_.max]
+        if symbol == batch_symbol(signature) and range_.min < 1:
+            raise UsageError(f"--shape {symbol}={range_} has batches without samples", "give a min of 1 or more")
         if symbol == batch_symbol(signature) and outside:
             message = f"--batch {outside[0]} is outside of --shape {symbol}={range_}"
             raise UsageError(message, "widen the range or drop the batch size")

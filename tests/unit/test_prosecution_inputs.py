@@ -54,6 +54,19 @@ def test_all_families_come_early_and_sizes_reach_both_ends() -> None:
     assert len({tuple(mask.sum(axis=1)) for mask in tails}) > 2
 
 
+def test_a_cache_may_be_empty() -> None:
+    """The range of its length begins with 0, and so does one of the samples."""
+    form = Signature(
+        inputs=(spec("x", "float32", "batch", 6), spec("cache", "float32", "batch", "past", 2)),
+        outputs=(spec("y", "float32", "batch", 6),),
+    )
+    given = [{**SPACE.samples[0], "cache": RNG.standard_normal((4, past, 2)).astype(np.float32)} for past in (0, 5, 8)]
+    ranges = {"batch": ShapeRange.parse("1:4:9"), "past": ShapeRange.parse("0:5:8")}
+    tried = [each.feeds["cache"] for each in itertools.islice(generate(InputSpace(form, ranges, given), 0), 200)]
+    assert {0, 1, 5, 8} <= {cache.shape[1] for cache in tried}
+    assert any(len(cache) == 9 and cache.shape[1] == 0 for cache in tried)
+
+
 def test_a_search_of_a_few_inputs_has_some_of_each_family() -> None:
     space = InputSpace(TOKENS.signature, TOKENS.ranges, TOKENS.samples * 20)
     first = list(itertools.islice(generate(space, 0), 8))

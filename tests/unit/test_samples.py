@@ -63,6 +63,8 @@ def test_ranges_that_do_not_go_with_the_model() -> None:
         assert ("--input" in error.value.remedy) != of_file
     with pytest.raises(UsageError, match="--batch 8 is outside of --shape batch=1:2:4"):
         plan_ranges(IMAGE, {"batch": ShapeRange(min=1, opt=2, max=4)}, (1, 8), {})
+    with pytest.raises(UsageError, match="--shape batch=0:1:4 has batches without samples"):
+        plan_ranges(IMAGE, {"batch": ShapeRange(min=0, opt=1, max=4)}, (1,), {})
 
 
 def test_cases_are_the_points_and_the_batches_each_once() -> None:

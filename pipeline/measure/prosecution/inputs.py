@@ -59,6 +59,12 @@ class InputSpace:
         return {name: range_.opt for name, range_ in self.ranges.items()}
 
     @functools.cached_property
+    def sources(self) -> Sequence[Feeds]:
+        """Samples that others are made of: those without a dynamic dimension of size 0."""
+        names = [spec.name for spec in self.signature.inputs if 0 not in spec.shape]
+        return [feeds for feeds in self.samples if all(feeds[name].size for name in names)]
+
+    @functools.cached_property
     def masks(self) -> tuple[str, ...]:
         """Inputs that are zeros and ones in all samples: masks of what is there."""
         return tuple(
@@ -113,13 +119,13 @@ def generate(space: InputSpace, seed: int) -> Iterator[Attempt]:
 
 def make_feeds(space: InputSpace, sizes: Mapping[str, int], rng: np.random.Generator) -> dict[str, Array]:
     """Make usual feeds of these sizes: rows of the samples in a random order, repeated ones a little changed."""
-    given = space.samples[int(rng.integers(len(space.samples)))]
+    given = space.sources[int(rng.integers(len(space.sources)))]
     rows = sizes[space.batch] if space.batch else 0
     leads = {spec.name: spec.batch_axis for spec in space.signature.inputs if space.batch in spec.shape}
     given = rows_first(given, space.signature.inputs)
     feeds = dict(given)
     if leads:
-        each = [rows_first(feeds, space.signature.inputs) for feeds in space.samples]
+        each = [rows_first(feeds, space.signature.inputs) for feeds in space.sources]
         pool = [feeds for feeds in each if _same_row_shapes(feeds, given, leads)]
         joined = {name: np.concatenate([feeds[name] for feeds in pool]) for name in leads}
         count = min(len(value) for value in joined.values())
