@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synth
 
 Labels = Array | Mapping[str, Array]
 """One array, or several by name; the first axis of each is the sample."""
+_T = TypeVar("_T")
 _OWN = "give data of your own"
 _SPLIT_SEED = 0
 """Whatever the recipe's seed is, a sample stays in its part."""
@@ -46,6 +48,18 @@ def count_rows(labels: Labels) -> int:
 def take_labels(labels: Labels, rows: slice | Array) -> Labels:
     """Take the labels of these rows."""
     return {key: array[rows] for key, array in labels.items()} if isinstance(labels, Mapping) else labels[rows]
+
+
+def assign_labels(
+    labels: Mapping[str, _T] | _T | None, outputs: Sequence[str], labelled: str | None = None
+) -> dict[str, _T]:
+    """Find the labels of each output that has some: of several arrays, those of its name.
+
+    One array belongs to the ``labelled`` output, or to the first.
+    """
+    if isinstance(labels, Mapping):
+        return {name: labels[name] for name in outputs if name in labels}
+    return {} if labels is None else {labelled or outputs[0]: labels}
 
 
 def describe_arrays(arrays: Feeds) -> str:
@@ -112,6 +126,13 @@ class Dataset:
         """The labels, where they are one array of numbers."""
         labels = self.labels
         return None if labels is None or isinstance(labels, Mapping) or labels.dtype.kind not in "biuf" else labels
+
+    @property
+    def number_labels(self) -> Labels | None:
+        """The labels, one array or several by name, as far as they are numbers; None where there are none."""
+        if isinstance(self.labels, Mapping):
+            return {name: array for name, array in self.labels.items() if array.dtype.kind in "biuf"} or None
+        return self.one_label
 
     @property
     def class_labels(self) -> Array | None:

@@ -7,7 +7,7 @@ Two outputs that are judged together are written with a comma: ``answer_f1:start
 import contextlib
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -271,6 +271,13 @@ def parse_metric(text: str) -> tuple[str, str | None]:
     if find_own(name) or plugins.offered(plugins.METRICS, name):
         return name, output or None
     return user_code.split_reference(text)
+
+
+def name_output(text: str, keys: Sequence[str], outputs: Iterable[str]) -> str:
+    """Name the output whose labels are asked for by its own name, where a metric of enginesmith's names none itself."""
+    own, output = find_own(parse_metric(text)[0]), parse_metric(text)[1]
+    asked = own is not None and output is None and len(keys) == 1 and keys[0] in outputs
+    return f"{text}:{keys[0]}" if asked else text
 
 
 def sign_of(text: str) -> float:

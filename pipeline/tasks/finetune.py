@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset, Labels, open_dataset
+from enginesmith.calibration.dataset import Dataset, Labels, assign_labels, open_dataset
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest, json_digest, relative_digests
@@ -160,7 +160,7 @@ class Recover(ResumableTask):
         assert signature is not None
         with track_files(allow_pickle=False) as tracker:
             data = self._data(inputs)
-            metric = self._metric(data, signature.outputs[0])
+            metric = self._metric(data, signature.outputs)
             if self.options.method not in METHODS:
                 from enginesmith.pipeline.passes.finetune.losses import user_loss
 
@@ -174,6 +174,7 @@ class Recover(ResumableTask):
         models = self.load(inputs)
         models.ready(place)
         material = split_data(data, self.options.held_back, self.seed, place)
+        material = dataclasses.replace(material, labelled=self._find_labelled(signature.outputs).name)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
         work = Work(
@@ -196,24 +197,33 @@ class Recover(ResumableTask):
             rows = np.concatenate([data.parts["calibration"], data.parts["choice"]])
             whole = dataclasses.replace(data.whole, parts=data.parts)
             data = whole.take(rows, f"{whole.name} (calibration and choice: {len(rows)} of {len(whole)})")
-        if self.options.method == "supervised" and data.one_label is None:
+        names = [spec.name for spec in signature.outputs]
+        if self.options.method == "supervised" and not assign_labels(data.number_labels, names):
             raise DataError(
-                f"{data.name} has {'no' if data.labels is None else 'other'} labels, and supervised recovery needs one "
-                "array of numbers",
+                f"{data.name} has {'no' if data.labels is None else 'other'} labels, and supervised recovery needs an "
+                f"array of numbers, or one for each output, by name: {', '.join(names)}",
                 "name it with --labels KEY, or add an array named labels, or recover by distil, which needs none",
             )
         return data if self.samples is None else data.sample(self.samples, self.seed)
 
-    def _metric(self, data: Dataset, output: TensorSpec) -> "Metric":
-        from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, LOSS_ON_LABELS, Metric
+    def _find_labelled(self, outputs: Sequence[TensorSpec]) -> TensorSpec:
+        """Find the output that labels of one array are of: the one that is judged, else the first."""
+        names = [spec.name for spec in outputs]
+        metric = quality.name_output(self.metric or quality.DEFAULT_METRIC, self.data_options.label_keys, names)
+        judged = quality.parse_metric(metric)[1]
+        return next((spec for spec in outputs if spec.name == judged), outputs[0])
 
-        name = self.metric or quality.DEFAULT_METRIC
+    def _metric(self, data: Dataset, outputs: Sequence[TensorSpec]) -> "Metric":
+        from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Metric, loss_on_labels
+
+        names, output = [spec.name for spec in outputs], self._find_labelled(outputs)
+        name = quality.name_output(self.metric or quality.DEFAULT_METRIC, self.data_options.label_keys, names)
         single = "float" in output.dtype and all(size == 1 for size in output.as_row.shape[1:])
         classes = data.class_labels is not None and not single
         if data.labels is None:  # the metric is then for other data
             return AGREEMENT
         if self.metric is None and not classes:
-            return LOSS_ON_LABELS if self.options.method == "supervised" else AGREEMENT
+            return loss_on_labels(names, output.name) if self.options.method == "supervised" else AGREEMENT
 
         def value(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
             return quality.evaluate(name, outputs, theirs, labels, self.seed).value

@@ -7,7 +7,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -338,10 +338,10 @@ class Quality(EngineCheck):
                 if baseline is not None:
                     with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
                         theirs = dict(stored.items())
+                metric = self.metric or quality.DEFAULT_METRIC
+                metric = quality.name_output(metric, self.data_options.label_keys, outputs)
                 with _name_rows(data):
-                    judged = quality.evaluate(
-                        self.metric or quality.DEFAULT_METRIC, outputs, theirs, data.labels, self.seed
-                    )
+                    judged = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
             except DataError as error:
                 if self.metric:
                     raise
@@ -422,10 +422,10 @@ def _name_rows(data: Dataset) -> Iterator[None]:
         raise error.on_row(data.rows[error.sample], data.whole.name) from error
 
 
-def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[Path]]:
+def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str] = ()) -> tuple[str, list[Path]]:
     """Try a metric on two samples, before long work; returns a sentence about it, and the files that it read.
 
-    A metric that may work on more samples passes.
+    ``keys`` are those of the labels, where they were named. A metric that may work on more samples passes.
 
     Raises:
         DataError: the data has no labels, or the metric does not fit them and the outputs, or cannot work.
@@ -434,6 +434,7 @@ def try_metric(metric: str, session: Session, data: Dataset) -> tuple[str, list[
     rows = slice(min(_TRIED, size, len(data)))
     outputs = {name: value[rows] for name, value in _answer_rows(session, data.batch(0, size), size).items()}
     with _name_rows(data), track_files(allow_pickle=False) as tracker:
+        metric = quality.name_output(metric, keys, outputs)
         chosen = (
             None
             if data.labels is None

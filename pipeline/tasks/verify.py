@@ -82,7 +82,7 @@ class Sample(Task):
         with self.engine.load(model, Device()) as session:
             if self.metric and self.data and data:
                 progress(f"trying {self.metric} on a few samples")
-                sentence, code = try_metric(self.metric, session, data)
+                sentence, code = try_metric(self.metric, session, data, self.data_options.label_keys)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if data:
                 _check_missing(session, data, self.batches[0])

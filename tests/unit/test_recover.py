@@ -157,8 +157,8 @@ def test_without_a_metric_weights_are_chosen_by_what_fits_the_labels(
     output: str, labels: np.ndarray | None, learnt: str, distilled: str
 ) -> None:
     data, spec = Dataset("set", {"x": np.zeros((4, 1))}, labels), TensorSpec.parse(output)
-    assert task(None, method="supervised")._metric(data, spec).name == learnt
-    assert task(None)._metric(data, spec).name == distilled
+    assert task(None, method="supervised")._metric(data, [spec]).name == learnt
+    assert task(None)._metric(data, [spec]).name == distilled
 
 
 def test_a_loss_of_the_users_is_called(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:

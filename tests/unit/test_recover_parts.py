@@ -60,7 +60,7 @@ def model(width: int = 8, name: str = "logits", seed: int = 0) -> LoadedModel:
     return LoadedModel(module, Signature(inputs=(image,), outputs=(answer,)), {"image": torch.zeros(2, 1, 8, 8)})
 
 
-def batch(count: int = 6, labels: torch.Tensor | None = None) -> Batch:
+def batch(count: int = 6, labels: torch.Tensor | dict[str, torch.Tensor] | None = None) -> Batch:
     return Batch({"image": torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))}, labels)
 
 
@@ -332,17 +332,17 @@ def test_features_are_zero_for_the_teacher_itself_and_reach_the_weights_of_other
 def test_supervised_is_cross_entropy_or_squared_error() -> None:
     student, labels = model(), torch.tensor([0, 1, 2, 0, 1, 2])
     logits = student.module(batch().inputs["image"])[0]
-    found = losses.supervised(student.module, student.module, batch(labels=labels))
+    found = losses.Supervised(["logits"])(student.module, student.module, batch(labels=labels))
     assert found.item() == pytest.approx(F.cross_entropy(logits, labels).item())
     numbers = torch.zeros(6, 3)
-    found = losses.supervised(student.module, student.module, batch(labels=numbers))
+    found = losses.Supervised(["logits"])(student.module, student.module, batch(labels=numbers))
     assert found.item() == pytest.approx(logits.square().mean().item())
 
 
 def compare(output: torch.Tensor, labels: torch.Tensor) -> float:
     """Compute the loss of an output, whatever the model."""
     student: Any = lambda image: (output,)  # noqa: E731
-    return losses.supervised(student, student, batch(labels=labels)).item()
+    return losses.Supervised(["y"])(student, student, batch(labels=labels)).item()
 
 
 def test_the_cross_entropy_of_probabilities_is_that_of_their_logits() -> None:
@@ -372,13 +372,47 @@ def test_numbers_fit_an_output_of_their_shape(shape: tuple[int, ...], labels: to
     [
         (None, "needs labels"),
         (torch.tensor([0, 1, 2, 0, 1, 3]), "from 0 to 3, and the model has 3 classes"),
-        (torch.zeros(6, 2), r"float32 and shape \[6, 2\] do not fit the output of float32 and shape \[6, 3\]"),
+        (torch.zeros(6, 2), r"float32 and shape \[6, 2\] do not fit the output 'y' of float32 and shape \[6, 3\]"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor | None, said: str) -> None:
     student = model().module
     with pytest.raises(DataError, match=said):
-        losses.supervised(student, student, batch(labels=labels))
+        losses.Supervised(["y"])(student, student, batch(labels=labels))
+
+
+@pytest.mark.parametrize("form", ["logits", "probabilities"])
+def test_one_number_for_what_is_there_or_not_has_a_cross_entropy(form: str) -> None:
+    logits, labels = torch.tensor([[[-8.0, 3.0], [2.0, -30.0]]] * 2), torch.tensor([[[0, 1], [1, 255]]] * 2)
+    output = (logits if form == "logits" else logits.sigmoid())[:, None]
+    student: Any = lambda image: (output,)  # noqa: E731
+    loss = losses.Supervised(["y"], frozenset("y"))(student, student, batch(labels=labels))
+    counted = F.binary_cross_entropy_with_logits(logits[:, [0, 0, 1], [0, 1, 0]], torch.tensor([[0.0, 1, 1]] * 2))
+    assert loss.item() == pytest.approx(counted.item(), rel=1e-4)
+    assert losses.are_binary(labels.numpy())
+    assert not losses.are_binary(labels.float().numpy())
+    assert not losses.are_binary(labels.numpy() + 1)
+
+
+def test_places_without_a_label_teach_nothing() -> None:
+    logits, labels = torch.randn(6, 3, 2), torch.tensor([[0, 1], [1, 255], [2, -100]] * 2)
+    expected = F.cross_entropy(logits, labels.masked_fill(labels == 255, -100)).item()
+    assert compare(logits, labels) == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_output_learns_from_its_own_labels() -> None:
+    """One array is for the output that is judged; of several, each is for the output of its name."""
+    outputs = torch.randn(6, 3), torch.randn(6, 4)
+    student: Any = lambda image: outputs  # noqa: E731
+    kind, tone = torch.tensor([0, 1, 2] * 2), torch.tensor([3, 0, 1] * 2)
+    loss = losses.Supervised(["kind", "tone"])
+    alone = [F.cross_entropy(value, labels).item() for value, labels in zip(outputs, (kind, tone), strict=True)]
+    named = dataclasses.replace(batch(labels=tone), labelled="tone")
+    assert loss(student, student, named).item() == pytest.approx(alone[1])
+    both = loss(student, student, batch(labels={"tone": tone, "kind": kind, "other": tone}))
+    assert both.item() == pytest.approx(sum(alone))
+    with pytest.raises(DataError, match="needs labels"):
+        loss(student, student, batch(labels={"other": tone}))
 
 
 @pytest.mark.parametrize(
@@ -401,13 +435,15 @@ def test_a_loss_of_the_users_gets_modules_and_arrays_by_name() -> None:
     student, teacher = model(seed=1).module, model().module
 
     def own(student: nn.Module, teacher: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        assert batch["labels"].shape == (6,)
+        labels: Any = batch["labels"]
+        assert (labels["tone"] if isinstance(labels, dict) else labels).shape == (6,)
         apart: torch.Tensor = student(batch["image"])["logits"] - teacher(batch["image"])["logits"]
         return apart.square().mean()
 
-    found = losses.call_user_loss("own:loss", own, student, teacher, batch(labels=torch.zeros(6)))
-    assert found.requires_grad
-    assert found.item() > 0
+    for labels in (torch.zeros(6), {"tone": torch.zeros(6)}):
+        found = losses.call_user_loss("own:loss", own, student, teacher, batch(labels=labels))
+        assert found.requires_grad
+        assert found.item() > 0
 
 
 def test_a_method_that_there_is_not_is_refused_with_the_nearest() -> None:

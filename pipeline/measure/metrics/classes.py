@@ -83,7 +83,7 @@ def _are_class_maps(output: Array, labels: Array) -> bool:
         return False
     counted = labels[_is_counted(labels)]
     if output.dtype.kind in "iu":  # the class itself for each place
-        same = labels.ndim > 1 and _drop_one(output.shape) == _drop_one(labels.shape)
+        same = labels.ndim > 1 and _drop_one(output.shape)[1:] == _drop_one(labels.shape)[1:]
         few = counted.size > 0 and max(int(counted.max()), int(output.max())) < _MOST_CLASSES
         return same and few and int(output.min()) >= 0
     places = output.shape[2:]

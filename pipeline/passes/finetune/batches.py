@@ -8,7 +8,7 @@ however many parts the batch was worked through in.
 import datetime
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,10 @@ class Batch:
     """Inputs in the order of the signature, and labels where there are some."""
 
     inputs: dict[str, Tensor]
-    labels: Tensor | None
+    labels: Tensor | dict[str, Tensor] | None
+    """Several arrays by name where several were named."""
+    labelled: str | None = None
+    """The output that labels of one array are of; None for the first."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class SplitData:
     learnt: tuple[int, ...]
     held_back: tuple[int, ...]
     device: torch.device
+    labelled: str | None = None
+    """The output that labels of one array are of; None for the first."""
 
     def batch(self, rows: Array) -> Batch:
         """Copy those rows to the device, in torch's own memory: its alignment decides the last bits of sums.
@@ -85,10 +90,14 @@ class SplitData:
             on_cuda = self.device.type == "cuda"
             return given.pin_memory().to(self.device, non_blocking=True) if on_cuda else given.clone()
 
-        labels = None if self.data.one_label is None else tensor(self.data.one_label[rows])
-        if labels is not None:
-            labels = labels.float() if labels.is_floating_point() else labels.long()
-        return Batch({name: tensor(value) for name, value in self.data.feed(rows).items()}, labels)
+        def label(values: Array) -> Tensor:
+            given = tensor(values)
+            return given.float() if given.is_floating_point() else given.long()
+
+        inputs, given = {name: tensor(value) for name, value in self.data.feed(rows).items()}, self.data.number_labels
+        if isinstance(given, Mapping):
+            return Batch(inputs, {name: label(values[rows]) for name, values in given.items()})
+        return Batch(inputs, None if given is None else label(given[rows]), self.labelled)
 
     def order(self, batch: int, seed: int) -> Order:
         """Return the order in which steps take rows."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from enginesmith.calibration.dataset import Labels, take_labels
+from enginesmith.calibration.dataset import Labels, assign_labels, take_labels
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
-from enginesmith.pipeline.passes.finetune.losses import Distil, Loss, compare_with_labels, supervised, user_loss
+from enginesmith.pipeline.passes.finetune.losses import (
+    Binary,
+    Distil,
+    Loss,
+    Supervised,
+    are_binary,
+    compare_with_labels,
+    user_loss,
+)
 from enginesmith.pipeline.passes.finetune.options import BatchLimits, RecoverOptions, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Models, Trainer, norms
 from enginesmith.pipeline.tensors import Array, Feeds
@@ -70,10 +78,11 @@ class Work:
         Raises:
             DataError: the user's loss is not there.
         """
+        names = [spec.name for spec in self.models.teacher.signature.outputs]
         if self.options.method == "supervised":
-            return supervised
+            labels = assign_labels(self.material.data.number_labels, names, self.material.labelled)
+            return Supervised(names, frozenset(name for name, values in labels.items() if are_binary(values)))
         if self.options.method == "distil":
-            names = [spec.name for spec in self.models.teacher.signature.outputs]
             return Distil(plan.outputs, plan.features, names, self.options.temperature)
         return user_loss(self.options.method)
 
@@ -239,15 +248,32 @@ AGREEMENT = Metric("agreement", agreement)
 """For data without labels."""
 
 
-def loss_on_labels(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
-    """Compute the loss of supervised recovery, over all samples at once."""
-    del theirs
-    given = np.asarray(labels)
-    given = given.astype(np.float32 if given.dtype.kind == "f" else np.int64)
-    loss = compare_with_labels(torch.from_numpy(next(iter(outputs.values()))), torch.from_numpy(given))
-    assert loss is not None  # the same labels are learnt from
-    return float(loss)
+@dataclass(frozen=True)
+class LossOnLabels:
+    """The loss of supervised recovery, over all samples at once, of the outputs that have labels."""
+
+    names: Sequence[str]
+    """The model's outputs."""
+    labelled: str | None = None
+    """The output that labels of one array are of; None for the first."""
+
+    def __call__(self, outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
+        """Compute the loss."""
+        total = 0.0
+        for name, given in assign_labels(labels, self.names, self.labelled).items():
+            if given.dtype.kind not in "biuf":
+                continue
+            numbers = torch.from_numpy(given.astype(np.float32 if given.dtype.kind == "f" else np.int64))
+            probable = bool(((theirs[name] >= 0) & (theirs[name] <= 1)).all())
+            binary: Binary | None = None
+            if are_binary(given):
+                binary = "probabilities" if probable else "logits"
+            loss = compare_with_labels(torch.from_numpy(outputs[name]), numbers, binary)
+            assert loss is not None  # the same labels are learnt from
+            total += float(loss)
+        return total
 
 
-LOSS_ON_LABELS = Metric("loss", loss_on_labels, -1.0)
-"""For labels that are numbers, or classes of more than samples."""
+def loss_on_labels(names: Sequence[str], labelled: str | None = None) -> Metric:
+    """Make the metric for labels that are numbers, or classes of more than samples."""
+    return Metric("loss", LossOnLabels(names, labelled), -1.0)

@@ -10,25 +10,29 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from enginesmith.calibration import user_code
+from enginesmith.calibration.dataset import assign_labels
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune.batches import Batch, ran_out
 from enginesmith.pipeline.passes.finetune.options import Target
+from enginesmith.pipeline.tensors import Array
 
 _LOGITS = re.compile(r"logits|scores", re.IGNORECASE)
 _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
-_UNLABELLED = -100
+_UNLABELLED = (-100, 255)
+"""Class numbers of what does not count: of samples and places, and of places alone."""
 _MASKED = -1e9
 """Logit of a class that both models rule out with the same infinite one; a number that has gradients."""
 _UNLIKE, _MOST_UNLIKE = 100.0, 128
@@ -68,10 +72,10 @@ def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
         ModelError: there is none.
     """
     names = [spec.name for spec in teacher.signature.outputs]
-    values = teacher.module(*batch.inputs.values())
+    values, labels = teacher.module(*batch.inputs.values()), assign_labels(batch.labels, names, batch.labelled)
     targets = [
-        _describe(name, _kind(name, value.float(), batch.labels if not index else None), value.float())
-        for index, (name, value) in enumerate(zip(names, values, strict=True))
+        _describe(name, _kind(name, value.float(), labels.get(name)), value.float())
+        for name, value in zip(names, values, strict=True)
         if value.is_floating_point() and value.numel() and value.ndim
     ]
     if not targets:
@@ -172,6 +176,8 @@ def _comparable(ours: Tensor, theirs: Tensor) -> Any:
     return "maps" if spatial and ours.shape[2:] == theirs.shape[2:] else None
 
 
+Binary = Literal["logits", "probabilities"]
+"""Form of the answers to labels of 0 and 1."""
 Loss = Callable[[NamedForward, NamedForward, Batch], Tensor]
 """``(student, teacher, batch)`` → a scalar, the mean over the samples of the batch."""
 
@@ -224,33 +230,65 @@ def _map(value: Tensor) -> Tensor:
     return F.normalize(value.square().sum(1).flatten(1), dim=1)
 
 
-def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
-    """Compute the cross entropy of the first output where labels are classes; its mean squared error for numbers.
+@dataclass(frozen=True)
+class Supervised:
+    """Outputs against their labels: the sum of their losses, as :func:`compare_with_labels` computes them."""
 
-    Raises:
-        DataError: there are no labels, or they do not fit the output.
-    """
-    del teacher
-    output, labels = student(*batch.inputs.values())[0], batch.labels
-    if labels is None:
-        raise DataError(
-            "supervised recovery needs labels, and the data has none",
-            "add an array named labels, or recover by distil, which needs none",
-        )
-    loss = compare_with_labels(output, labels)
-    if loss is None:
-        raise DataError(
-            f"labels of {_form(labels)} do not fit the output of {_form(output)}",
-            "give one class for each sample, a whole number, or numbers in the shape of the output; else a loss of "
-            "your own: module:function",
-        )
-    return loss
+    names: Sequence[str]
+    """The model's outputs."""
+    binary: frozenset[str] = frozenset()
+    """Outputs whose labels are 0 or 1 in all samples."""
+    _probabilities: dict[str, bool] = field(default_factory=dict)
+
+    def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
+        """Compute the loss.
+
+        Raises:
+            DataError: there are no labels, or they do not fit their output.
+        """
+        labels, total = assign_labels(batch.labels, self.names, batch.labelled), []
+        if not labels:
+            raise DataError(
+                "supervised recovery needs labels, and the data has none",
+                "add an array named labels, or one for an output with the output's name, and name it with --labels; "
+                "or recover by distil, which needs none",
+            )
+        if not self._probabilities:
+            self._probabilities.update(self._find_probabilities(teacher, batch))
+        outputs = dict(zip(self.names, student(*batch.inputs.values()), strict=True))
+        for name, wanted in labels.items():
+            binary: Binary | None = None
+            if name in self.binary:
+                binary = "probabilities" if self._probabilities[name] else "logits"
+            loss = compare_with_labels(outputs[name], wanted, binary)
+            if loss is None:
+                raise DataError(
+                    f"labels of {_form(wanted)} do not fit the output {name!r} of {_form(outputs[name])}",
+                    "give one class for each sample, a whole number, or numbers in the shape of the output; else a "
+                    "loss of your own: module:function",
+                )
+            total.append(loss)
+        return torch.stack(total).sum()
+
+    @torch.no_grad()
+    def _find_probabilities(self, teacher: NamedForward, batch: Batch) -> dict[str, bool]:
+        values = teacher(*batch.inputs.values())
+        return {name: bool(((value >= 0) & (value <= 1)).all()) for name, value in zip(self.names, values, strict=True)}
 
 
-def compare_with_labels(output: Tensor, labels: Tensor) -> Tensor | None:
+def are_binary(labels: Array) -> bool:
+    """Tell whether labels are 0 or 1 where they count, as whole numbers."""
+    if labels.dtype.kind not in "biu":
+        return False
+    counted = labels[(labels >= 0) & ~np.isin(labels, _UNLABELLED)]
+    return bool(counted.size and counted.max() <= 1)
+
+
+def compare_with_labels(output: Tensor, labels: Tensor, binary: Binary | None = None) -> Tensor | None:
     """Compute the cross entropy where labels are classes, and the mean squared error where they are numbers.
 
-    Numbers are in the shape of the output, but for axes of length 1. None where the labels fit neither.
+    Numbers are in the shape of the output, but for axes of length 1; ``binary``: they are 0 or 1, and their cross
+    entropy is computed from logits or probabilities. None where the labels fit neither.
 
     Raises:
         DataError: labels are numbers of classes that the output does not have.
@@ -259,7 +297,8 @@ def compare_with_labels(output: Tensor, labels: Tensor) -> Tensor | None:
         return None
     output = output.float()
     if output.squeeze().shape == labels.squeeze().shape:
-        return F.mse_loss(output, labels.reshape(output.shape).float())
+        wanted = labels.reshape(output.shape)
+        return _compute_binary(output, wanted, binary) if binary else F.mse_loss(output, wanted.float())
     if labels.is_floating_point() or labels.ndim != output.ndim - 1:
         return None
     for values in (output.movedim(1, -1), output):
@@ -268,9 +307,21 @@ def compare_with_labels(output: Tensor, labels: Tensor) -> Tensor | None:
     return None
 
 
+def _compute_binary(output: Tensor, labels: Tensor, form: Binary) -> Tensor:
+    """Compute the mean cross entropy of what is there or not, where labels are 0 or 1."""
+    counted = (labels == 0) | (labels == 1)
+    given, wanted = output[counted], labels[counted].float()
+    if form == "probabilities":
+        given = given.clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY).logit()
+    return F.binary_cross_entropy_with_logits(given, wanted, reduction="sum") / max(1, len(wanted))
+
+
 def _compute_cross_entropy(values: Tensor, labels: Tensor) -> Tensor:
     """Compute the cross entropy of logits or probabilities, whose last axis has the classes."""
-    given, classes = labels[labels != _UNLABELLED], values.shape[-1]
+    classes = values.shape[-1]
+    if labels.ndim > 1 and classes <= _UNLABELLED[1]:  # a class for each place
+        labels = labels.masked_fill(labels == _UNLABELLED[1], _UNLABELLED[0])
+    given = labels[labels != _UNLABELLED[0]]
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < classes:
         raise DataError(
             f"labels are from {given.min()} to {given.max()}, and the model has {classes} classes",
@@ -278,8 +329,8 @@ def _compute_cross_entropy(values: Tensor, labels: Tensor) -> Tensor:
         )
     if _are_probabilities(values):
         values = values.clamp_min(_LEAST_PROBABILITY).log()
-        return F.nll_loss(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED)
-    return F.cross_entropy(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED)
+        return F.nll_loss(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED[0])
+    return F.cross_entropy(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED[0])
 
 
 def _form(value: Tensor) -> str:
