@@ -6,6 +6,7 @@ Two outputs that are judged together are written with a comma: ``answer_f1:start
 
 import contextlib
 import difflib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from pydantic import BaseModel
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
 from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
+from enginesmith.pipeline.measure.metrics import classes
 from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric
 from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, find_own
 from enginesmith.pipeline.measure.rows import explain_missing
@@ -202,15 +204,20 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
 
 
 def pair_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Labels]:
-    """Join two outputs, and two arrays of labels, along a new last axis, for a metric that judges them together.
+    """Join arrays that a metric judges together: pairs of outputs and of labels, or the greatest scores and classes."""
+    name, chosen = parse_metric(metric)
+    own = find_own(name)
+    if own is not None and own.paired:
+        return _join_pairs(outputs, labels, chosen)
+    return (_place_scores(outputs, labels, chosen) if name in classes.METRICS else outputs), labels
+
+
+def _join_pairs(outputs: Feeds, labels: Labels, chosen: str | None) -> tuple[Feeds, Labels]:
+    """Join two outputs, and two arrays of labels, along a new last axis.
 
     The outputs are those that the metric names, or the only two of the form [samples, numbers]; they stay apart where
     there are no such ones. The joined one comes first, as ``FIRST,SECOND``.
     """
-    name, chosen = parse_metric(metric)
-    own = find_own(name)
-    if own is None or not own.paired:
-        return outputs, labels
     if isinstance(labels, Mapping) and len({array.shape for array in labels.values()}) == 1:
         labels = np.stack(list(labels.values()), axis=-1)
     flat = {key for key, array in outputs.items() if array.ndim == 2 and array.dtype.kind == "f"}
@@ -220,6 +227,23 @@ def pair_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Lab
     joined = np.stack([outputs[key] for key in names], axis=-1)
     others = {key: array for key, array in outputs.items() if key not in names}
     return {",".join(names): joined, **others}, labels
+
+
+def _place_scores(outputs: Feeds, labels: Labels, chosen: str | None) -> Feeds:
+    """Replace each pair of greatest scores and their classes, as of torch.topk, by the scores of all classes.
+
+    These have the name of the greatest scores, or that of the classes if the metric names it.
+    """
+    made = dict(outputs)
+    pairs = [(pair, pair[1] == f"{pair[0]}_indices") for pair in itertools.permutations(outputs, 2)]
+    for (values, indices), named in sorted(pairs, key=lambda entry: not entry[1]):
+        name, other = (indices, values) if chosen == indices else (values, indices)
+        its = _labels_for(name, labels)
+        given = outputs[values], outputs[indices]
+        if {values, indices} <= made.keys() and its is not None and classes.are_greatest(*given, its, single=named):
+            made[name] = classes.place_scores(*given, its)
+            del made[other]
+    return made
 
 
 def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:

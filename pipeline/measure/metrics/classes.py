@@ -13,6 +13,8 @@ from enginesmith.pipeline.tensors import Array
 
 _IGNORED = (255, -100)
 """Class numbers that many data sets give to pixels and tokens that do not count; negative ones do not count, either."""
+_MOST_PLACED = 1 << 16
+"""Classes that scores are kept for, of which only the greatest are known."""
 _MOST_CLASSES = 4096
 """Classes of places, of which every pair is counted."""
 
@@ -22,7 +24,33 @@ def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
     if logits.dtype.kind in "iu":
         return np.asarray(logits.reshape(-1) == labels.reshape(-1), np.float64)
     best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
-    return np.asarray((best == labels.reshape(-1, 1)).any(axis=1), np.float64)
+    known = np.take_along_axis(logits, best, axis=1) != -math.inf  # others are not among the greatest of torch.topk
+    return np.asarray(((best == labels.reshape(-1, 1)) & known).any(axis=1), np.float64)
+
+
+def are_greatest(values: Array, indices: Array, labels: Array, *, single: bool) -> bool:
+    """Tell whether two outputs are the greatest scores of each sample, and their classes, as torch.topk returns them.
+
+    Labels are one class for each sample. Of a ``single`` score, too, which any two outputs of one number look like.
+    """
+    if values.ndim != len("NK") or values.shape != indices.shape or values.dtype.kind != "f" or not values.size:
+        return False
+    if indices.dtype.kind not in "iu" or labels.size != len(labels) or not are_whole(labels):
+        return False
+    sorts = bool((values[:, 1:] <= values[:, :-1]).all()) and (single or values.shape[1] > 1)
+    distinct = bool((np.diff(np.sort(indices, axis=1), axis=1) != 0).all())
+    return sorts and distinct and int(indices.min()) >= 0 and _count_classes(indices, labels) <= _MOST_PLACED
+
+
+def place_scores(values: Array, indices: Array, labels: Array) -> Array:
+    """Place the greatest scores at their classes, [samples, classes]; those of the other classes are -inf."""
+    scores = np.full((len(values), _count_classes(indices, labels)), -math.inf, values.dtype)
+    np.put_along_axis(scores, indices.astype(np.int64), values, axis=1)
+    return scores
+
+
+def _count_classes(indices: Array, labels: Array) -> int:
+    return 1 + max(int(indices.max()), int(labels.max()))
 
 
 def _share_of_commonest(labels: Array) -> float:
@@ -116,7 +144,8 @@ def _compute_auroc(joined: Array) -> float:
 
 def _find_odds(scores: Any) -> Any:
     """Return what orders samples as the probability of each class does, also where that rounds to 1."""
-    if float(scores.min()) >= 0 and float(scores.max()) <= 1:  # probabilities already
+    known = scores[scores.isfinite()]
+    if float(known.min()) >= 0 and float(known.max()) <= 1:  # probabilities already
         return scores
     others = [scores.index_fill(1, scores.new_tensor([kind]).long(), -math.inf) for kind in range(scores.shape[1])]
     return scores - import_library("torch").stack([rest.logsumexp(1) for rest in others], dim=1)
