@@ -59,6 +59,16 @@ def test_classes_themselves_are_judged_as_their_scores(name: str) -> None:
         evaluate(name, {"y": answers + 70_000}, {"y": answers + 70_000}, labels)
 
 
+@pytest.mark.parametrize("name", ["miou", "f1"])
+def test_what_is_there_is_above_one_half_of_probabilities_and_above_0_of_others(name: str) -> None:
+    generator = np.random.default_rng(0)
+    logits, labels = generator.standard_normal((3, 1, 6, 6)), generator.integers(0, 2, (3, 6, 6))
+    expected = compute(name, (logits[:, 0] > 0).astype(np.int64), labels)
+    shares = 1 / (1 + np.exp(-logits))
+    for given in (logits, shares, shares.astype(np.float16), np.where(shares > 0.9, 1.004, shares), logits * 0.1):
+        assert compute(name, given, labels) == expected
+
+
 @pytest.mark.parametrize("seed", CASES)
 def test_ranks_are_those_of_scikit_learn_and_scipy(seed: int) -> None:
     sklearn, scipy = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")

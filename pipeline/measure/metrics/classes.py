@@ -13,6 +13,8 @@ from enginesmith.pipeline.tensors import Array
 
 _IGNORED = (255, -100)
 """Class numbers that many data sets give to pixels and tokens that do not count; negative ones do not count, either."""
+_ROUNDING = 0.01
+"""Distance from 0 and 1 up to which numbers are probabilities, which engines round in a low precision."""
 _MOST_PLACED = 1 << 16
 """Classes that scores are kept for, of which only the greatest are known."""
 _MOST_CLASSES = 4096
@@ -70,20 +72,26 @@ def _are_classes(logits: Array, labels: Array) -> bool:
 def _count_confusions(output: Array, labels: Array) -> Array:
     """Count [samples, classes, classes], truth by answer, over all places whose label counts.
 
-    The classes are the output's second axis; where that has length 1, an answer above 0 is class 1. Whole numbers are
-    the classes themselves.
+    The classes are the output's second axis; where that has length 1, an answer above 0 is class 1, or above 0.5 where
+    all are probabilities. Whole numbers are the classes themselves.
     """
     if output.dtype.kind in "iu":
         found = output.reshape(labels.shape).astype(np.int64)
         classes = 1 + max(1, int(found.max()), int(labels[_is_counted(labels)].max()))
     else:
         classes = max(2, output.shape[1])
-        found = (output[:, 0] > 0).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
+        found = _is_there(output[:, 0]).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
     truth = labels.reshape(found.shape).astype(np.int64)
     counted = _is_counted(truth) & (truth < classes)
     pairs = zip(truth, found, counted, strict=True)
     counts = [np.bincount(wanted[use] * classes + given[use], minlength=classes**2) for wanted, given, use in pairs]
     return np.asarray(counts).reshape(-1, classes, classes)
+
+
+def _is_there(output: Array) -> NDArray[np.bool_]:
+    """Tell where what a single number stands for is there: above 0, and of probabilities above one half."""
+    shares = bool(output.size and output.min() >= -_ROUNDING and output.max() <= 1 + _ROUNDING)
+    return np.asarray(output > (0.5 if shares else 0))
 
 
 def _average_iou(counts: Array) -> float:
