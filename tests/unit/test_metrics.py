@@ -69,6 +69,15 @@ def test_what_is_there_is_above_one_half_of_probabilities_and_above_0_of_others(
         assert compute(name, given, labels) == expected
 
 
+@pytest.mark.parametrize("name", ["miou", "f1"])
+def test_masks_as_bool_are_classes(name: str) -> None:
+    generator = np.random.default_rng(0)
+    answers, labels = generator.random((3, 6, 6)) > 0.5, generator.random((3, 6, 6)) > 0.5
+    expected = compute(name, answers.astype(np.int64), labels.astype(np.int64))
+    for given in (answers, answers[:, None]):
+        assert compute(name, given, labels) == compute(name, given, labels[:, None]) == expected
+
+
 @pytest.mark.parametrize("seed", CASES)
 def test_ranks_are_those_of_scikit_learn_and_scipy(seed: int) -> None:
     sklearn, scipy = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")

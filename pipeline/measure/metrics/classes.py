@@ -13,6 +13,8 @@ from enginesmith.pipeline.tensors import Array
 
 _IGNORED = (255, -100)
 """Class numbers that many data sets give to pixels and tokens that do not count; negative ones do not count, either."""
+_WHOLE = "biu"
+"""Kinds of dtypes whose numbers are classes themselves; of bool, 0 and 1."""
 _ROUNDING = 0.01
 """Distance from 0 and 1 up to which numbers are probabilities, which engines round in a low precision."""
 _MOST_PLACED = 1 << 16
@@ -23,7 +25,7 @@ _MOST_CLASSES = 4096
 
 def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
     """Give 1 where the label's logit is among so many greatest, or where the answer is the label itself."""
-    if logits.dtype.kind in "iu":
+    if logits.dtype.kind in _WHOLE:
         return np.asarray(logits.reshape(-1) == labels.reshape(-1), np.float64)
     best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
     known = np.take_along_axis(logits, best, axis=1) != -math.inf  # others are not among the greatest of torch.topk
@@ -62,7 +64,7 @@ def _share_of_commonest(labels: Array) -> float:
 def _are_classes(logits: Array, labels: Array) -> bool:
     if labels.size != len(labels) or not are_whole(labels):
         return False
-    if logits.dtype.kind in "iu":
+    if logits.dtype.kind in _WHOLE:
         return logits.ndim in (1, 2) and logits.size == len(logits)
     if logits.ndim != 2:
         return False
@@ -75,7 +77,7 @@ def _count_confusions(output: Array, labels: Array) -> Array:
     The classes are the output's second axis; where that has length 1, an answer above 0 is class 1, or above 0.5 where
     all are probabilities. Whole numbers are the classes themselves.
     """
-    if output.dtype.kind in "iu":
+    if output.dtype.kind in _WHOLE:
         found = output.reshape(labels.shape).astype(np.int64)
         classes = 1 + max(1, int(found.max()), int(labels[_is_counted(labels)].max()))
     else:
@@ -118,7 +120,7 @@ def _are_class_maps(output: Array, labels: Array) -> bool:
     if output.ndim < 2 or labels.ndim == 0 or not are_whole(labels):
         return False
     counted = labels[_is_counted(labels)]
-    if output.dtype.kind in "iu":  # the class itself for each place
+    if output.dtype.kind in _WHOLE:  # the class itself for each place
         same = labels.ndim > 1 and _drop_one(output.shape)[1:] == _drop_one(labels.shape)[1:]
         few = counted.size > 0 and max(int(counted.max()), int(output.max())) < _MOST_CLASSES
         return same and few and int(output.min()) >= 0
