@@ -448,6 +448,7 @@ def test_no_wrong_answer_among_few_says_little() -> None:
     [
         ("miou", np.zeros((2, 3, 4, 4)), np.zeros((2, 4, 5))),
         ("miou", np.zeros((2, 3, 4, 4)), np.full((2, 4, 4), 3)),
+        ("top5", np.zeros(2, np.int64), np.array([0, 5])),
         ("auroc", np.zeros((2, 3)), np.array([0, 5])),
         ("psnr", np.zeros((2, 3, 16, 16)), np.full((2, 3, 16, 16), -1.0)),
         ("ndcg", np.zeros((2, 3)), np.full((2, 3), 0.5)),

@@ -39,7 +39,7 @@ def are_greatest(values: Array, indices: Array, labels: Array, *, single: bool) 
     """
     if values.ndim != len("NK") or values.shape != indices.shape or values.dtype.kind != "f" or not values.size:
         return False
-    if indices.dtype.kind not in "iu" or labels.size != len(labels) or not are_whole(labels):
+    if indices.dtype.kind not in "iu" or not _are_single(labels):
         return False
     sorts = bool((values[:, 1:] <= values[:, :-1]).all()) and (single or values.shape[1] > 1)
     distinct = bool((np.diff(np.sort(indices, axis=1), axis=1) != 0).all())
@@ -61,14 +61,21 @@ def _share_of_commonest(labels: Array) -> float:
     return float(np.unique(labels, return_counts=True)[1].max() / labels.size)
 
 
-def _are_classes(logits: Array, labels: Array) -> bool:
-    if labels.size != len(labels) or not are_whole(labels):
+def _are_logits(output: Array, labels: Array) -> bool:
+    """Tell whether there are scores of classes, and one class for each sample."""
+    if output.dtype.kind in _WHOLE or output.ndim != len("NC") or not _are_single(labels):
         return False
-    if logits.dtype.kind in _WHOLE:
-        return logits.ndim in (1, 2) and logits.size == len(logits)
-    if logits.ndim != 2:
-        return False
-    return bool(labels.min() >= 0 and labels.max() < logits.shape[1])
+    return bool(labels.min() >= 0 and labels.max() < output.shape[1])
+
+
+def _are_classes(output: Array, labels: Array) -> bool:
+    """Tell whether there are scores of classes or the class itself, and one class for each sample."""
+    itself = output.dtype.kind in _WHOLE and output.ndim in (1, 2) and output.size == len(output)
+    return _are_logits(output, labels) or (itself and _are_single(labels))
+
+
+def _are_single(labels: Array) -> bool:
+    return labels.size == len(labels) and are_whole(labels)
 
 
 def _count_confusions(output: Array, labels: Array) -> Array:
@@ -169,25 +176,31 @@ def _rank(scores: Any) -> Any:
 
 def _are_scores(output: Array, labels: Array) -> bool:
     """Tell whether there is a number or a number for each class, and one class for each sample."""
-    if output.dtype.kind != "f" or labels.size != len(labels) or not are_whole(labels):
+    if output.dtype.kind != "f" or not _are_single(labels):
         return False
     classes = max(2, output.size // max(1, len(output)))
     return output.ndim <= 2 and bool(labels.min() >= 0 and labels.max() < classes)
 
 
-_CLASSES = (
-    "an output of shape [samples, classes], or the class itself as a whole number, and for each sample one class as a "
-    "whole number, counted from 0"
-)
+_LABELS = "and for each sample one class as a whole number, counted from 0"
 _MAPS = (
     "an output of shape [samples, classes, ...], one class for one that is there or not, or the class itself for each "
     "place; and for each place a class as a whole number, counted from 0; negative ones, 255 and -100 do not count"
 )
 METRICS: dict[str, OwnMetric] = {
     "top1": OwnMetric(
-        partial(_find_among_greatest, count=1), _are_classes, _CLASSES, counts=True, guess=_share_of_commonest
+        partial(_find_among_greatest, count=1),
+        _are_classes,
+        f"an output of shape [samples, classes], or the class itself as a whole number, {_LABELS}",
+        counts=True,
+        guess=_share_of_commonest,
     ),
-    "top5": OwnMetric(partial(_find_among_greatest, count=5), _are_classes, _CLASSES, counts=True),
+    "top5": OwnMetric(
+        partial(_find_among_greatest, count=5),
+        _are_logits,
+        f"scores of shape [samples, classes], {_LABELS}",
+        counts=True,
+    ),
     "f1": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_f1),
     "miou": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_iou),
     "auroc": OwnMetric(
