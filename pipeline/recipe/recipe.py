@@ -257,13 +257,22 @@ class Recipe(EngineOptions, ModelOptions):
         """Choose the options of reading the data of a part: of ``data``, only the part's own samples are read."""
         apart = {"calibration": self.calibration, "choice": None, "judgement": self.eval_data}
         if self.data is None or apart[part]:
-            return self.data_options
+            return self._reading_options
         return PartOptions(
-            **dict(self.data_options),
+            **dict(self._reading_options),
             part=part,
             shared_by=tuple(name for name, data in apart.items() if not data),
             calibration_samples=None if self.recover else self.samples,
         )
+
+    @property
+    def _reading_options(self) -> DataOptions:
+        """The options of reading data; what ``--prepend`` does with the values of images is not done before it, too."""
+        before, options = self.processing.before, self.data_options
+        raw: dict[str, Any] = {"rescale": 1.0} if "scale" in before else {}
+        if before.keys() & {"scale", "normalize"}:  # means are those of values that are scaled already
+            raw |= {"mean": (0.0,), "std": (1.0,)}
+        return options.model_copy(update={name: raw[name] for name in raw if getattr(options, name) is None})
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -106,6 +106,23 @@ def test_data_is_shared_by_the_parts_that_have_none_of_their_own(
 
 
 @pytest.mark.parametrize(
+    ("prepend", "given", "expected"),
+    [
+        (["resize"], {}, (None, None, None)),
+        (["uint8,scale"], {}, (1.0, (0.0,), (1.0,))),
+        (["normalize=imagenet"], {}, (None, (0.0,), (1.0,))),
+        (["scale", "normalize"], {"rescale": 0.5, "std": [3.0]}, (0.5, (0.0,), (3.0,))),
+    ],
+)
+def test_images_are_scaled_and_normalized_once(
+    prepend: list[str], given: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    recipe = parsed({"model": "resnet18", "prepend": prepend, "data_options": given})
+    for options in (recipe.options_for("choice"), recipe.model_copy(update={"data": "d"}).options_for("choice")):
+        assert (options.rescale, options.mean, options.std) == expected
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"presicion": 1}, "no field 'presicion'"),
