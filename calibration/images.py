@@ -287,6 +287,7 @@ def check_images(reference: str, _: Request) -> None:
 _IMAGES, _MASKS = "images", "masks"
 _UNLABELLED = 255
 """Number of pixels that the mask says nothing of, as around an image that is smaller than the crop."""
+_BINARY = f"; pixels are 0 and {_UNLABELLED} only, so {_UNLABELLED} is class 1"
 
 
 def has_masks(folder: Path) -> bool:
@@ -324,11 +325,16 @@ def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
         with open_image(mask) as opened:
             maps.append(steps.apply_to_mask(opened, _UNLABELLED))
     labels = np.stack(maps)
+    binary = set(np.unique(labels)) == {0, _UNLABELLED}
+    if binary:  # what is outside of an image has that number, too
+        for row, (_, mask) in zip(labels, pairs, strict=True):
+            row[(row == _UNLABELLED) & steps.covers(size_of(mask))] = 1
     classes = [int(number) for number in np.unique(labels) if number != _UNLABELLED]
     if not classes:
         told = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
         raise DataError(told, "number the classes from 0")
-    notes = (f"images as {steps}", f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}")
+    told = f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}"
+    notes = (f"images as {steps}", told + (_BINARY if 1 in classes and binary else ""))
     rows = ImageRows([image for image, _ in pairs], steps)
     return RawData(folder.resolve().name, {spec.name: rows}, labels, notes, (folder / _IMAGES, folder / _MASKS))
 

@@ -62,6 +62,10 @@ class Preprocessing(BaseModel, frozen=True):
         cut = ((height - self.size[0]) // 2, (width - self.size[1]) // 2)
         return (height / size[0], width / size[1]), cut
 
+    def covers(self, size: Size) -> Array:
+        """Tell which pixels of a sample are of an image of this size, bool[height, width]; around it there is none."""
+        return self._find_rows(size, 0)[1][:, None] & self._find_rows(size, 1)[1]
+
     def apply_to_mask(self, image: Any, outside: int) -> Array:
         """Turn a Pillow image of class numbers into the map of one sample, uint8[height, width] or int32.
 
@@ -70,19 +74,19 @@ class Preprocessing(BaseModel, frozen=True):
         Raises:
             ValueError: it has several numbers for each pixel.
         """
-        if image.mode not in ("L", "P", "I", "I;16"):
-            raise ValueError(f"its pixels are {image.mode}, and a mask has one number for each: modes L, P or I")
+        if image.mode not in ("1", "L", "P", "I", "I;16"):
+            raise ValueError(f"its pixels are {image.mode}, and a mask has one number for each: modes 1, L, P or I")
         numbers = np.asarray(image)
-        height, width = _wanted_size(numbers.shape, self)
-        _, cut = self.place(numbers.shape)
-        rows, columns = (np.arange(length) + start for length, start in zip(self.size, cut, strict=True))
-        inside = ((rows >= 0) & (rows < height))[:, None] & ((columns >= 0) & (columns < width))
-        places = (
-            _nearest(rows, height, numbers.shape[0])[:, None],
-            _nearest(columns, width, numbers.shape[1])[None, :],
-        )
-        found: Array = np.where(inside, numbers[places], outside)
+        rows, columns = (self._find_rows(numbers.shape, axis)[0] for axis in (0, 1))
+        found: Array = np.where(self.covers(numbers.shape), numbers[rows[:, None], columns], outside)
         return found.astype(np.uint8 if int(numbers.max(initial=0)) < 256 else np.int32)
+
+    def _find_rows(self, size: Size, axis: int) -> tuple[Array, Array]:
+        """Find the row or column of an image of this size that is nearest to each of a sample, and which are inside."""
+        wanted, given = _wanted_size(size, self)[axis], size[axis]
+        places = np.arange(self.size[axis]) + self.place(size)[1][axis]
+        nearest = ((places + 0.5) * given / wanted).astype(np.int64).clip(0, given - 1)
+        return nearest, (places >= 0) & (places < wanted)
 
     def apply(self, image: Any) -> Array:
         """Turn a Pillow image into one sample.
@@ -137,12 +141,6 @@ def _wanted_size(size: Size, steps: Preprocessing) -> Size:
         scale = max(steps.size[0] / height, steps.size[1] / width)
         wanted = (round(height * scale), round(width * scale))
     return max(1, wanted[0]), max(1, wanted[1])
-
-
-def _nearest(places: Array, size: int, given: int) -> Array:
-    """Find the pixels of a side of ``given`` length that are nearest to those of one of ``size``."""
-    found: Array = ((places + 0.5) * given / size).astype(np.int64).clip(0, given - 1)
-    return found
 
 
 def _crop_centre(image: Any, size: Size) -> Any:

@@ -88,6 +88,24 @@ class TestMasks:
         labels: Any = open_dataset(str(folder), (RAW,)).labels
         assert int(labels.max()) == 900
 
+    @pytest.mark.parametrize("bits", [1, 8])
+    def test_masks_of_two_numbers_have_two_classes(self, folder: Path, bits: int) -> None:
+        white = scene()[:, :, 0] > 0
+        for name in "ab":
+            save(folder / "masks" / f"{name}.png", white if bits == 1 else white.astype(np.uint8) * 255)
+        data = open_dataset(str(folder), (RAW,), options=DataOptions(resize=12))
+        labels: Any = data.labels
+        assert set(np.unique(labels)) == {0, 1, 255}
+        assert (labels[:, [0, 1, -2, -1]] == 255).all(), "outside of the image"
+        assert (labels[:, 2:-2] < 255).all()
+        told = "labels from masks: 2 classes from 0 to 1"
+        assert told + ("; pixels are 0 and 255 only, so 255 is class 1" if bits == 8 else "") in data.notes
+
+    def test_beside_other_classes_255_does_not_count(self, folder: Path) -> None:
+        save(folder / "masks" / "a.png", np.where(scene()[:, :, 0] > 0, 255, 0).astype(np.uint8))
+        labels: Any = open_dataset(str(folder), (RAW,), options=DataOptions(resize=(16, 16))).labels
+        assert set(np.unique(labels)) == {0, 7, 255}
+
     @pytest.mark.parametrize(
         ("path", "array", "message"),
         [
