@@ -359,7 +359,7 @@ def listing(folder: Path) -> Listing:
         )
     named = _number_classes(tuple(by_class))
     empty = [name for name, images in by_class.items() if not images]
-    if empty and not flat and not _are_numbers(by_class):
+    if empty and not flat and not are_numbers(by_class):
         raise DataError(
             f"the sub-folder {empty[0]} of {folder} holds no images, and classes are numbered by their folders",
             "take it away, or put the images of that class into it",
@@ -408,12 +408,13 @@ def open_image(path: Path) -> Iterator[Any]:
 
 def _number_classes(classes: tuple[str, ...]) -> list[tuple[str, int]]:
     """Number the classes, and return them with their labels, in order."""
-    if _are_numbers(classes):
+    if are_numbers(classes):
         return sorted(((name, int(name)) for name in classes), key=lambda item: (item[1], item[0]))
     return [(name, label) for label, name in enumerate(sorted(classes))]
 
 
-def _are_numbers(names: Iterable[str]) -> bool:
+def are_numbers(names: Iterable[str]) -> bool:
+    """Tell whether all names of classes are whole numbers, which are the classes then."""
     return all(name.isascii() and name.isdigit() for name in names)
 
 

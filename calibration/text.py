@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from enginesmith.calibration.images import are_numbers
 from enginesmith.calibration.options import DataOptions
 from enginesmith.calibration.sources import RawData, Request
 from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
@@ -285,6 +286,8 @@ def _number_labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[st
                 "give every line a label of one kind, a number or a word, or none at all",
             )
     if first == "a word":
+        if are_numbers(values):
+            return np.asarray([*map(int, values)], np.int64), []
         classes = sorted(set(values))
         return np.searchsorted(classes, values).astype(np.int64), classes
     whole = not any(isinstance(value, float) for value in values)
