@@ -142,10 +142,10 @@ def _cast_safely(source: str, spec: TensorSpec, array: Rows) -> Rows:
 
     Integers are not cast to floats: pixels up to 255 may be for a model that takes them up to 1.
     """
-    given = str(array.dtype)
+    given, native = str(array.dtype), str(array.dtype.newbyteorder("="))
     if given == spec.dtype:
         return array
-    if not _keeps_all(array.dtype, spec.dtype) and (given, spec.dtype) != ("float64", "float32"):
+    if not _keeps_all(array.dtype, spec.dtype) and (native, spec.dtype) != ("float64", "float32"):
         raise DataError(f"{source}: {spec.name!r} is {given}, expected {spec.dtype}", f"save it as {spec.dtype}")
     return cast(array, spec.dtype)  # what overflows becomes infinite, and that is refused below
 

@@ -431,6 +431,8 @@ class TestOpen:
         ("given", "wanted"),
         [
             (np.float64, "float32"),
+            (">f8", "float32"),
+            (">i4", "int64"),
             (np.float16, "float32"),
             (np.float32, "float64"),
             (np.int32, "int64"),
