@@ -452,6 +452,7 @@ def test_no_wrong_answer_among_few_says_little() -> None:
         ("auroc", np.zeros((2, 3)), np.array([0, 5])),
         ("psnr", np.zeros((2, 3, 16, 16)), np.full((2, 3, 16, 16), -1.0)),
         ("ndcg", np.zeros((2, 3)), np.full((2, 3), 0.5)),
+        ("ndcg", np.zeros((2, 3)), np.array([[1, 0, 2], [1, 0, -1]])),
         ("map", np.zeros((2, 9, 6)), np.zeros((2, 9, 4))),
         ("map", np.where(np.arange(9) < 4, 300, np.full((2, 50, 9), 0.5)), np.zeros((2, 9, 5))),
         ("answer_f1", np.zeros((2, 9, 2)), np.array([[3, 2], [0, 0]])),

@@ -74,7 +74,7 @@ def _compute_ndcg(output: Array, labels: Array) -> Samples:
 
 def _are_relevances(output: Array, labels: Array) -> bool:
     scores = output.ndim == 2 and output.dtype.kind == "f"
-    return scores and are_alike(output, labels) and are_whole(labels)
+    return scores and are_alike(output, labels) and are_whole(labels) and bool(labels.min() >= 0)
 
 
 _PICTURES = "pictures of shape [samples, channels, height, width] from 0 to 1 or 255, 11 pixels or more along each edge"
@@ -86,7 +86,7 @@ METRICS: dict[str, OwnMetric] = {
         append_labels, _are_numbers, "one number for each sample, and one as its label", _correlate_ranks
     ),
     "ndcg": OwnMetric(
-        _compute_ndcg, _are_relevances, "scores of shape [queries, documents], and relevances as whole numbers"
+        _compute_ndcg, _are_relevances, "scores of shape [queries, documents], and relevances as whole numbers from 0"
     ),
 }
 """Name → metric."""
