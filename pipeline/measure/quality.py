@@ -277,12 +277,14 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
         f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
         f"{describe_labels(labels)}",
         " or ".join(f"--metric {name}:{key}" for key in fitting)
-        or _suggest_metrics(outputs[first], _labels_for(first, labels)),
+        or _suggest_metrics(name, outputs[first], _labels_for(first, labels)),
     )
 
 
-def _suggest_metrics(output: Array, labels: Array | None) -> str:
-    """Name the metrics that an output and its labels fit, and what else there is."""
+def _suggest_metrics(name: str, output: Array, labels: Array | None) -> str:
+    """Name the metrics that an output and its labels fit, or labels that a metric of classes takes, and what else."""
+    if labels is not None and name in classes.METRICS and classes.are_one_hot(labels):
+        return f"the labels are one-hot: give the class of each sample, labels.argmax(axis=1); or {_OWN_FUNCTION}"
     fitting = [name for name, own in METRICS.items() if labels is not None and own.accepts(output, labels)]
     if labels is not None and labels.dtype.kind in "USO":
         return f"write each text as the number of its class, in the order of the outputs, from 0; or {_OWN_FUNCTION}"

@@ -466,6 +466,17 @@ def test_what_does_not_fit_is_refused(name: str, output: Arrays, labels: Arrays)
         evaluate(name, {"y": output}, {"y": output}, labels)
 
 
+@pytest.mark.parametrize("name", ["top1", "top5", "auroc"])
+@pytest.mark.parametrize(
+    ("labels", "one_hot"), [(np.eye(3), True), (np.eye(3, dtype=bool), True), (np.ones((3, 3)), False)]
+)
+def test_of_one_hot_labels_the_class_is_asked_for(name: str, labels: Arrays, one_hot: bool) -> None:
+    outputs = {"y": np.zeros((3, 3))}
+    with pytest.raises(DataError, match=f"^{name} needs ") as error:
+        evaluate(name, outputs, outputs, labels)
+    assert ("labels.argmax(axis=1)" in error.value.remedy) == one_hot
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Callable[..., Any]:
         raise ImportError(name)

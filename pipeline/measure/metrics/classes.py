@@ -74,6 +74,12 @@ def _are_classes(output: Array, labels: Array) -> bool:
     return _are_logits(output, labels) or (itself and _are_single(labels))
 
 
+def are_one_hot(labels: Array) -> bool:
+    """Tell whether labels are a row for each sample with a 1 for its class, and 0 for the others."""
+    rows = labels.ndim == len("NC") and labels.shape[1] > 1 and are_whole(labels)
+    return rows and bool(((labels == 1).sum(axis=1) == 1).all() and ((labels == 0) | (labels == 1)).all())
+
+
 def _are_single(labels: Array) -> bool:
     return labels.size == len(labels) and are_whole(labels)
 
