@@ -258,6 +258,18 @@ def test_a_model_that_is_right_less_often_than_one_that_looks_at_nothing_is_a_no
         assert all(line.startswith("eager has a top1 of 0.9950, and ") and " 0.9960:" in line for line in told)
 
 
+@pytest.mark.parametrize(
+    ("metric", "value", "said"), [("map", 0.0, 1), ("map:boxes", 0.0, 1), ("map", 0.4, 0), ("f1", 0, 0)]
+)
+def test_a_detector_that_finds_no_box_is_a_note(metric: str, value: float, said: int) -> None:
+    quality = Quality(metric=metric, value=value, baseline=value, drop=0.0, samples=200)
+    shown = small(record("eager", 2.0, 1.0).model_copy(update={"quality": quality}))
+    for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
+        told = [line for line in lines if "labels and boxes may be in different pixels" in line]
+        assert len(told) == said
+        assert all(line.startswith(f"eager has a {metric} of 0.0000: ") for line in told)
+
+
 def test_of_metrics_without_a_guess_nothing_is_said_of_labels() -> None:
     quality = Quality(metric="own.py:error", value=-0.09, baseline=-0.09, drop=0.0, samples=200)
     shown = small(record("eager", 2.0, 1.0).model_copy(update={"quality": quality}))
