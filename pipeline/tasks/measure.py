@@ -402,8 +402,10 @@ def _answer_rows(session: Session, feeds: Feeds, size: int) -> dict[str, Array]:
     if not rows:
         shapes = ", ".join(f"{name!r} is {list(value.shape)}" for name, value in answers.items())
         raise DataError(
-            f"for {size} samples, no output of the model has a row for each: {shapes}",
-            "return the answers by sample, with the batch as a dimension",
+            f"for {size} sample{'s' * (size > 1)}, no output of the model has a row for each, which a metric needs: "
+            f"{shapes}",
+            "return the answers by sample, with the batch as a dimension (the boxes of one image as [1, boxes, 6]); or "
+            "omit --metric and --max-drop: variants are then compared with eager alone",
         )
     return rows
 

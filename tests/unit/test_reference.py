@@ -363,7 +363,9 @@ def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> N
     assert str(reason).startswith("no metric was named, and 'wide' has rows of other sizes in other batches")
     Model.signature = Signature(inputs=(x,), outputs=outputs[1:2])
     Model.run = lambda _, feeds: {"loss": feeds["x"].sum()}  # type: ignore[assignment,method-assign,misc]
-    with pytest.raises(DataError, match=r"for 2 samples, no output of the model has a row for each: 'loss' is \[\]"):
+    with pytest.raises(
+        DataError, match=r"for 2 samples, no output of the model has a row for each, .*: 'loss' is \[\]"
+    ):
         try_metric("top1", Model(), dataset)  # type: ignore[arg-type]
     reason, _, _ = unnamed.judge(Model(), None, lambda _: None)  # type: ignore[arg-type]
     assert str(reason).startswith("no metric was named, and for 2 samples, no output of the model has a row")
@@ -383,6 +385,18 @@ def test_all_that_a_model_of_batch_1_answers_is_of_that_sample(size: int | str, 
     else:
         with pytest.raises(DataError, match="no output of the model has a row for each"):
             measure._answer_rows(model, {"x": np.zeros((rows, 3))}, rows)
+
+
+def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
+    """A detector of batch 1 with NMS inside answers [boxes, 4] and [boxes]."""
+    x = TensorSpec.parse("x:float32:1,3")
+    outputs = (TensorSpec.parse("boxes:float32:count,4"), TensorSpec.parse("scores:float32:count"))
+    answers = {"boxes": np.zeros((7, 4)), "scores": np.zeros(7)}
+    model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=outputs), run=lambda feeds: answers)
+    with pytest.raises(DataError, match=r"^for 1 sample, .* which a metric needs: 'boxes' is") as error:
+        measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1)
+    assert "[1, boxes, 6]" in error.value.remedy
+    assert "omit --metric and --max-drop" in error.value.remedy
 
 
 @pytest.mark.parametrize(
