@@ -18,7 +18,11 @@ class DataOptions(BaseModel, frozen=True, extra="forbid"):
     crop: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
         None, description="images: size of the center to keep after resizing, in pixels or [height, width]"
     )
-    rescale: float | None = Field(None, gt=0, description="images: factor for pixels of 0 to 255; 1/255 by default")
+    rescale: float | None = Field(
+        None,
+        gt=0,
+        description="images: factor for pixels of 0 to 255; 1/255 by default, or 1 where --prepend has scale",
+    )
     mean: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
         None, description="images: mean to subtract after rescaling, one number or one per channel"
     )
