@@ -43,4 +43,4 @@ class TritonBackend:
     group: Callable[[Mapping[str, Any]], Fields] = lambda options: []
     """From the options of a package: more fields of the instance group."""
     remark: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda engine: ()
-    """From a package's record of the engine: remarks for people, a line each."""
+    """From a package's record of the engine: remarks for people, a line each; they are cautions of the package, too."""

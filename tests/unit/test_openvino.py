@@ -381,6 +381,15 @@ def test_triton_gets_the_options_of_the_run() -> None:
     assert dict(entries) == wanted
 
 
+@pytest.mark.parametrize(
+    ("floats", "said"), [("f32", "measured in float32"), ("f16", "measured in float16"), ("bf16", "")]
+)
+def test_triton_is_said_to_compute_in_bfloat16(floats: sessions.FloatType, said: str) -> None:
+    remarks = OpenVINO.triton().remark({"options": OpenVINO(floats=floats).package_facts(Path(), CPU).options})
+    assert len(remarks) == bool(said)
+    assert all(said in text and "computes them in bfloat16" in text for text in remarks)
+
+
 def test_sessions_get_the_tuned_options(tmp_path: Path) -> None:
     artifact, _ = build(parse_graph(MATRIX, w=WEIGHT), tmp_path)
     (artifact.folder / "tuning.json").write_text('{"fields": {"session_options": ["INFERENCE_NUM_THREADS=2"]}}')

@@ -139,7 +139,8 @@ def test_a_gpu_keeps_its_arithmetic(found: manifest.Manifest) -> None:
 def test_engines_of_tensorrt(made: ExampleRun, tmp_path: Path) -> None:
     made.variants += [made.engine("tensorrt"), made.engine("tensorrt_rtx")]
     run = made.write()
-    package(run, "triton", tmp_path / "t", "tensorrt-fp16")
+    wrote = package(run, "triton", tmp_path / "t", "tensorrt-fp16")
+    assert "needs a Triton with TensorRT 10.14.1, on sm86" in wrote.cautions
     assert (tmp_path / "t/net_py_build/1/model.plan").read_bytes() == b"engine"
     text = (tmp_path / "t/net_py_build/config.pbtxt").read_text()
     parsed = text_format.Parse(text, message_factory.GetMessageClass(_model_config())())

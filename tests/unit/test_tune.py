@@ -208,7 +208,7 @@ def test_the_best_throughput_of_several_callers_decides(tuned: Tuned, monkeypatc
     [
         (OnnxRuntime(session_options=(f"{THREADS}=1",)), {"intra_op_thread_count": "1"}, 0),
         (OnnxRuntime(session_options=(f"{THREADS}=2", f"{SPINNING}=0")), {"intra_op_thread_count": "2"}, 1),
-        (OpenVINO(session_options=("INFERENCE_NUM_THREADS=2",)), {"INFERENCE_NUM_THREADS": "2", "NUM_STREAMS": "1"}, 0),
+        (OpenVINO(session_options=("INFERENCE_NUM_THREADS=2",)), {"INFERENCE_NUM_THREADS": "2", "NUM_STREAMS": "1"}, 1),
     ],
 )
 def test_packages_have_what_was_chosen(engine: Any, parameters: dict[str, str], remarks: int) -> None:

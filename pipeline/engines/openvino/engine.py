@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _MODEL, _AUDIT = "model.xml", "audit.json"
 _TRITON_OPTIONS = ("PERFORMANCE_HINT", "NUM_STREAMS", "INFERENCE_NUM_THREADS")
+_FLOATS = {"f32": "float32", "f16": "float16"}
+_BFLOAT16_ON_TRITON = (
+    "floating-point layers were measured in {}, for which Triton's OpenVINO backend has no option: where the processor "
+    "has bfloat16 (AVX512_BF16 or AMX) it computes them in bfloat16, with larger errors than in the run"
+)
 _FIXED = "FIXED_BATCHES"
 """Option of packages: the sizes of ``fixed_batches``."""
 _MOST_FIXED = 4
@@ -137,7 +142,11 @@ class OpenVINO(Engine):
 
     @classmethod
     def triton(cls) -> TritonBackend:
-        return TritonBackend("openvino", _MODEL, configure=_configure_triton)
+        def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
+            measured = _FLOATS.get(engine["options"]["INFERENCE_PRECISION_HINT"])
+            return (_BFLOAT16_ON_TRITON.format(measured),) if measured else ()
+
+        return TritonBackend("openvino", _MODEL, configure=_configure_triton, remark=remark)
 
     def environment_key(self, device: Device) -> dict[str, Any]:
         return {"processor": " ".join((platform.machine(), *vector_units()))}  # that the audit is of

@@ -180,10 +180,12 @@ def describe(
     engine_kind = engine_class(record.engine)
     options = {**record.options_of(engine_kind), **engine_kind.running_options(run.recipe)}
     engine = documents.parse_fields(engine_kind, options, f"what {record.id} was built with")
+    described, backend = _describe_engine(chosen, engine, file), engine_kind.triton() if form == "triton" else None
     own_graph = record.graph != record.artifact and record.graph is not None
     cautions = (
         *chosen.cautions,
         *([engine.package_caution] if own_graph and engine.package_caution else []),
+        *(backend.remark(described.model_dump()) if backend else ()),
         *([_GRAPHS] if record.cuda_graphs and form not in engine.replays_in else []),
         *([_SYNTHETIC] if record.synthetic_calibration else []),
         *([record.shortfall] if record.shortfall else []),
@@ -195,7 +197,7 @@ def describe(
             "format": form,
             "variant": record.id,
             "precision": record.precision,
-            "engine": _describe_engine(chosen, engine, file),
+            "engine": described,
             "signature": run.model.signature,
             "shapes": {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()},
             "interacting_samples": run.model.interacting_samples or record.precision in RANGES_PER_BATCH,
