@@ -59,7 +59,7 @@ class Model:
         specs = self.manifest["signature"]["inputs"]
         if set(inputs) != {spec["name"] for spec in specs}:
             raise ValueError(f"the inputs are {sorted(inputs)}; the model takes {[spec['name'] for spec in specs]}")
-        feeds = {spec["name"]: _fit(np.asarray(inputs[spec["name"]]), **spec) for spec in specs}
+        feeds = {spec["name"]: _fit(inputs[spec["name"]], **spec) for spec in specs}
         sizes = {}
         for spec in specs:
             for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
@@ -140,13 +140,15 @@ def _find_fill(sizes):
     return least if least >= 950 and 0.01 <= rest <= least / 95 else np.inf
 
 
-def _fit(array, name, dtype, shape):
-    if array.dtype.kind in "iu" and np.dtype(dtype).kind in "iu":
+def _fit(given, name, dtype, shape):
+    array, whole, wanted = np.asarray(given), "iu", np.dtype(dtype).kind
+    as_in_json = isinstance(given, (int, list, tuple)) and array.dtype == np.int64  # which may write 1.0 as 1
+    if array.dtype.kind in whole and wanted in whole:
         limits = np.iinfo(dtype)
         if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
             raise ValueError(f"{name} goes from {array.min()} to {array.max()}; the model takes {dtype}")
-    elif not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise ValueError(f"{name} is {array.dtype}; the model takes {dtype}")
+    elif array.dtype.kind != wanted and not (wanted == "f" and as_in_json):
+        raise ValueError(f"{name} is {array.dtype}; the model takes {dtype}, and no other kind of numbers is converted")
     if len(shape) != array.ndim or any(size not in (given, str(size)) for size, given in zip(shape, array.shape)):
         raise ValueError(f"{name} has the shape {list(array.shape)}; the model takes {shape}")
     return np.require(array, dtype, "C")

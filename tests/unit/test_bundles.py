@@ -278,17 +278,37 @@ def test_the_script_judges_as_the_run_does(wanted: Array, value: Array, right: b
         ("int8", [-1], True),
         ("int32", [2**40], False),
         ("float16", [1.5], True),
+        ("float32", [1, 2], True),
         ("uint8", [1.5], False),
         ("bool", [1], False),
+        ("float32", [True], False),
+        ("int64", [True], False),
+        ("float32", np.float64([0.1]), True),
+        ("float32", np.float16([0.1]), True),
+        ("float32", np.array([0.1], ">f4"), True),
+        ("int64", np.int32([-1]), True),
+        ("int32", np.int64([2**31 - 1]), True),
+        ("int32", np.int64([2**31]), False),
+        ("float32", np.uint8([255]), False),
+        ("float32", [np.uint8([255])], False),
+        ("float32", np.int64([1]), False),
+        ("float32", np.array([True]), False),
+        ("int64", np.array([True]), False),
+        ("int64", np.float32([1]), False),
+        ("float32", np.complex64([1]), False),
     ],
 )
-def test_the_script_takes_lists_of_numbers_that_fit(dtype: str, given: list[float], taken: bool) -> None:
-    fit = runpy.run_path(str(OnnxRuntime.infer_script()))["_fit"]
+def test_the_script_converts_numbers_of_the_same_kind(dtype: str, given: Any, taken: bool) -> None:
+    """Only lists, as in JSON, may have whole numbers for floats."""
+    fit, shape = runpy.run_path(str(OnnxRuntime.infer_script()))["_fit"], [*np.shape(given)]
     if taken:
-        np.testing.assert_array_equal(fit(np.asarray(given), "x", dtype, ["n"]), np.asarray(given, dtype))
+        found = fit(given, "x", dtype, shape)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, np.asarray(given, dtype))
     else:
-        with pytest.raises(ValueError, match=f"the model takes {dtype}"):
-            fit(np.asarray(given), "x", dtype, ["n"])
+        told = r"x (is \w+|goes from \S+ to \S+); the model takes " + dtype
+        with pytest.raises(ValueError, match=told):
+            fit(given, "x", dtype, shape)
 
 
 def test_the_script_uses_the_cores_that_the_process_may_use(
