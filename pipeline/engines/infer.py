@@ -3,6 +3,12 @@
 In a service: ``model = infer.Model()`` once, then ``answers = model({"image": array})`` for each request.
 """
 
+import sys
+
+if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    # a file that was added to the bundle, such as numpy.py, is never imported from it
+    sys.path[:] = [folder for folder in sys.path if folder != sys.path[0]]
+
 import argparse
 import ctypes
 import hashlib
@@ -12,7 +18,6 @@ import os
 import pathlib
 import platform
 import shutil
-import sys
 import tempfile
 import threading
 import warnings

@@ -195,6 +195,17 @@ def test_the_script_of_bundles_stands_alone_and_explains_what_is_missing(made: E
     assert "made with tensorrt_rtx 10.14.1 for cuda" in said
 
 
+def test_the_script_imports_nothing_that_was_added_to_its_bundle(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    for name in ("numpy", "json", "argparse"):
+        (tmp_path / f"b/{name}.py").write_text(f"print('{name} of the bundle')")
+    (tmp_path / "link.py").symlink_to(tmp_path / "b/infer.py")
+    for words, folder in (["b/infer.py"], tmp_path), (["infer.py"], tmp_path / "b"), (["link.py"], tmp_path):
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=folder, check=True)
+        assert done.stdout.endswith("all answers match the test vector\n")
+        assert "of the bundle" not in done.stdout
+
+
 def test_programs_and_bundles_run_with_the_tuned_options(
     made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
