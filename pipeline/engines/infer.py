@@ -44,6 +44,9 @@ class Model:
             self.manifest = json.loads((self.folder / "manifest.json").read_bytes())
         except (OSError, ValueError) as error:
             raise RuntimeError(f"manifest.json cannot be read: {error}; copy the bundle again") from error
+        needed = ("schema", "files", "engine", "signature", "shapes", "thresholds")
+        if lacking := [name for name in needed if not isinstance(self.manifest, dict) or name not in self.manifest]:
+            raise RuntimeError(f"manifest.json has no {', '.join(lacking)}: it is damaged; copy the bundle again")
         if self.manifest["schema"] != "enginesmith.bundle/1":
             raise RuntimeError(f"manifest.json is of schema {self.manifest['schema']}, which this script cannot read")
         for name, kept in self.manifest["files"].items():  # before anything is loaded: an engine is code
@@ -62,6 +65,9 @@ class Model:
     def __call__(self, inputs):
         """Map arrays by input name to arrays by output name. Raise ValueError if the inputs do not fit the model."""
         specs = self.manifest["signature"]["inputs"]
+        if not hasattr(inputs, "keys"):
+            told = f"the inputs are given as {type(inputs).__name__}; give a dict of arrays by input name: "
+            raise ValueError(told + f"{{{', '.join(repr(spec['name']) + ': …' for spec in specs)}}}")
         if set(inputs) != {spec["name"] for spec in specs}:
             raise ValueError(f"the inputs are {sorted(inputs)}; the model takes {[spec['name'] for spec in specs]}")
         feeds = {spec["name"]: _fit(inputs[spec["name"]], **spec) for spec in specs}
@@ -412,6 +418,15 @@ def _load_plugins(trt, logger, engine):
         raise ImportError(f"it needs the plugin libraries {', '.join(sorted(lacking))}: give them with --plugins")
 
 
+def _read_array(file):
+    with pathlib.Path(file).open("rb") as opened:
+        try:
+            return np.lib.format.read_array(opened, allow_pickle=False)
+        except ValueError as error:
+            told = "cannot be read: give a .npy file of one array of numbers, as numpy.save writes it"
+            raise ValueError(f"{file} {told}") from error
+
+
 def main():
     """Answer the command line."""
     parser = argparse.ArgumentParser(
@@ -427,7 +442,7 @@ def main():
         parser.error(f"--input {unnamed[0]}: write NAME={unnamed[0]}, with the name of an input (see manifest.json)")
     try:
         model = Model(plugins=given.plugins)
-        feeds = {name: np.load(file) for name, _, file in (text.partition("=") for text in given.input)}
+        feeds = {name: _read_array(file) for name, _, file in (text.partition("=") for text in given.input)}
         answers, wrong = (model(feeds), []) if feeds else model.check()
         if given.output:
             np.savez(given.output, **answers)

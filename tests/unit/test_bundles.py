@@ -206,6 +206,26 @@ def test_the_script_imports_nothing_that_was_added_to_its_bundle(made: ExampleRu
         assert "of the bundle" not in done.stdout
 
 
+def test_the_script_explains_wrong_usage(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    script, right = runpy.run_path(str(tmp_path / "b/infer.py")), (tmp_path / "b/manifest.json").read_text()
+    for values, lacking in (({}, "schema, files, engine"), ([], "schema"), ({"schema": manifest.SCHEMA}, "files")):
+        (tmp_path / "b/manifest.json").write_text(json.dumps(values))
+        with pytest.raises(RuntimeError, match=rf"manifest.json has no {lacking}.*copy the bundle again"):
+            script["Model"](tmp_path / "b")
+    (tmp_path / "b/manifest.json").write_text(right)
+    model, ones = script["Model"](tmp_path / "b"), np.ones((2, 4), np.float32)
+    with pytest.raises(ValueError, match=r"given as ndarray; give a dict of arrays by input name: {'x': …}"):
+        model(ones)
+    np.savez(tmp_path / "x.npz", x=ones)
+    np.save(tmp_path / "x.npy", ones)
+    (tmp_path / "x.txt").write_text("1 2")
+    assert np.array_equal(script["_read_array"](tmp_path / "x.npy"), ones)
+    for name in ("x.npz", "x.txt"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read: give a .npy file"):
+            script["_read_array"](tmp_path / name)
+
+
 def test_programs_and_bundles_run_with_the_tuned_options(
     made: ExampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
