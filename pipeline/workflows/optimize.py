@@ -447,7 +447,10 @@ def optimize(
     return finished.run
 
 
-NOTHING_LEFT = "nothing is left to do: {} is finished; --no-cache does every step again"
+NOTHING_LEFT = (
+    "nothing is left to do: {} is finished; whether its model or data have changed since then was not looked at: "
+    "--no-cache does every step again"
+)
 """Said by ``resume`` of a finished folder."""
 
 

@@ -221,6 +221,7 @@ def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeyp
     done = CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
     assert (done.exit_code, len(jobs.asked)) == (0, 2)
     assert f"nothing is left to do: {Path('runs/a').absolute()} is finished" in done.stderr
+    assert "whether its model or data have changed since then was not looked at" in done.stderr
     assert "4 of 4 entries have a winner" in done.stdout
     assert {path: path.read_bytes() for path in before} == before
     CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet", "--no-cache"])

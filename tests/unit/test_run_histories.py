@@ -431,7 +431,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> No
     run = workflow.resume(world.out, None, told.append)
     assert (run, told) == (
         runs.read(world.out),
-        [f"nothing is left to do: {world.out} is finished; --no-cache does every step again"],
+        [workflow.NOTHING_LEFT.format(world.out)],
     )
     assert Path(run.environment["folder"], run.environment["out"]).resolve() == world.out.resolve()
     (engine,) = world.out.glob("variants/*/made")
