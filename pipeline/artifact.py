@@ -71,6 +71,8 @@ class Effect(BaseModel, frozen=True):
     """Files outside of the store that the result depends on, found out while making it; and folders as a whole."""
     packages: dict[str, str] = {}
     """Installed packages that the result depends on, likewise, with their versions."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that the user's code asked for."""
     incomplete: bool = False
     """Something failed that may not fail another time: the result is shown, and not taken from the store again."""
 

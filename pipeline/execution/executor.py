@@ -182,7 +182,8 @@ class StepCache:
                 partial = stack.enter_context(self.store.partial_work(self._name))
             done = work(out, partial)
             effect = done.effect
-            read = self.store.dependencies(self._name).record(effect.reads, effect.packages, begun_ns)
+            dependencies = self.store.dependencies(self._name)
+            read = dependencies.record(effect.reads, effect.packages, begun_ns, effect.variables)
             notes, key = effect.notes, self._key(read)
             if read.changed:
                 others = f" and {len(read.changed) - 1} others" if len(read.changed) > 1 else ""

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,12 @@ class _Candidate(BaseModel, frozen=True, extra="forbid"):
     subfolders: dict[str, tuple[str, ...]] = {}
     """By folder that was read as a whole, the folders in it."""
     packages: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    """Names of environment variables."""
+
+    @property
+    def listings(self) -> tuple[tuple[str, ...], ...]:
+        return (*self.folders.values(), *self.subfolders.values())
 
     @property
     def digest(self) -> str:
@@ -157,6 +163,10 @@ class ReadRecord:
     files: Mapping[str, StoredFile]
     """By portable path."""
     packages: Mapping[str, str]
+    variables: Mapping[str, str | None]
+    """Environment variables; None for one that is not set."""
+    listings: tuple[tuple[str, ...], ...] = ()
+    """Names in the folders that were looked into."""
     changed: tuple[Path, ...] = ()
     """Files that were changed while the step ran: nobody knows which content it read."""
 
@@ -167,7 +177,8 @@ class ReadRecord:
         for name, file in self.files.items():
             groups.setdefault(anchor_of(name), {})[Path(name)] = file.sha256
         files = {anchor: relative_digests(digests) for anchor, digests in groups.items()}
-        return {"files": files, "packages": dict(self.packages)}
+        values = {name: _to_portable_value(value) for name, value in self.variables.items()}
+        return {"files": files, "packages": dict(self.packages), "variables": values, "listings": self.listings}
 
 
 class InputDependencies:
@@ -190,7 +201,13 @@ class InputDependencies:
         if self._shared is not None:
             yield from self._shared_candidates(self._shared, seen)
 
-    def record(self, paths: Collection[Path], packages: Mapping[str, str], since_ns: int = sys.maxsize) -> ReadRecord:
+    def record(
+        self,
+        paths: Collection[Path],
+        packages: Mapping[str, str],
+        since_ns: int = sys.maxsize,
+        variables: Collection[str] = (),
+    ) -> ReadRecord:
         """Record the paths that a step read since a time: files, and folders of which every file was.
 
         A file that is written again each time, with the content that it had, counts as unchanged.
@@ -209,6 +226,7 @@ class InputDependencies:
                 },
                 subfolders={to_portable_path(str(folder)): _subfolders(folder) for folder in sorted(whole)},
                 packages=tuple(sorted(packages)),
+                variables=tuple(sorted(variables)),
             )
             path = self._folder / f"{candidate.digest}.json"
             known = _CandidateRecord.load(path)
@@ -221,7 +239,9 @@ class InputDependencies:
             _CandidateRecord(candidate=candidate, states=files).save(path)
             for old in self._newest_first()[MOST_CANDIDATES:]:
                 old.unlink(missing_ok=True)
-        return ReadRecord(f"{self._name}/{path.name}", files, dict(packages), changed)
+        return ReadRecord(
+            f"{self._name}/{path.name}", files, dict(packages), _read_variables(variables), candidate.listings, changed
+        )
 
     def _shared_candidates(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
         file = _read(shared, self._name)
@@ -255,7 +275,7 @@ class InputDependencies:
         if new or files != record.states:
             with contextlib.suppress(OSError):  # a store that may only be read learns nothing
                 _CandidateRecord(candidate=wanted, states=files).save(self._folder / path)
-        return ReadRecord(f"{self._name}/{path}", files, packages)
+        return ReadRecord(f"{self._name}/{path}", files, packages, _read_variables(wanted.variables), wanted.listings)
 
     def _newest_first(self) -> list[Path]:
         written: dict[Path, int] = {}
@@ -265,6 +285,15 @@ class InputDependencies:
                     with contextlib.suppress(FileNotFoundError):  # another process forgot it meanwhile
                         written[Path(entry.path)] = entry.stat().st_mtime_ns
         return sorted(written, key=lambda path: -written[path])
+
+
+def _read_variables(names: Iterable[str]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+def _to_portable_value(value: str | None) -> str | None:
+    """Rewrite the paths in a variable, as in ``PYTHONPATH``."""
+    return None if value is None else os.pathsep.join(map(to_portable_path, value.split(os.pathsep)))
 
 
 def export_candidate(root: Path, path: str) -> bytes | None:

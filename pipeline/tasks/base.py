@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.frameworks.torch.file_tracking import take_dependencies
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
@@ -132,11 +133,14 @@ class Done(BaseModel):
 def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Path | None = None) -> Done:
     """Run a task in this process, from where an earlier one left it in ``begun`` if there is one; measure the cost."""
     start = time.monotonic()
+    take_dependencies()
     if begun is None:
         effect = task.run(inputs, out, progress)
     else:
         assert isinstance(task, ResumableTask)
         effect = task.go_on(inputs, out, begun, progress)
+    folders, variables = take_dependencies()
+    effect = effect.model_copy(update={"reads": (*effect.reads, *folders), "variables": variables})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
 

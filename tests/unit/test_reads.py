@@ -47,6 +47,40 @@ def test_reads_tell_whether_files_are_as_they_were(reads: InputDependencies, tmp
     assert now(reads) is None
 
 
+def test_environment_variables_and_names_in_folders_are_part_of_the_key(
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").mkdir()
+    monkeypatch.setenv("CHOICE", "a")
+    monkeypatch.delenv("ABSENT", raising=False)
+
+    def record() -> ReadRecord:
+        return reads.record([tmp_path / "weights"], {}, variables=["CHOICE", "ABSENT"])
+
+    before = record()
+    assert now(reads) == before
+    for name, value in (("CHOICE", "b"), ("ABSENT", "")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert now(reads).identity != before.identity
+    (tmp_path / "weights" / "new.pt").touch()
+    assert now(reads) is None
+    assert record().identity != before.identity
+
+
+def test_paths_in_environment_variables_mean_the_same_in_another_folder(
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / name / 'src'}:/opt/lib")
+        identities.append(reads.record([], {}, variables=["PYTHONPATH"]).identity)
+    assert identities[0] == identities[1]
+    assert identities[0]["variables"] == {"PYTHONPATH": "{project}/src:/opt/lib"}
+
+
 @pytest.mark.parametrize(("code", "apart"), [([], True), (["metric.py"], False)])
 def test_beside_arrays_other_files_are_looked_at_only_where_code_was_read(
     reads: InputDependencies, tmp_path: Path, code: list[str], apart: bool

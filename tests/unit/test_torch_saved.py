@@ -111,6 +111,31 @@ def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torc
     return loaded.module(x)[0], again.module(x)[0]
 
 
+def test_random_numbers_that_the_example_does_not_show_come_back(tmp_path: Path) -> None:
+    """They are drawn after the weights, and kept in a plain tensor; the example is of zeros."""
+    file = tmp_path / "hidden_numbers.py"
+    code = NET.format(
+        extra="torch.manual_seed(0); nn.Linear(4, 4); self.table = torch.randn(4)", use="+ x * self.table"
+    )
+    file.write_text(code.replace("torch.randn(2, 4)", "torch.zeros(2, 4)"))
+    source, options = resolve(f"{file}:build"), LoadOptions()
+    loaded = torch_model.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    x = torch.randn(5, 4)
+    assert torch.equal(saved.load_artifact(stored(tmp_path)).module(x)[0], loaded.module(x)[0])
+
+
+def test_another_number_in_the_module_makes_another_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "by_environment.py"
+    file.write_text("import os\n" + NET.format(extra='self.scale = float(os.environ["SCALE"])', use="* self.scale"))
+    source, options, records = resolve(f"{file}:build"), LoadOptions(), []
+    for scale in ("1", "2", "1"):
+        monkeypatch.setenv("SCALE", scale)
+        saved.save(torch_model.load(source, options), source, options, tmp_path)
+        records.append((tmp_path / saved.RECORD).read_bytes())
+    assert records[0] == records[2] != records[1]
+
+
 def test_parameters_are_listed_and_buffers_are_filled() -> None:
     with parameters_left_empty():
         layer = nn.Linear(8, 8)

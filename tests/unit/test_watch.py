@@ -3,8 +3,10 @@
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import pickle
+import sqlite3
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -31,6 +33,61 @@ def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
         (tmp_path / "gone.txt").read_text()
         (tmp_path / "gone.txt").unlink()
     assert {path for path in tracker.files if path.is_relative_to(tmp_path)} == {tmp_path / "a.txt"}
+
+
+def test_folders_that_are_listed_are_remembered_but_not_for_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "d" / "imported_from_d.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "d")
+    with track_files(allow_pickle=False) as tracker:
+        list((tmp_path / "a").iterdir())
+        list((tmp_path / "b").glob("*.txt"))
+        importlib.import_module("imported_from_d")
+        list(Path(json.__file__).parent.iterdir())
+    assert {path for path in tracker.folders if path.is_relative_to(tmp_path)} == {tmp_path / "a", tmp_path / "b"}
+    assert Path(json.__file__).parent not in tracker.folders
+
+
+def test_environment_variables_that_are_asked_for_by_name_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOICE", "1")
+    monkeypatch.setenv("UNREAD", "1")
+    read, iterate = type(os.environ).__getitem__, type(os.environ).__iter__
+    with track_files(allow_pickle=False) as tracker:
+        assert os.environ["CHOICE"] == os.getenv("CHOICE") == os.environ.copy()["CHOICE"]
+        assert os.environ.get("ABSENT", "none") == "none"
+        assert "LOOKED_FOR" not in os.environ
+        assert os.environb.get(b"IN_BYTES") is None
+        assert {**os.environ}["UNREAD"] == dict(os.environ.items())["UNREAD"] == "1"
+        Path("~/net.py").expanduser()
+    assert tracker.variables == {"CHOICE", "ABSENT", "LOOKED_FOR", "IN_BYTES"}
+    assert (read, iterate) == (type(os.environ).__getitem__, type(os.environ).__iter__)
+
+
+def test_a_step_depends_on_what_is_read_for_the_first_time(tmp_path: Path) -> None:
+    watch_module.take_dependencies()
+    for again in (True, False):
+        with track_files(allow_pickle=False, again=again):
+            list(tmp_path.iterdir())
+            os.environ.get(f"AGAIN_{again}")
+    assert watch_module.take_dependencies() == ((tmp_path,), ("AGAIN_False",))
+    assert watch_module.take_dependencies() == ((), ())
+
+
+def test_files_are_seen_that_are_opened_from_c(tmp_path: Path) -> None:
+    np.ones(2, np.float32).tofile(tmp_path / "weights.bin")
+    with track_files(allow_pickle=False) as tracker:
+        torch.from_file(str(tmp_path / "weights.bin"), size=2)
+        sqlite3.connect(tmp_path / "table.db").execute("create table t(v)").close()
+    assert {tmp_path / "weights.bin", tmp_path / "table.db"} <= tracker.files
+
+
+def test_a_process_that_the_users_code_forks_may_send_objects() -> None:
+    """Refused in that process, the pool would begin one after the other; refused here, it would wait."""
+    with track_files(allow_pickle=False), multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(np.arange, (3,)).get(20).tolist() == [0, 1, 2]
 
 
 def test_own_code_and_what_its_installation_left_are_not_remembered() -> None:

@@ -23,6 +23,7 @@ from enginesmith.pipeline.errors import MissingCapability, SourceError, install_
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import file_tracking
+from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
 from enginesmith.pipeline.tensors import TensorSpec
 
 _LONGEST_MESSAGE = 400
@@ -46,6 +47,7 @@ class Built:
     frozen: tuple[str, ...] = ()
     """Parameters that are not to be trained."""
     notes: tuple[str, ...] = ()
+    attributes: Attributes = UNKNOWN
 
 
 def build(source: Source) -> Built:
@@ -59,7 +61,7 @@ def build(source: Source) -> Built:
     frozen = _list_frozen(built.module)
     built.module.eval()
     built.module.requires_grad_(False)
-    return dataclasses.replace(built, frozen=frozen)
+    return dataclasses.replace(built, frozen=frozen, attributes=digest_attributes(built.module))
 
 
 def _list_frozen(module: nn.Module) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""Track the files that a user's code reads while a model is loaded, and refuse pickles.
+"""Track what a user's code reads while a model is loaded, and refuse pickles.
 
-Python's audit events tell both (PEP 578): ``open`` for every file, ``pickle.find_class`` before an unpickler may call
-anything. ``torch.load(weights_only=True)`` has an unpickler of its own that can build nothing but tensors; it
-raises no such event and passes.
+Python's audit events tell both (PEP 578): ``open`` for every file, ``os.listdir`` and ``os.scandir`` for folders,
+``pickle.find_class`` before an unpickler may call anything. ``torch.load(weights_only=True)`` has an unpickler of its
+own that can build nothing but tensors; it raises no such event and passes. Of environment variables, those are noted
+that the user's own code asks for by name.
 """
 
 import contextlib
@@ -39,15 +40,25 @@ class FileTracker:
     """Collect the files read so far, and refuse pickles unless they are allowed."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        self.allow_pickle = allow_pickle
+        self.allow_pickle, self.process = allow_pickle, os.getpid()
         self.files: set[Path] = set()
+        self.folders: set[Path] = set()
+        """Folders whose content was listed."""
+        self.variables: set[str] = set()
+        """Environment variables that were asked for."""
 
     def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
         """Handle one audit event."""
-        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
-            if not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
+        if os.getpid() != self.process:
+            return
+        if event in ("open", "sqlite3.connect") and isinstance(args[0], (str, bytes, os.PathLike)):
+            if event != "open" or not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
                 self.add(args[0])
-        elif event == "pickle.find_class" and not self.allow_pickle:
+        elif event in ("os.listdir", "os.scandir") and not isinstance(args[0], int) and _find_user_frame():
+            folder = Path(os.fsdecode(args[0] or ".")).absolute()
+            if not f"{folder}/".startswith(_FOREIGN):
+                self.folders.add(folder)
+        elif event == "pickle.find_class" and not self.allow_pickle and not _is_from_own_process():
             raise SourceError(
                 f"loading the model unpickles {args[0]}.{args[1]}, and a pickle can run any code",
                 "store weights as safetensors or load them with weights_only=True; "
@@ -79,11 +90,23 @@ class FileTracker:
 
 
 _active: list[FileTracker] = []
+_listed, _asked = set[Path](), set[str]()
+"""Folders and environment variables of all blocks that ended."""
+
+
+def take_dependencies() -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """Return the folders that were listed, and the environment variables that were asked for, since the last call."""
+    taken = tuple(sorted(folder for folder in _listed if folder.is_dir())), tuple(sorted(_asked))
+    _listed.clear()
+    _asked.clear()
+    return taken
 
 
 @contextlib.contextmanager
-def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
+def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTracker]:
     """Track this process until the block ends.
+
+    ``again``: what is read was read before, and the result does not depend on more.
 
     Compiled code is not written meanwhile: Python would take it for that of a file which is changed in the same second
     and keeps its size, and the old code would run under the new file's digest.
@@ -93,11 +116,14 @@ def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
     _active.append(tracker)
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        with _track_native_opens(tracker):
+        with _track_native_opens(tracker), _track_variables(tracker):
             yield tracker
     finally:
         sys.dont_write_bytecode = before
         _active.remove(tracker)
+        if not again:
+            _listed.update(tracker.folders)
+            _asked.update(tracker.variables)
         for module in list(sys.modules.values()):
             if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py"):
                 tracker.add(file)
@@ -129,7 +155,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
         return open_and_note
 
     with contextlib.ExitStack() as stack:
-        for library, name in (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load")):
+        for library, name in _NATIVE:
             opened = getattr(importlib.import_module(library), name)
             stand_in = wrap(opened)
             for place in filter(None, list(sys.modules.values())):
@@ -139,9 +165,63 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
         yield
 
 
+_NATIVE = (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load"), ("torch", "from_file"))
+_USUAL = frozenset(("HOME", "PATH", "PWD", "TMPDIR", "USER"))
+"""Variables that are others on each machine; files that they lead to are tracked by themselves."""
+
+
+@contextlib.contextmanager
+def _track_variables(tracker: FileTracker) -> Iterator[None]:
+    """Note environment variables that the user's code asks for by name; one that copies all of them asks for none."""
+    kind, copying = type(os.environ), set[tuple[int, int]]()
+    read, iterate = kind.__getitem__, kind.__iter__
+
+    def note(environment: Any, key: Any) -> Any:
+        frame = _find_user_frame()
+        name = os.fsdecode(key) if isinstance(key, (str, bytes)) else ""
+        if frame and (id(frame), frame.f_lasti) not in copying and name not in _USUAL:
+            tracker.variables.add(name)
+        return read(environment, key)
+
+    def list_names(environment: Any) -> Any:
+        if frame := _find_user_frame():
+            copying.add((id(frame), frame.f_lasti))
+        return iterate(environment)
+
+    kind.__getitem__, kind.__iter__ = note, list_names  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__getitem__, kind.__iter__ = read, iterate  # type: ignore[method-assign]
+
+
+def _find_user_frame() -> Any:
+    """Find the user's code that calls the standard library, which calls this module; None if other code does."""
+    frame: Any = sys._getframe(1)
+    while frame and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    name = frame.f_code.co_filename if frame else "<"
+    return None if name.startswith((*_FOREIGN, *_OWN_CODE, "<")) else frame
+
+
+def _is_from_own_process() -> bool:
+    """Tell whether an unpickler reads what a process sent that the user's code began."""
+    frame: Any = sys._getframe(1)
+    while frame and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(f"{_STDLIB}multiprocessing{os.sep}")
+
+
+def _is_between(file: str) -> bool:
+    """Tell whether a file is of the standard library, but for imports, or this one."""
+    if file.startswith("<frozen "):
+        return "importlib" not in file
+    return file == __file__ or (file.startswith(_STDLIB) and "site-packages" not in file)
+
+
 # Find the line of the user's code that something happened in: frames of the interpreter, without those of libraries.
 
-_OWN = str(Path(__file__).parents[2])
+_OWN, _STDLIB = str(Path(__file__).parents[2]), f"{sysconfig.get_path('stdlib')}{os.sep}"
 _NOTED = re.compile(r'File "([^"]+)", line (\d+)')
 _NEVER = ("torch", "torch_pruning")
 """Libraries whose lines nobody can change to make a model right."""
@@ -164,5 +244,5 @@ def find_user_line(error: BaseException | None = None) -> str:
 
 def select_user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Return the frames that are in no library, in no part of Python, and not in this package's pipeline."""
-    others = (f"{_OWN}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
+    others = (f"{_OWN}{os.sep}", _STDLIB, "<")
     return [call for call in frames if "site-packages" not in call.filename and not call.filename.startswith(others)]

@@ -194,6 +194,8 @@ class LoadedModel:
     """Parameters that are not to be trained."""
     answers: tuple[Tensor, ...] = ()
     """Outputs for the example, where it was just loaded."""
+    attributes: str = ""
+    """Digest of what the module holds beside tensors, where it was just loaded."""
 
     @property
     def dynamic_sizes(self) -> dict[str, int]:
@@ -225,11 +227,14 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
     with track_files(options.allow_pickle) as tracker:
         if source.form == "pt2":
             tracker.add(source.target)  # torch opens it below Python, where no audit event tells
+        if source.form in ("file", "module"):
+            tracker.variables.add("PYTHONPATH")  # another module of the same name may come first
         built = factories.build(source)
         loaded = _infer_signature(source, _describe_core(options, built), built)
         if options.processing:
             loaded = extend(loaded, options)
-    return dataclasses.replace(loaded, files=tuple(sorted(tracker.files)), packages=tracker.packages())
+    files, packages = tuple(sorted(tracker.files)), tracker.packages()
+    return dataclasses.replace(loaded, files=files, packages=packages, attributes=built.attributes.digest)
 
 
 def _describe_core(options: LoadOptions, built: factories.Built) -> LoadOptions:

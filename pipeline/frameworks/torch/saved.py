@@ -84,6 +84,8 @@ class _Record(BaseModel):
     output_names: tuple[str, ...]
     tied: dict[str, str]
     """State entries that share memory with another one → that other."""
+    attributes: str = ""
+    """Digest of what the module holds beside tensors, so that a module with other numbers makes another artifact."""
     draw: bool = False
     """The factory has to draw its random weights, although others replace them: something is made of them."""
     surgery: Surgery | None = None
@@ -114,6 +116,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         output_names=loaded.module.outputs,
         packages=loaded.packages,
         tied=tied,
+        attributes=loaded.attributes,
         copies=loaded.module.copies,
         processing=loaded.module.extension.processing if loaded.module.extension else None,
     )
@@ -169,7 +172,10 @@ def _answer(model: nn.Module, loaded: LoadedModel, record: _Record) -> tuple[Ten
 
 
 def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
-    """Tell whether the stored tensors in a module without random weights answer as the original does.
+    """Tell whether a module without random weights, with the stored tensors in it, is the original.
+
+    It has to answer likewise, and to hold the same beside its tensors: a table of random numbers is drawn from those
+    that follow the weights' own, and the example, of zeros perhaps, need not show it.
 
     Raises:
         SourceError: they do not even where the weights are drawn again: the factory builds another model each time.
@@ -178,8 +184,9 @@ def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
         # without weights that are drawn, the factory itself may fail: what is in their place is no matrix to invert
         with contextlib.suppress(RuntimeError, ValueError, SourceError):
             with torch.inference_mode(False):
-                model = _build_around(state, record.model_copy(update={"draw": draw})).module
-            if same_answers(loaded.answers, _answer(model, loaded, record)):
+                built = _build_around(state, record.model_copy(update={"draw": draw}))
+            alike = draw or (built.attributes.complete and built.attributes.digest == record.attributes)
+            if alike and same_answers(loaded.answers, _answer(built.module, loaded, record)):
                 return not draw
     raise SourceError(
         f"{record.model} builds another model each time it is called",
@@ -230,7 +237,7 @@ def _build_around(state: Path, record: _Record) -> factories.Built:
     torch.manual_seed(record.options.seed)
     drawing = contextlib.nullcontext() if record.draw else parameters_left_empty()
     others = {getattr(module, "__file__", None) for module in list(sys.modules.values())}  # data may be code, too
-    with drawing, track_files(record.options.allow_pickle) as tracker:
+    with drawing, track_files(record.options.allow_pickle, again=True) as tracker:
         built = factories.build(resolve(record.model))
         model = built.module
     _compare_files({path for path in tracker.files if str(path) not in others}, record)
