@@ -69,6 +69,12 @@ def test_weights_do_not_count_wherever_they_are_held() -> None:
     assert digest_attributes(nets[0]) != digest_attributes(nets[1])
 
 
+def test_hashes_do_not_count_as_each_process_has_others() -> None:
+    """As in the generation configuration of transformers."""
+    nets = [Net({"_original_object_hash": number}) for number in (1, 2)]
+    assert digest_attributes(nets[0]) == digest_attributes(nets[1])
+
+
 def test_hooks_count_and_their_numbers_do_not() -> None:
     nets = [Net(None) for _ in range(3)]
     for net in nets[:2]:

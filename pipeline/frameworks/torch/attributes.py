@@ -128,6 +128,12 @@ def _read_module(module: nn.Module) -> Iterable[Any]:
             yield value
 
 
+def _read_mapping(mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    for name, value in mapping.items():
+        if not (isinstance(name, str) and name.endswith("_hash") and isinstance(value, int)):  # by Python, of a process
+            yield from (name, value)
+
+
 def _read_tensor(tensor: Tensor) -> Iterable[Any]:
     yield from (tensor.dtype, tensor.shape, str(tensor.layout))
     if tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized:
@@ -152,7 +158,7 @@ _READERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (nn.Module, _read_module),
     (Tensor, _read_tensor),
     (np.ndarray, _read_array),
-    (Mapping, lambda value: (part for pair in value.items() for part in pair)),
+    (Mapping, _read_mapping),
     ((list, tuple), iter),
     (pathlib.PurePath, lambda value: (str(value),)),
     ((type, types.BuiltinFunctionType, types.MethodDescriptorType), lambda value: (str(value.__qualname__),)),
