@@ -198,14 +198,16 @@ def _check_ends(signature: Signature) -> None:
 
 
 def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -> dict[str, Array]:
-    """Run the baseline; ModelError says at which sizes it fails, and what helps for single samples, with ``advice``."""
+    """Run the baseline; ModelError says at which sizes it fails, and which batches may work, after ``advice``."""
     try:
         return session.run(feeds)
     except ModelError as error:
-        single = "; if the model takes no single sample, measure other batches: --batch 2,8"
-        single = single if case.batch == 1 and samples.batch_symbol(session.signature) else ""
+        other = "no single sample, measure other batches: --batch 2,8"
+        if case.batch > 1:
+            other = "single samples alone, as where an input is for one, measure those: --batch 1"
+        batches = f"; if the model takes {other}" if samples.batch_symbol(session.signature) else ""
         message = f"{error.message}, at {format_sizes(case.sizes)}"
-        raise ModelError(message, f"{error.remedy}{advice}{single}") from error
+        raise ModelError(message, f"{error.remedy}{advice}{batches}") from error
 
 
 def _check_missing(session: Session, data: Dataset, batch: int) -> None:

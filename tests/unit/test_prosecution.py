@@ -225,6 +225,28 @@ def test_what_rounding_within_the_model_explains_is_no_fault() -> None:
     assert search(lambda feeds: {"y": 2 * feeds["x"] + 1}, perturb=perturb) is not None
 
 
+def test_single_numbers_are_changed_as_arrays() -> None:
+    """An input without axes stays an array in all that is tried: engines take nothing else."""
+    form = SIGNATURE.model_copy(update={"inputs": (*SIGNATURE.inputs, spec("scale", "float32"))})
+    given = [{**feeds, "scale": np.array(scale, np.float32)} for scale, feeds in enumerate(SPACE.samples, 2)]
+
+    def model(feeds: Feeds) -> dict[str, Array]:
+        assert {type(value) for value in feeds.values()} == {np.ndarray}
+        return {"y": feeds["x"] * feeds["scale"]}
+
+    def differentiate(feeds: Feeds, changes: Feeds) -> dict[str, Array]:
+        return {"x": changes["y"], "scale": np.array(changes["y"].sum())}
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        return {"y": model(feeds)["y"] * np.float32(1 + 2e-7)}
+
+    subject = Subject(InputSpace(form, SPACE.ranges, given), "fp32", engine, model, differentiate=differentiate)
+    search = InputSearch(subject, seed=0)
+    for attempt in itertools.islice(search._attempts(), 120):
+        search.examine(attempt)
+        measure_sensitivity(model, attempt.feeds, "fp32")
+
+
 def test_classes_that_rounding_decides_are_not_held_against_an_engine() -> None:
     def answer(feeds: Feeds, first: int, last: int) -> dict[str, Array]:
         found = feeds["x"].copy()

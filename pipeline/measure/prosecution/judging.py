@@ -233,7 +233,7 @@ def _change_floats(feeds: Feeds, step: float, seed: int) -> Iterator[dict[str, A
             if value.dtype.kind == "f":
                 factor = 1 + step * rng.standard_normal(value.shape)
                 with np.errstate(over="ignore"):  # the largest number may become infinite
-                    changed[name] = (value.astype(np.float64) * factor).astype(value.dtype)
+                    changed[name] = np.asarray(value.astype(np.float64) * factor).astype(value.dtype)
         yield changed
 
 

@@ -183,7 +183,7 @@ class InputSearch:
         feeds = self._move(sample, {name: change}, 1.0)
         note = f"{name}: number {place} of each sample is driven {'down' if number % 2 else 'up'}"
         if number % 4 > 1:
-            far = {key: OUTLIER * value for key, value in feeds.items() if value.dtype.kind == "f"}
+            far = {key: np.asarray(OUTLIER * value) for key, value in feeds.items() if value.dtype.kind == "f"}
             feeds |= {key: value for key, value in far.items() if key not in subject.space.masks}
             note += " by inputs ten times as large"
         return Attempt(_GRADIENTS, note, feeds, False)
@@ -195,8 +195,8 @@ class InputSearch:
         for name, slope in self.subject.differentiate(feeds, change).items():
             low, high = space.bounds[name]
             if name not in space.masks and np.isfinite(slope).all():
-                values = moved[name] + step * (high - low) * np.sign(slope)
-                moved[name] = values.clip(low, high).astype(moved[name].dtype)
+                values = np.clip(moved[name] + step * (high - low) * np.sign(slope), low, high)
+                moved[name] = np.asarray(values, moved[name].dtype)  # operations on a single number give no array
         return moved
 
     def _note_difference(self, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> None:
