@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.store.inputs import to_portable_path
 
-_DEEPEST = 60
+_DEEPEST = 150
 """Levels of objects in objects that are looked at."""
 _PLAIN = (bool, int, float, complex, bytes, type(None), range, slice, enum.Enum, np.generic)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
