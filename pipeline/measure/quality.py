@@ -273,11 +273,18 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
     first = output or next(iter(outputs))
     if first in fitting or (len(fitting) == 1 and output is None):
         return first if first in fitting else fitting[0]
+    its = _labels_for(first, labels)
+    if name in classes.METRICS and its is not None and (row := classes.find_outside(outputs[first], its)) is not None:
+        raise SampleError(
+            f"a label is {its.reshape(-1)[row]}, and the output {first!r} has {outputs[first].shape[1]} classes, first "
+            "for {}",
+            f"number the classes from 0, or remove those samples; or {_OWN_FUNCTION}",
+            row,
+        )
     raise DataError(
         f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
         f"{describe_labels(labels)}",
-        " or ".join(f"--metric {name}:{key}" for key in fitting)
-        or _suggest_metrics(name, outputs[first], _labels_for(first, labels)),
+        " or ".join(f"--metric {name}:{key}" for key in fitting) or _suggest_metrics(name, outputs[first], its),
     )
 
 

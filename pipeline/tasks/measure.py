@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset, take_labels
-from enginesmith.calibration.options import DataOptions
+from enginesmith.calibration.dataset import Dataset, Labels, take_labels
+from enginesmith.calibration.options import DataOptions, PartName
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import baseline, environment, simulation
 from enginesmith.pipeline.engines.base import Candidate, Engine, Session
@@ -53,6 +53,7 @@ GRAPH = "graph"
 """Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
 BASELINE = "baseline"
 _OUTPUTS = "outputs.npz"
+_JUDGED: tuple[PartName, ...] = ("choice", "judgement")
 _TRIED = 2
 """Samples that a metric is tried on."""
 _TOGETHER_BYTES = 32 << 20
@@ -340,7 +341,7 @@ class Quality(EngineCheck):
                         theirs = dict(stored.items())
                 metric = self.metric or quality.DEFAULT_METRIC
                 metric = quality.name_output(metric, self.data_options.label_keys, outputs)
-                with _name_rows(data):
+                with _name_rows(data, data.rows):
                     judged = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
             except DataError as error:
                 if self.metric:
@@ -416,12 +417,19 @@ def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _name_rows(data: Dataset) -> Iterator[None]:
-    """Name the row of the user's data in errors about one of its samples."""
+def _name_rows(data: Dataset, rows: Sequence[int]) -> Iterator[None]:
+    """Name the row of the user's data in errors about one of some samples, which are these rows."""
     try:
         yield
     except SampleError as error:
-        raise error.on_row(data.rows[error.sample], data.whole.name) from error
+        raise error.on_row(rows[error.sample], data.whole.name) from error
+
+
+def _take_judged_labels(data: Dataset) -> tuple[Labels | None, list[int]]:
+    """Take the labels of all samples that are going to be judged, and their rows: of all such parts of a set."""
+    parts = [data.parts[part] for part in _JUDGED if part in data.parts]
+    rows = [*map(int, np.concatenate(parts))] if parts else list(data.rows)
+    return None if data.whole.labels is None else take_labels(data.whole.labels, np.asarray(rows, np.int64)), rows
 
 
 def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str] = ()) -> tuple[str, list[Path]]:
@@ -435,13 +443,15 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
     size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
     rows = slice(min(_TRIED, size, len(data)))
     outputs = {name: value[rows] for name, value in _answer_rows(session, data.batch(0, size), size).items()}
-    with _name_rows(data), track_files(allow_pickle=False) as tracker:
-        metric = quality.name_output(metric, keys, outputs)
+    metric = quality.name_output(metric, keys, outputs)
+    judged_labels, judged_rows = _take_judged_labels(data)
+    with _name_rows(data, judged_rows):
         chosen = (
             None
-            if data.labels is None
-            else quality.choose_output(metric, *quality.pair_arrays(metric, outputs, data.labels))
+            if judged_labels is None
+            else quality.choose_output(metric, *quality.pair_arrays(metric, outputs, judged_labels))
         )
+    with _name_rows(data, data.rows), track_files(allow_pickle=False) as tracker:
         named = f"{quality.parse_metric(metric)[0]}:{chosen}" if chosen else metric
         try:
             judged = quality.evaluate(

@@ -309,6 +309,21 @@ def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartN
                 judge()
 
 
+def test_a_label_of_another_part_is_found_before_long_work(tmp_path: Path) -> None:
+    """The metric is tried with the samples for choosing; this one is for the last judgement."""
+    place, options = tmp_path / "data.npz", PartOptions(part="choice", shared_by=("choice", "judgement"))
+    rows = np.eye(3, dtype=np.float32)[np.arange(40) % 3]
+    with OnnxRuntime().load(save_operator(tmp_path / "model.onnx", "Identity"), Device()) as session:
+        for row in range(40):
+            np.savez(place, x=rows, labels=np.where(np.arange(40) == row, 3, np.arange(40) % 3))
+            data = open_dataset(str(place), session.signature.inputs, split="test", options=options)
+            if row in data.parts["judgement"]:
+                break
+        told = f"a label is 3, and the output 'y' has 3 classes, first for row {row} of data.npz\n.*from 0"
+        with pytest.raises(DataError, match=told):
+            try_metric("top1", session, data)
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_missing_values_are_for_models_that_answer_them(tmp_path: Path, filled: bool) -> None:
     rows, place = np.random.default_rng(0).random((40, 3), np.float32), tmp_path / "data.npz"

@@ -19,6 +19,8 @@ _ROUNDING = 0.01
 """Distance from 0 and 1 up to which numbers are probabilities, which engines round in a low precision."""
 _MOST_PLACED = 1 << 16
 """Classes that scores are kept for, of which only the greatest are known."""
+_FEW = 0.1
+"""Share of labels up to which it is they that are wrong, and not what they are taken for."""
 _MOST_CLASSES = 4096
 """Classes of places, of which every pair is counted."""
 
@@ -66,6 +68,14 @@ def _are_logits(output: Array, labels: Array) -> bool:
     if output.dtype.kind in _WHOLE or output.ndim != len("NC") or not _are_single(labels):
         return False
     return bool(labels.min() >= 0 and labels.max() < output.shape[1])
+
+
+def find_outside(output: Array, labels: Array) -> int | None:
+    """Find the first sample whose label is no class of the scores, where nearly all labels are."""
+    if output.dtype.kind in _WHOLE or output.ndim != len("NC") or not _are_single(labels):
+        return None
+    outside = (labels.reshape(-1) < 0) | (labels.reshape(-1) >= output.shape[1])
+    return int(outside.argmax()) if 0 < outside.mean() <= _FEW else None
 
 
 def _are_classes(output: Array, labels: Array) -> bool:
