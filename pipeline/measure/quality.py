@@ -278,7 +278,7 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
         raise SampleError(
             f"a label is {its.reshape(-1)[row]}, and the output {first!r} has {outputs[first].shape[1]} classes, first "
             "for {}",
-            f"number the classes from 0, or remove those samples; or {_OWN_FUNCTION}",
+            "number the classes from 0, or remove those samples",
             row,
         )
     raise DataError(
