@@ -125,9 +125,27 @@ def test_random_numbers_that_the_example_does_not_show_come_back(tmp_path: Path)
     assert torch.equal(saved.load_artifact(stored(tmp_path)).module(x)[0], loaded.module(x)[0])
 
 
-def test_another_number_in_the_module_makes_another_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "by_environment.py"
-    file.write_text("import os\n" + NET.format(extra='self.scale = float(os.environ["SCALE"])', use="* self.scale"))
+def test_random_numbers_under_a_global_name_come_back(tmp_path: Path) -> None:
+    file = tmp_path / "global_numbers.py"
+    code = NET.format(extra="pass", use="+ x * TABLE").replace("torch.randn(2, 4)", "torch.zeros(2, 4)")
+    file.write_text(code.replace("hidden = []", "nn.Linear(4, 4)\nTABLE = torch.randn(4)"))
+    source, options = resolve(f"{file}:build"), LoadOptions()
+    loaded = torch_model.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    x = torch.randn(5, 4)
+    assert torch.equal(saved.load_artifact(stored(tmp_path)).module(x)[0], loaded.module(x)[0])
+
+
+@pytest.mark.parametrize("place", ["attribute", "global"])
+def test_another_number_in_the_module_makes_another_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It may be a global name, too, that the code uses."""
+    file = tmp_path / f"by_environment_{place}.py"
+    read = 'float(os.environ["SCALE"])'
+    code = NET.format(extra=f"self.scale = {read}" if place == "attribute" else "pass", use="* SCALE")
+    named = f"SCALE = {read}\n" if place == "global" else ""
+    file.write_text("import os\n" + named + code.replace("* SCALE", "* self.scale" if not named else "* SCALE"))
     source, options, records = resolve(f"{file}:build"), LoadOptions(), []
     for scale in ("1", "2", "1"):
         monkeypatch.setenv("SCALE", scale)

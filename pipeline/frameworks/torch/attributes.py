@@ -42,10 +42,14 @@ class Attributes(NamedTuple):
 UNKNOWN = Attributes("", complete=False)
 
 
-def digest_attributes(module: nn.Module) -> Attributes:
-    """Digest the attributes of a module and all modules in it, but for the values of parameters and buffers."""
+def digest_attributes(module: nn.Module, beside: Mapping[str, Any] = types.MappingProxyType({})) -> Attributes:
+    """Digest the attributes of a module and all modules in it, but for the values of parameters and buffers.
+
+    ``beside`` is what its code may use besides: global names.
+    """
     walk = _Walk((*module.parameters(), *module.buffers()))
     walk.add(module)
+    walk.add(beside)
     return Attributes(walk.digest.hexdigest(), walk.complete)
 
 

@@ -61,7 +61,8 @@ def build(source: Source) -> Built:
     frozen = _list_frozen(built.module)
     built.module.eval()
     built.module.requires_grad_(False)
-    return dataclasses.replace(built, frozen=frozen, attributes=digest_attributes(built.module))
+    attributes = digest_attributes(built.module, file_tracking.list_user_globals())
+    return dataclasses.replace(built, frozen=frozen, attributes=attributes)
 
 
 def _list_frozen(module: nn.Module) -> tuple[str, ...]:

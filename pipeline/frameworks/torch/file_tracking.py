@@ -165,6 +165,28 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
         yield
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+_MAIN = ("__main__", "__mp_main__")
+"""The program that began this process: no model is made of it."""
+_WITH_NUMBERS = ("numpy", "torch")
+"""Packages of arrays and tensors."""
+
+
+def list_user_globals() -> dict[str, dict[str, Any]]:
+    """List what the user's modules hold under global names, by module: numbers, texts, arrays, and collections."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if Path(str(file)).is_absolute() and name not in _MAIN and not file.startswith((*_FOREIGN, *_OWN_CODE)):
+            found[name] = {key: value for key, value in sorted(vars(module).items()) if _is_plain(key, value)}
+    return found
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    of_numbers = type(value).__module__.partition(".")[0] in _WITH_NUMBERS and hasattr(value, "dtype")
+    return not name.startswith("__") and (isinstance(value, _PLAIN) or of_numbers)
+
+
 _NATIVE = (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load"), ("torch", "from_file"))
 _USUAL = frozenset(("HOME", "PATH", "PWD", "TMPDIR", "USER"))
 """Variables that are others on each machine; files that they lead to are tracked by themselves."""
