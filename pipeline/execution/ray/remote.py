@@ -26,7 +26,7 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import worker
 
 _LOG_BYTES = 4 << 20
-_CHANGED_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_CHANGED_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
 """Variables that Ray sets for each task; a step's process sees them as whoever started the node did."""
 _FULL = ("no space left", os.strerror(errno.EDQUOT).lower())
 """Words in messages about the store when a disk is full."""
