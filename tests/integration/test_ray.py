@@ -142,14 +142,14 @@ def test_a_step_is_done_on_a_node_fed_from_the_store_and_found_again(order: Tell
 
 @pytest.mark.thorough
 def test_a_command_leaves_what_it_leaves_here(cluster: Any, tmp_path: Path) -> None:
-    """Byte for byte, and under the same keys."""
+    """Byte for byte, and under the same keys, where modules are looked for in the same places."""
     shutil.copy(MODULES.parent / "nets.py", tmp_path)
-    made, graphs = {}, {}
+    made, graphs, environment = {}, {}, {**os.environ, "PYTHONPATH": str(MODULES)}
     for executor, options in {"ray": ("--ray-address", cluster.address), "local": ()}.items():
         store, graph = tmp_path / f"store-{executor}", tmp_path / f"{executor}.onnx"
         command = [sys.executable, "-m", "enginesmith.cli", "export", "nets.py:mlp", "-o", str(graph), "--quiet"]
         command += ["--store", str(store), "--executor", executor, "--jobs", "1", *options]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert "verify" not in run.stderr
         opened, graphs[executor] = Store(store), graph.read_bytes()
