@@ -179,7 +179,7 @@ OVER_SHARE = "it was stopped, as it took more than its share of the time (--time
 NO_TIME_TO_MEASURE = "it was built, and no time was left to measure it"
 """Reason of a variant whose engine there is, where the time of the whole run was over."""
 Late = Literal["no time", "over share", "no time to measure"]
-"""The same in documents, which are read again."""
+"""Words for these reasons in documents that are read again."""
 LATE: Mapping[str, Late] = {
     NO_TIME: "no time",
     OVER_SHARE: "over share",

@@ -39,7 +39,7 @@ _LEAST_SECONDS = 10.0
 _GRACE_SECONDS = 30.0
 """Time after its share in which a measurement that a search has no result without may end: sessions start in turn."""
 _GRACE_TO_TRY_SECONDS = 10.0
-"""The same for trying inputs on a variant, which tries none in it: a fault that was found is to be written down."""
+"""Time likewise to write down a fault that trying inputs found; no input is tried in it."""
 
 
 @dataclass

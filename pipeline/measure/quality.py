@@ -50,7 +50,7 @@ class Quality(BaseModel, frozen=True):
     """Standard deviation of the metric of single samples; None where the metric is one number."""
     baseline: float
     guess: float | None = None
-    """What the most frequent label would reach as the answer to all samples; None for metrics but top1."""
+    """Metric of the most frequent label as the answer to all samples; None for metrics but top1."""
     drop: float
     drop_low: float | None = None
     drop_high: float | None = None

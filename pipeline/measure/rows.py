@@ -80,7 +80,7 @@ class Tuning(BaseModel, frozen=True):
     confirmation: Interval | None = None
     """Speed-up of all that seemed faster together against the recipe's options, measured once more at the end."""
     other_batches: dict[int, Interval] = {}
-    """The same at the other batch sizes that are measured, where the time of a call decides."""
+    """Speed-up likewise at the other batch sizes that are measured, where the time of a call decides."""
     dropped: str = ""
     """The reason why the engine runs with the recipe's options although others seemed faster."""
 

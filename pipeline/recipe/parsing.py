@@ -35,7 +35,7 @@ _JUDGED_BY = {
         *("measure.concurrency", "measure.sweep"),
     ),
 }
-"""What is measured → the fields that have no effect without it."""
+"""Measurement → the fields that have no effect without it."""
 _OBJECTIVES = {"memory": "memory", "throughput": "latency"}
 """Objective → what it is judged by. The default is left out: without latency, engines are built and not compared."""
 _YAML_WORDS = {"Value": "", "Input": "must", "tuple": "list", "dicti": "mapping"}

@@ -310,7 +310,7 @@ class StepRecord(BaseModel, frozen=True):
     """Its duration when it was done, which may have been in an earlier run."""
     effect: str
     kind: str = ""
-    """What it does: ``build``."""
+    """Word for its work: ``build``."""
     variant: str = ""
     """Id of the variant that it does that to; empty where it does it to something else."""
     reached: bool = True

@@ -102,7 +102,7 @@ class TrialResult(BaseModel, frozen=True):
     reason: str = ""
     remedy: str = ""
     remedy_of_trial: str = ""
-    """The same for who tries several builds: without the advice to do that."""
+    """Remedy for those who try several builds: without the advice to do that."""
     facts: EngineFacts | None = None
     notes: tuple[str, ...] = ()
 

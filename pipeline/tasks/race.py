@@ -44,13 +44,13 @@ None was measured: at most 0.78 × its speed in 15 races (benchmarks/results/sea
 _COMPILED_OVER_EAGER = 4.0
 """Likewise over eager in the same precision: 3.7 is the most that was measured, in a network of 60 µs."""
 _DISTURBED_OVER_EAGER = 10.0
-"""The same where other programs disturbed eager's calls, which look slower than they are."""
+"""Ratio likewise where other programs disturbed eager's calls, which look slower than they are."""
 _HARDLY = 0.25
 """Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
 """Gain that the options of a slower variant may still bring, so that a smaller distance drops nobody."""
 _DISTURBED_GAIN = 3.0
-"""The same where threads of one of both waited for a core: several threads wait more often than one."""
+"""Ratio likewise where threads of one of both waited for a core: several threads wait more often than one."""
 
 
 class Race(Measurement):

@@ -1,4 +1,4 @@
-"""What a module holds beside its tensors decides whether it is the same module."""
+"""Attributes beside the tensors decide whether a module is the same one."""
 
 import functools
 import random
@@ -70,7 +70,7 @@ def test_weights_do_not_count_wherever_they_are_held() -> None:
 
 
 def test_hashes_do_not_count_as_each_process_has_others() -> None:
-    """As in the generation configuration of transformers."""
+    """The generation configuration of transformers holds one."""
     nets = [Net({"_original_object_hash": number}) for number in (1, 2)]
     assert digest_attributes(nets[0]) == digest_attributes(nets[1])
 

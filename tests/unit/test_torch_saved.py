@@ -98,10 +98,13 @@ def build():
 """
 
 
-def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of a module as it was loaded, and as it comes back from its artifact."""
+def round_trip(
+    tmp_path: Path, extra: str = "pass", use: str = "", top: str = "", example: str = "torch.randn(2, 4)"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of a module as it was loaded, and as it comes back from its artifact; ``top`` is above its class."""
     file = tmp_path / f"net_{tmp_path.name}.py"
-    file.write_text(NET.format(extra=extra, use=use))
+    code = NET.format(extra=extra, use=use).replace("hidden = []", f"hidden = []\n{top}")
+    file.write_text(code.replace("torch.randn(2, 4)", example))
     source, options = resolve(f"{file}:build"), LoadOptions(seed=3)
     loaded = torch_model.load(source, options)
     saved.save(loaded, source, options, tmp_path)
@@ -111,29 +114,18 @@ def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torc
     return loaded.module(x)[0], again.module(x)[0]
 
 
-def test_random_numbers_that_the_example_does_not_show_come_back(tmp_path: Path) -> None:
-    """They are drawn after the weights, and kept in a plain tensor; the example is of zeros."""
-    file = tmp_path / "hidden_numbers.py"
-    code = NET.format(
-        extra="torch.manual_seed(0); nn.Linear(4, 4); self.table = torch.randn(4)", use="+ x * self.table"
-    )
-    file.write_text(code.replace("torch.randn(2, 4)", "torch.zeros(2, 4)"))
-    source, options = resolve(f"{file}:build"), LoadOptions()
-    loaded = torch_model.load(source, options)
-    saved.save(loaded, source, options, tmp_path)
-    x = torch.randn(5, 4)
-    assert torch.equal(saved.load_artifact(stored(tmp_path)).module(x)[0], loaded.module(x)[0])
-
-
-def test_random_numbers_under_a_global_name_come_back(tmp_path: Path) -> None:
-    file = tmp_path / "global_numbers.py"
-    code = NET.format(extra="pass", use="+ x * TABLE").replace("torch.randn(2, 4)", "torch.zeros(2, 4)")
-    file.write_text(code.replace("hidden = []", "nn.Linear(4, 4)\nTABLE = torch.randn(4)"))
-    source, options = resolve(f"{file}:build"), LoadOptions()
-    loaded = torch_model.load(source, options)
-    saved.save(loaded, source, options, tmp_path)
-    x = torch.randn(5, 4)
-    assert torch.equal(saved.load_artifact(stored(tmp_path)).module(x)[0], loaded.module(x)[0])
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"extra": "torch.manual_seed(0); nn.Linear(4, 4); self.table = torch.randn(4)", "use": "+ x * self.table"},
+        {"top": "nn.Linear(4, 4); TABLE = torch.randn(4)", "use": "+ x * TABLE"},
+    ],
+    ids=["attribute", "global"],
+)
+def test_random_numbers_that_the_example_does_not_show_come_back(tmp_path: Path, places: dict[str, str]) -> None:
+    """They are drawn after weights, and kept in a plain tensor; the example is of zeros."""
+    before, after = round_trip(tmp_path, **places, example="torch.zeros(2, 4)")
+    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("place", ["attribute", "global"])
@@ -141,15 +133,13 @@ def test_another_number_in_the_module_makes_another_artifact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """It may be a global name, too, that the code uses."""
-    file = tmp_path / f"by_environment_{place}.py"
-    read = 'float(os.environ["SCALE"])'
-    code = NET.format(extra=f"self.scale = {read}" if place == "attribute" else "pass", use="* SCALE")
-    named = f"SCALE = {read}\n" if place == "global" else ""
-    file.write_text("import os\n" + named + code.replace("* SCALE", "* self.scale" if not named else "* SCALE"))
-    source, options, records = resolve(f"{file}:build"), LoadOptions(), []
+    number, records = 'float(__import__("os").environ["SCALE"])', []
+    places = {"top": f"SCALE = {number}", "use": "* SCALE"}
+    if place == "attribute":
+        places = {"extra": f"self.scale = {number}", "use": "* self.scale"}
     for scale in ("1", "2", "1"):
         monkeypatch.setenv("SCALE", scale)
-        saved.save(torch_model.load(source, options), source, options, tmp_path)
+        round_trip(tmp_path, **places)
         records.append((tmp_path / saved.RECORD).read_bytes())
     assert records[0] == records[2] != records[1]
 

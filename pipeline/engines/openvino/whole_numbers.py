@@ -37,11 +37,11 @@ class WholeNumbers(NamedTuple):
     """Names of nodes of the main graph that compute with the values of integer inputs."""
 
     products: tuple[str, ...] = ()
-    """Of int64, and not indices alone."""
+    """Those of int64, and not indices alone."""
     quotients: tuple[str, ...] = ()
     """And remainders."""
     clipped: tuple[str, ...] = ()
-    """Of 8 bits, where numbers out of range are their remainder in ONNX, and the nearest number in OpenVINO."""
+    """Those of 8 bits, where numbers out of range are their remainder in ONNX, and the nearest number in OpenVINO."""
 
 
 def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:

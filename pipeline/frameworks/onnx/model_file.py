@@ -39,7 +39,7 @@ _EXPRESSION = set("+-*/%()<>, ")
 UNNAMED = ("", "?", "None", "-1", "unk")
 """Texts that exporters write at dimensions that have no name."""
 _NUMBERED = re.compile(r"unk__\d+")
-"""What tf2onnx calls each of them."""
+"""Name that tf2onnx gives each of them."""
 
 
 class Summary(BaseModel, frozen=True):

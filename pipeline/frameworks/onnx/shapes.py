@@ -329,7 +329,7 @@ _OF_SHAPES = (
     *("Add", "Cast", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Identity", "Max", "Min", "Mul"),
     *("Range", "ReduceProd", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
 )
-"""What graphs compute of shapes with, for other shapes."""
+"""Operators by which graphs compute shapes from shapes."""
 _INTEGERS = (6, 7, 9)  # TensorProto.INT32, INT64, BOOL
 _MOST_OF_SHAPE = 64
 """Elements up to which a constant may be a shape, or a part of one."""

@@ -32,7 +32,7 @@ _OPAQUE = ("torch.fx", "torch.jit", "torch._C", "_thread")
 
 
 class Attributes(NamedTuple):
-    """What a module holds beside its tensors."""
+    """Identify the attributes of a module."""
 
     digest: str
     complete: bool

@@ -69,7 +69,7 @@ class _Grid:
 
     scale: Array
     zero: Array
-    """As the scale: one number, or one for each entry of the axis."""
+    """Like the scale: one number, or one for each entry of the axis."""
     axis: int
     low: int
     high: int

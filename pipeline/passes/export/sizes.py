@@ -24,7 +24,7 @@ _LARGEST_TRIED = 64
 _TRIALS = 3
 """Sizes of a dimension at which a guard is broken, and module and program are compared."""
 _TOLERANCE = 1e-3
-"""Of the output's range: another path through the code is off by far more."""
+"""Share of the output's range: another path through the code is off by far more."""
 _SIZE = re.compile(r"L\['\w+'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 _FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
 

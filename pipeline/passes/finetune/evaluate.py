@@ -100,7 +100,7 @@ class Evaluator:
     work: Work
     plan: TrainingPlan
     pass_seconds: float = field(default=0.0, init=False)
-    """What the samples of the last evaluation took in the model, without the metric."""
+    """Seconds that the samples of the last evaluation took in the model, without the metric."""
 
     def rate(self, *, statistics: bool = True) -> Verdict:
         """Rate the average as it is now; batch norms' ``statistics`` are computed anew first."""
