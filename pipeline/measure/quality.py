@@ -1,7 +1,7 @@
 """Compute the task's own metric on labeled data, and its drop against eager on the same samples.
 
 A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``top1:category``, ``metrics.py:f:value``.
-Two outputs that are judged together are written with a comma: ``answer_f1:start,end``.
+Outputs that are judged together are written with commas: ``answer_f1:start,end``, ``map:boxes,scores,classes``.
 """
 
 import contextlib
@@ -159,7 +159,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     if not (rows := count_rows(labels)):
         raise DataError("there are no labeled samples to evaluate on", "give data with labels: --eval DATA")
     function, same = find_metric(metric), outputs is baseline
-    (outputs, labels), (baseline, _) = (pair_arrays(metric, side, labels) for side in (outputs, baseline))
+    (outputs, labels), (baseline, _) = (join_arrays(metric, side, labels) for side in (outputs, baseline))
     chosen = choose_output(metric, outputs, labels)
 
     def apply(given: Feeds) -> Samples:
@@ -203,30 +203,13 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     return judged.model_copy(update={"drop_low": interval[0], "drop_high": interval[1], "whole": whole})
 
 
-def pair_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Labels]:
-    """Join arrays that a metric judges together: pairs of outputs and of labels, or the greatest scores and classes."""
+def join_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Labels]:
+    """Join arrays that a metric judges together, as the greatest scores and their classes."""
     name, chosen = parse_metric(metric)
     own = find_own(name)
-    if own is not None and own.paired:
-        return _join_pairs(outputs, labels, chosen)
+    if own is not None and own.join:
+        return own.join(outputs, labels, chosen.split(",") if chosen else ())
     return (_place_scores(outputs, labels, chosen) if name in classes.METRICS else outputs), labels
-
-
-def _join_pairs(outputs: Feeds, labels: Labels, chosen: str | None) -> tuple[Feeds, Labels]:
-    """Join two outputs, and two arrays of labels, along a new last axis.
-
-    The outputs are those that the metric names, or the only two of the form [samples, numbers]; they stay apart where
-    there are no such ones. The joined one comes first, as ``FIRST,SECOND``.
-    """
-    if isinstance(labels, Mapping) and len({array.shape for array in labels.values()}) == 1:
-        labels = np.stack(list(labels.values()), axis=-1)
-    flat = {key for key, array in outputs.items() if array.ndim == 2 and array.dtype.kind == "f"}
-    names = [key for key in (chosen.split(",") if chosen else outputs) if key in flat]
-    if len(names) != 2 or outputs[names[0]].shape != outputs[names[1]].shape:
-        return outputs, labels
-    joined = np.stack([outputs[key] for key in names], axis=-1)
-    others = {key: array for key, array in outputs.items() if key not in names}
-    return {",".join(names): joined, **others}, labels
 
 
 def _place_scores(outputs: Feeds, labels: Labels, chosen: str | None) -> Feeds:

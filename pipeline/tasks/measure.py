@@ -365,9 +365,10 @@ class Quality(EngineCheck):
     ) -> dict[str, Array]:
         """Compute outputs for every sample, in batches of one size; the last one wraps round and is cut.
 
-        Outputs without a row for each sample are left out, and those whose rows have other sizes in other batches.
+        Outputs without a row for each sample are left out, and those whose rows have other sizes in other batches:
+        unless the metric judges different numbers of rows.
         """
-        parts: list[dict[str, Array]] = []
+        parts, varies = list[dict[str, Array]](), _rows_vary(self.metric)
         size = fixed_batch(session.signature)
         if batch_symbol(session.signature):  # it takes any batch up to the largest
             row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
@@ -375,7 +376,9 @@ class Quality(EngineCheck):
             size = together or most
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
-            parts.append(_answer_rows(session, data.batch(start, size), size))
+            parts.append(_answer_rows(session, data.batch(start, size), size, rows_vary=varies))
+        if varies:
+            parts = _fill_up(parts)
         shapes = {name: {part[name].shape if name in part else None for part in parts} for name in parts[0]}
         alike = [name for name, found in shapes.items() if len(found) == 1]
         if not alike:
@@ -386,17 +389,41 @@ class Quality(EngineCheck):
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in alike}
 
 
-def _answer_rows(session: Session, feeds: Feeds, size: int) -> dict[str, Array]:
+def _rows_vary(metric: str | None) -> bool:
+    """Tell whether a metric judges samples with different numbers of rows."""
+    own = find_own(quality.parse_metric(metric)[0]) if metric else None
+    return own is not None and own.rows_vary
+
+
+def _fill_up(parts: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+    """Append rows of zeros, [samples, rows, ...], where batches differ in the number of rows."""
+    most = {name: max(part[name].shape[1:2] for part in parts if name in part) for name in parts[0]}
+
+    def fill(name: str, value: Array) -> Array:
+        lacking = [] if value.ndim == 1 else [most[name][0] - value.shape[1]]
+        return np.pad(value, [(0, more) for more in (0, *lacking, *(0,) * (value.ndim - 2))])
+
+    return [{name: fill(name, value) for name, value in part.items() if name in most} for part in parts]
+
+
+def _answer_rows(session: Session, feeds: Feeds, size: int, *, rows_vary: bool) -> dict[str, Array]:
     """Run a batch of this size; return the outputs that have a row for each sample, with the samples first.
 
-    All that a model of fixed batch 1 answers is one sample's, wherever its batch is: [time, 1, classes], say.
+    All that a model of fixed batch 1 answers is one sample's, wherever its batch is: [time, 1, classes], say. So are
+    all rows that values choose, if the metric judges different numbers of them.
 
     Raises:
         DataError: none has.
     """
-    answers = rows_first(session.run(feeds), session.signature.outputs)
+    signature = session.signature
+    answers = rows_first(session.run(feeds), signature.outputs)
+    if rows_vary and size == 1 and batch_symbol(signature) is None:
+        chosen = {
+            spec.name for spec in signature.outputs if {*spec.shape[:1]} & ({*spec.symbols} - {*signature.symbols})
+        }
+        answers = {name: value[np.newaxis] if name in chosen else value for name, value in answers.items()}
     rows = {name: value for name, value in answers.items() if value.shape[:1] == (size,)}
-    if not rows and size == 1 and batch_symbol(session.signature) is None:
+    if not rows and size == 1 and batch_symbol(signature) is None:
         rows = {
             name: np.moveaxis(value, value.shape.index(1), 0) for name, value in answers.items() if 1 in value.shape
         }
@@ -405,8 +432,8 @@ def _answer_rows(session: Session, feeds: Feeds, size: int) -> dict[str, Array]:
         raise DataError(
             f"for {size} sample{'s' * (size > 1)}, no output of the model has a row for each, which a metric needs: "
             f"{shapes}",
-            "return the answers by sample, with the batch as a dimension (the boxes of one image as [1, boxes, 6]); or "
-            "omit --metric and --max-drop: variants are then compared with eager alone",
+            "return the answers by sample, with the batch as a dimension (boxes of each image as [batch, boxes, 6]); "
+            "or omit --metric and --max-drop: variants are then compared with eager alone",
         )
     return rows
 
@@ -442,14 +469,15 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
     """
     size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
     rows = slice(min(_TRIED, size, len(data)))
-    outputs = {name: value[rows] for name, value in _answer_rows(session, data.batch(0, size), size).items()}
+    answers = _answer_rows(session, data.batch(0, size), size, rows_vary=_rows_vary(metric))
+    outputs = {name: value[rows] for name, value in answers.items()}
     metric = quality.name_output(metric, keys, outputs)
     judged_labels, judged_rows = _take_judged_labels(data)
     with _name_rows(data, judged_rows):
         chosen = (
             None
             if judged_labels is None
-            else quality.choose_output(metric, *quality.pair_arrays(metric, outputs, judged_labels))
+            else quality.choose_output(metric, *quality.join_arrays(metric, outputs, judged_labels))
         )
     with _name_rows(data, data.rows), track_files(allow_pickle=False) as tracker:
         named = f"{quality.parse_metric(metric)[0]}:{chosen}" if chosen else metric

@@ -193,7 +193,7 @@ def _check_ends(signature: Signature) -> None:
         empty = ", ".join(str(spec) for spec in ends if 0 in spec.shape)
         raise SignatureError(
             f"there is nothing to compute with the sizes of 0 in {empty}",
-            "write other sizes into the file, or names of dynamic ones",
+            "give a module an example for which it answers something; write other sizes or dynamic ones into a file",
         )
 
 

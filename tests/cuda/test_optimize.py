@@ -60,7 +60,7 @@ def test_a_bundle_runs_on_the_device_or_says_that_the_driver_is_too_old(
     assert done.returncode == 0, done.stderr
     card(driver=12080)
     done = subprocess.run([sys.executable, bundle / "infer.py"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert "the NVIDIA driver is too old for this onnxruntime: install a newer driver" in done.stderr
 
 

@@ -12,7 +12,7 @@ from enginesmith.pipeline.errors import DataError, MissingCapability
 from enginesmith.pipeline.measure.metrics import own_metric
 from enginesmith.pipeline.measure.metrics.boxes import _suppress
 from enginesmith.pipeline.measure.metrics.table import METRICS, find_own
-from enginesmith.pipeline.measure.quality import Quality, evaluate, pair_arrays
+from enginesmith.pipeline.measure.quality import Quality, evaluate, join_arrays
 
 Arrays = NDArray[Any]
 CASES = range(20)
@@ -315,6 +315,18 @@ def test_precision_of_boxes_is_that_of_pycocotools(seed: int) -> None:
     assert compute("map", output, labels) == pytest.approx(judge.stats[0], abs=1e-6)
 
 
+def test_boxes_scores_and_classes_may_be_outputs_of_their_own() -> None:
+    output, labels = make_boxes(0)
+    parts = {"scores": output[..., 4], "classes": output[..., 5].astype(np.int64), "boxes": output[..., :4]}
+    judged = evaluate("map", parts, parts, labels)
+    assert judged.output == "boxes,scores,classes"
+    assert judged.value == pytest.approx(compute("map", output, labels))
+    floats = parts | {"classes": output[..., 5]}
+    with pytest.raises(DataError, match=r"^map needs .* named as in map:boxes,scores,classes"):
+        evaluate("map", floats, floats, labels)
+    assert evaluate("map:boxes,scores,classes", floats, floats, labels).value == judged.value
+
+
 def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
     """Centres and extents with a score for each class, every box twice: the second is suppressed."""
     output, labels = make_boxes(0)
@@ -402,9 +414,9 @@ def test_a_class_that_is_not_among_the_greatest_is_wrong() -> None:
 )
 def test_other_outputs_are_no_greatest_scores(values: Any, indices: Any) -> None:
     outputs, labels = {"y": np.array(values), "z": np.array(indices)}, np.array([0])
-    paired, _ = pair_arrays("top1", outputs, labels)
+    paired, _ = join_arrays("top1", outputs, labels)
     assert paired.keys() == outputs.keys()
-    assert pair_arrays("mse", outputs, labels)[0] is outputs
+    assert join_arrays("mse", outputs, labels)[0] is outputs
 
 
 def test_top1_is_told_beside_the_most_frequent_label() -> None:

@@ -395,11 +395,11 @@ def test_all_that_a_model_of_batch_1_answers_is_of_that_sample(size: int | str, 
     answer = np.arange(5 * rows).reshape(5, rows)
     model: Any = SimpleNamespace(signature=signature, run=lambda feeds: {"y": answer})
     if taken:
-        answers = measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1)
+        answers = measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
         assert answers["y"].tolist() == [[0, 1, 2, 3, 4]]
     else:
         with pytest.raises(DataError, match="no output of the model has a row for each"):
-            measure._answer_rows(model, {"x": np.zeros((rows, 3))}, rows)
+            measure._answer_rows(model, {"x": np.zeros((rows, 3))}, rows, rows_vary=False)
 
 
 def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
@@ -409,9 +409,47 @@ def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
     answers = {"boxes": np.zeros((7, 4)), "scores": np.zeros(7)}
     model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=outputs), run=lambda feeds: answers)
     with pytest.raises(DataError, match=r"^for 1 sample, .* which a metric needs: 'boxes' is") as error:
-        measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1)
-    assert "[1, boxes, 6]" in error.value.remedy
+        measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
+    assert "[batch, boxes, 6]" in error.value.remedy
     assert "omit --metric and --max-drop" in error.value.remedy
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_different_numbers_of_boxes_are_judged(tmp_path: Path, batched: bool) -> None:
+    """Of a detector of one image: two boxes, one, where the answers look like those of a sample, and none."""
+    x = TensorSpec.parse("x:float32:1,3")
+    lead = "1," if batched else ""
+    outputs = tuple(
+        TensorSpec.parse(text)
+        for text in (f"boxes:float32:{lead}n,4", f"scores:float32:{lead}m", f"labels:int64:{lead}k", "loss:float32:1")
+    )
+
+    def run(feeds: Feeds) -> dict[str, Array]:
+        found = np.float32([[0, 0, 10, 10], [20, 20, 30, 30]])[: int(feeds["x"][0, 0])]
+        answers = {
+            "boxes": found,
+            "scores": np.full(len(found), 0.9, np.float32),
+            "labels": np.arange(len(found), dtype=np.int64),
+        }
+        return {**({k: v[None] for k, v in answers.items()} if batched else answers), "loss": np.zeros(1, np.float32)}
+
+    labels = np.full((3, 2, 5), -1.0, np.float32)
+    labels[:2, 0] = 0, 0, 0, 10, 10
+    labels[0, 1] = 1, 20, 20, 30, 35
+    np.savez(tmp_path / "data.npz", x=np.float32([[2] * 3, [1] * 3, [0] * 3]), labels=labels)
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=1, largest_batch=1, seed=0, metric="map", **data)
+    model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=outputs), run=run)
+    judged, answers, _ = quality.judge(model, None, lambda _: None)
+    assert not isinstance(judged, str)
+    assert judged.output == "boxes,scores,labels"
+    assert judged.value == pytest.approx(
+        (1 + 0.4) / 2
+    )  # the second class overlaps by 2/3: enough at 4 of 10 thresholds
+    assert answers["boxes"].shape == (3, 2, 4)
+    dataset = open_dataset(data["data"], (x,), split="test", options=DataOptions())
+    sentence, _ = try_metric("map", model, dataset)
+    assert sentence == "map of 'boxes,scores,labels' is judged, 'loss' not (--metric NAME:OUTPUT)"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,23 @@ def test_the_batch_is_dynamic_unless_the_model_fixes_it(load) -> None:
         load(lambda_module(lambda x: x.reshape(2, 3)), ONE, "x:float32:batch,3")
 
 
+def test_a_detector_of_one_image_has_a_fixed_batch_and_any_number_of_boxes(load) -> None:
+    """What it finds in the first image of a batch is all that it answers; a mean of all samples is no such answer."""
+    find, example = lambda_module(lambda x: (x[0] - x[0].mean())[x[0] > 0]), torch.tensor([[1.0, 2.0, 3.0, -4.0]])
+    loaded = load(find, example)
+    assert [str(spec) for spec in (*loaded.signature.inputs, *loaded.signature.outputs)] == [
+        "x:float32:1,4",
+        "output:float32:output_dim_0",
+    ]
+    assert any("answers the first sample alone" in note for note in loaded.notes)
+    mean = load(lambda_module(lambda x: x.mean(0).cumsum(0)), torch.tensor([[1.0, 2.0, 3.0]]))
+    assert [str(spec) for spec in (*mean.signature.inputs, *mean.signature.outputs)] == [
+        "x:float32:batch,3",
+        "output:float32:3",
+    ]
+    assert str(load(find, example, "x:float32:batch,4").signature.inputs[0]) == "x:float32:batch,4"
+
+
 def test_sizes_that_could_vary_are_suggested(load) -> None:
     wave = nn.Sequential(nn.Conv1d(1, 2, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(2, 2))
     (note,) = load(wave, torch.ones(2, 1, 40), "input:float32:batch,1,40").notes

@@ -187,17 +187,20 @@ def infer_dims(
 ) -> tuple[Signature, list[str]]:
     """Infer the signature by running again with each dynamic dimension changed; return it, and notes for people.
 
-    ``outputs`` are those for ``example``. A batch that nobody asked for (``asked`` is false), and that the model does
-    not allow to vary, becomes fixed, with a note.
+    ``outputs`` are those for ``example``. Sizes that are others for other values are dynamic, too. A batch that nobody
+    asked for (``asked`` is false) becomes fixed, with a note, where the model takes or answers one sample alone.
 
     Raises:
         SourceError: a dimension that was asked to be dynamic cannot vary, or outputs cannot have one of their dtypes.
     """
     dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
     notes: list[str] = []
+    for name, axis in _list_chosen_by_values(module, example, outputs):
+        dims[name][axis] = f"{name}_dim_{axis}"
     for symbol, size in sizes_of(specs, example).items():
         other, shapes = _try_other_size(module, specs, example, symbol, size)
-        if shapes is not None:
+        alone = not asked and symbol == BATCH and size == 1 and _answers_first_alone(module, specs, example, outputs)
+        if shapes is not None and not alone:
             if [len(shape) for shape in shapes] != [value.ndim for value in outputs.values()]:
                 raise SourceError(
                     f"the outputs have other ranks at {symbol} = {other} than at {symbol} = {size}",
@@ -215,12 +218,41 @@ def infer_dims(
         else:
             fixed = [tuple(size if dim == symbol else dim for dim in spec.shape) for spec in specs]
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
-            notes.append(f"the model runs with a batch of {size} only, so the dimension is fixed")
+            told = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
+            notes.append(f"the model {told}, so the dimension is fixed")
     results = (
         TensorSpec(name=name, dtype=_dtype_name("output", name, value), shape=tuple(dims[name]))
         for name, value in outputs.items()
     )
     return Signature(inputs=specs, outputs=tuple(results)), notes
+
+
+def _answers_first_alone(
+    module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> bool:
+    """Tell whether another sample behind that of the example changes nothing: detectors of one image take ``x[0]``."""
+    feeds = [
+        torch.cat([value, _change(value)], spec.batch_axis) if BATCH in spec.shape else value
+        for spec, value in zip(specs, example.values(), strict=True)
+    ]
+    with contextlib.suppress(Exception), torch.inference_mode():
+        return same_answers(tuple(outputs.values()), module(*feeds))
+    return False
+
+
+def _list_chosen_by_values(
+    module: Forward, example: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> list[tuple[str, int]]:
+    """List the outputs' dimensions that have other sizes for other values of the inputs: boxes that are found, say."""
+    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such values
+        others = module(*(_change(value) if value.numel() else value for value in example.values()))
+        return [
+            (name, axis)
+            for (name, value), other in zip(outputs.items(), others, strict=True)
+            for axis in range(value.ndim)
+            if value.ndim == other.ndim and value.shape[axis] != other.shape[axis]
+        ]
+    return []
 
 
 def _try_other_size(

@@ -3,14 +3,15 @@
 import contextlib
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, import_library
-from enginesmith.pipeline.tensors import Array
+from enginesmith.calibration.dataset import Labels
+from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, import_library, put_first
+from enginesmith.pipeline.tensors import Array, Feeds
 
 _BOX_SIDES = 4
 _MOST_BOXES = 100
@@ -111,6 +112,25 @@ def _overlap(box: Array, others: Array) -> NDArray[np.float64]:
     return np.asarray(both / np.maximum(areas - both, 1e-12))
 
 
+def _join_detections(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tuple[Feeds, Labels]:
+    """Join corners [images, boxes, 4], scores and classes [images, boxes] that are outputs of their own.
+
+    Without ``names``, which are in this order, scores are the only floats of that form, and classes the only integers.
+    """
+    if not names:
+        corners = [key for key, array in outputs.items() if array.shape[2:] == (_BOX_SIDES,)]
+        others = {
+            key: array for key, array in outputs.items() if corners and array.shape == outputs[corners[0]].shape[:2]
+        }
+        scores, numbers = ([key for key, array in others.items() if array.dtype.kind in kinds] for kinds in ("f", "iu"))
+        names = [*corners, *scores, *numbers] if len(corners) == len(scores) == len(numbers) == 1 else ()
+    found = [outputs[key] for key in names if key in outputs]
+    if [array.ndim for array in found] != [3, 2, 2] or any(array.shape != found[0].shape[:2] for array in found[1:]):
+        return outputs, labels
+    columns = [found[0], *(array[:, :, np.newaxis] for array in found[1:])]
+    return put_first(outputs, names, np.concatenate(columns, axis=2, dtype=np.float64)), labels
+
+
 def _are_boxes(output: Array, labels: Array) -> bool:
     if output.ndim != 3 or labels.ndim != 3 or labels.shape[2] != _BOX_SIDES + 1:
         return False
@@ -128,10 +148,14 @@ METRICS: dict[str, OwnMetric] = {
     "map": OwnMetric(
         _match_boxes,
         _are_boxes,
-        "boxes of shape [images, boxes, 6] (corners, score, class) or [images, 4 + classes, boxes] (centre, extent, "
-        "scores); labels [images, boxes, 5] (class, corners), class -1 where there is none",
+        "boxes of shape [images, boxes, 6] (corners, score, class), or [images, 4 + classes, boxes] (centre, extent, "
+        "scores), or three outputs: corners [images, boxes, 4], scores and classes [images, boxes], named as in "
+        "map:boxes,scores,classes where classes are floats; labels [images, boxes, 5] (class, corners), class -1 where "
+        "there is none",
         _compute_map,
         draws=50,
+        join=_join_detections,
+        rows_vary=True,
     ),
 }
 """Name → metric."""

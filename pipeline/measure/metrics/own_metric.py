@@ -1,15 +1,16 @@
 """Describe a metric: what judges an output by labels, and what it accepts."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from enginesmith.calibration.dataset import Labels
 from enginesmith.pipeline.errors import MissingCapability, install_command
 from enginesmith.pipeline.measure.statistics import NORMAL, Samples
-from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.tensors import Array, Feeds
 
 
 class OwnMetric(NamedTuple):
@@ -31,8 +32,11 @@ class OwnMetric(NamedTuple):
     """Sets of samples that the interval of one number is estimated from."""
     guess: Callable[[Array], float] | None = None
     """Computes from labels what the best answer would reach that is the same for all samples."""
-    paired: bool = False
-    """True where two outputs, and two arrays of labels, may hold the two numbers of the last axis."""
+    join: Callable[[Feeds, Labels, Sequence[str]], tuple[Feeds, Labels]] | None = None
+    """Joins outputs, and arrays of labels, that are judged together: those of these names, or of the only forms that
+    fit. The joined one comes first, as ``FIRST,SECOND``; where there are none, all stay as they are."""
+    rows_vary: bool = False
+    """True where samples may have different numbers of rows: rows of zeros, which do not count, fill up the fewer."""
 
     def compute(self, output: Array, labels: Array) -> Samples:
         """Compute the numbers of all samples, [samples], or their one number, []."""
@@ -59,6 +63,11 @@ class OwnMetric(NamedTuple):
         ours, theirs = (self.combine(side) for side in sides)
         drop, half = self.sign * (theirs - ours), NORMAL * float(np.std(drops, ddof=1))
         return drop - half, drop + half
+
+
+def put_first(outputs: Feeds, names: Sequence[str], joined: Array) -> Feeds:
+    """Replace the outputs of these names by what they were joined to, which comes first: ``FIRST,SECOND``."""
+    return {",".join(names): joined} | {key: array for key, array in outputs.items() if key not in names}
 
 
 def import_library(name: str) -> Any:

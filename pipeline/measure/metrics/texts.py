@@ -1,14 +1,16 @@
 """Judge texts: letters, words, entities, and answers to questions."""
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
+from enginesmith.calibration.dataset import Labels
 from enginesmith.pipeline.errors import SampleError
-from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, are_whole, import_library
+from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, are_whole, import_library, put_first
 from enginesmith.pipeline.measure.statistics import Samples
-from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.tensors import Array, Feeds
 
 _BLANK = 0
 _LONGEST_ANSWER = 30
@@ -130,6 +132,17 @@ def _are_spans(output: Array, labels: Array) -> bool:
     return bool(there.any(axis=1).all() and (first <= last)[there].all() and last.max() < output.shape[1])
 
 
+def _join_spans(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tuple[Feeds, Labels]:
+    """Join the scores of first and of last tokens, two outputs of the form [samples, tokens]; labels likewise."""
+    if isinstance(labels, Mapping) and len({array.shape for array in labels.values()}) == 1:
+        labels = np.stack(list(labels.values()), axis=-1)
+    flat = {key for key, array in outputs.items() if array.ndim == 2 and array.dtype.kind == "f"}
+    pair = [key for key in names or outputs if key in flat]
+    if len(pair) != 2 or outputs[pair[0]].shape != outputs[pair[1]].shape:
+        return outputs, labels
+    return put_first(outputs, pair, np.stack([outputs[key] for key in pair], axis=-1)), labels
+
+
 _TEXTS = (
     "letters as whole numbers above 0, [samples, length], or scores of them, [samples, steps, letters] with 0 for "
     "CTC's blank; labels [samples, length], negative behind the end"
@@ -149,9 +162,9 @@ METRICS: dict[str, OwnMetric] = {
         "[samples, tokens], such tags as whole numbers, negative where a token does not count",
         _score_entities,
     ),
-    "answer_f1": OwnMetric(partial(_judge_answers, score="f1"), _are_spans, _ANSWERS, paired=True),
+    "answer_f1": OwnMetric(partial(_judge_answers, score="f1"), _are_spans, _ANSWERS, join=_join_spans),
     "answer_match": OwnMetric(
-        partial(_judge_answers, score="exact_match"), _are_spans, _ANSWERS, counts=True, paired=True
+        partial(_judge_answers, score="exact_match"), _are_spans, _ANSWERS, counts=True, join=_join_spans
     ),
 }
 """Name → metric."""
