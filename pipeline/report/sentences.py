@@ -366,10 +366,8 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
     measured = {row.batch for row in run.baseline.latency}
     missing = [batch for batch in run.recipe.batch if batch not in measured]
     if measured and missing:
-        at = ", ".join(map(str, sorted(measured)))
-        asked = ", ".join(map(str, run.recipe.batch))
-        name = mark_name(run.baseline)
-        yield f"{name} was measured at batch {at}, and --batch {asked} was asked for: it has no dynamic batch"
+        at, others = (", ".join(map(str, sorted(sizes))) for sizes in (measured, missing))
+        yield f"{mark_name(run.baseline)} was measured at batch {at}, and not at {others}: it has no dynamic batch"
 
 
 def _describe_float64(run: Run) -> Iterator[str]:
