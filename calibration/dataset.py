@@ -20,6 +20,7 @@ from enginesmith.calibration.file_formats import (
     read,
     read_embedded,
 )
+from enginesmith.calibration.images import BINARY_MASKS, are_binary_masks
 from enginesmith.calibration.lazy_arrays import Rows, digest, pick
 from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, PartOptions
 from enginesmith.calibration.ranges import Provenance
@@ -263,13 +264,15 @@ def open_dataset(
     feeds = check_arrays(found.name, arrays, [*inputs, *missed], [key for key in options.label_keys if key in own])
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
+    binary = [key for key, labels in checked.items() if found.labels is None and are_binary_masks(labels)]
+    checked |= {key: (checked[key] != 0).astype(np.uint8) for key in binary}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
     gaps = find_missing(found.name, feeds)
     told = (
         f"{name!r} has NaN in {len(those)} of {rows} rows of {found.name}: the model is given them as they are"
         for name, those in gaps.items()
     )
-    notes = (*found.notes, *check_zeros(found.name, feeds), *told)
+    notes = (*found.notes, *check_zeros(found.name, feeds), *told, *(f"{key!r}: {BINARY_MASKS}" for key in binary))
     first = {name: int(those[0]) for name, those in gaps.items()}
     data = Dataset(found.name, feeds, held, notes, missing=first, folders=found.folders, axes=axes, shared=whole)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data

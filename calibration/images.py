@@ -287,12 +287,19 @@ def check_images(reference: str, _: Request) -> None:
 _IMAGES, _MASKS = "images", "masks"
 _UNLABELLED = 255
 """Number of pixels that the mask says nothing of, as around an image that is smaller than the crop."""
-_BINARY = f"; pixels are 0 and {_UNLABELLED} only, so {_UNLABELLED} is class 1"
+BINARY_MASKS = f"pixels are 0 and {_UNLABELLED} only, so {_UNLABELLED} is class 1"
 
 
 def has_masks(folder: Path) -> bool:
     """Tell whether a folder has one of images, and one of masks."""
     return all((folder / name).is_dir() for name in (_IMAGES, _MASKS))
+
+
+def are_binary_masks(labels: Array) -> bool:
+    """Tell whether labels are masks, [samples, height, width], of black and white pixels: 0 and 255 only."""
+    if labels.ndim != 3 or labels.dtype.kind not in "iu" or not labels.size or labels.max() != _UNLABELLED:
+        return False
+    return bool(np.isin(labels, (0, _UNLABELLED)).all() and (labels == 0).any())
 
 
 def pair_masks(folder: Path) -> list[tuple[Path, Path]]:
@@ -334,7 +341,7 @@ def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
         told = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
         raise DataError(told, "number the classes from 0")
     told = f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}"
-    notes = (f"images as {steps}", told + (_BINARY if 1 in classes and binary else ""))
+    notes = (f"images as {steps}", told + (f"; {BINARY_MASKS}" if 1 in classes and binary else ""))
     rows = ImageRows([image for image, _ in pairs], steps)
     return RawData(folder.resolve().name, {spec.name: rows}, labels, notes, (folder / _IMAGES, folder / _MASKS))
 

@@ -358,7 +358,7 @@ def _warn_of_labels(run: Run) -> Iterator[str]:
         yield (
             f"{run.baseline.id} has a {quality.title} of {format_value(quality.value)}: labels and boxes may be in "
             "different pixels (with --prepend resize, boxes are in those of the resized images), or classes numbered "
-            "otherwise"
+            "otherwise (from 0 in labels of a COCO file, from 1 in detectors of torchvision)"
         )
 
 
