@@ -1,5 +1,6 @@
 """Sample feeds, answer them with the baseline, and compare what others answer."""
 
+import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.profiling import warm_up
-from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
+from enginesmith.pipeline.errors import DataError, EnginesmithError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
@@ -43,6 +44,8 @@ _UNSTEADY = (
 _ROUNDING = 1e-6
 """Error that may be rounding alone, of answers in float32 that are up to 1 for other samples."""
 _MADE_UP = "; the error is tiny, and the samples are made up: --data or --eval judges on real ones"
+_LOOKED_THROUGH = 64
+"""Samples among which such are looked for that have an answer."""
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
@@ -86,6 +89,7 @@ class Sample(Task):
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if data:
                 _check_missing(session, data, self.batches[0])
+                data = _put_answered_first(session, data)
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             interacting = _describe_interaction(session, cases, out)
@@ -110,7 +114,7 @@ class Sample(Task):
             f"{100 * share:.3g} % of the numbers in eager's output {key!r} are NaN or infinity"
             for key, share in odd.items()
         )
-        notes = (*notes, *tried, *strange, *unstable.describe(), *interacting)
+        notes = (*notes, *tried, *strange, *unstable.describe(), *interacting, *_describe_emptiness(cases, out))
         summary = "; ".join([f"{count_words(len(cases), 'set')} of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
@@ -225,6 +229,32 @@ def _check_missing(session: Session, data: Dataset, batch: int) -> None:
                     f"{data.whole.name}: {name!r} holds NaN, first in row {row}, and so does all of {output!r} then",
                     "remove those rows, or fill them in as for training",
                 )
+
+
+def _put_answered_first(session: Session, data: Dataset) -> Dataset:
+    """Put samples first that have an answer, where values decide how long it is: images in which boxes are found.
+
+    Of the others, answers agree whatever an engine computes.
+    """
+    signature, answered = session.signature, list[int]()
+    varying = [spec.name for spec in signature.outputs if {*spec.symbols} - {*signature.symbols}]
+    with contextlib.suppress(EnginesmithError):  # it takes no single sample
+        for row in range(min(len(data), _LOOKED_THROUGH) if varying and samples.fixed_batch(signature) == 1 else 0):
+            outputs = session.run(data.feed(np.array([row])))
+            answered += [row] if all(outputs[name].size for name in varying) else []
+            if len(answered) == samples.JUDGED_SAMPLES:
+                break
+    if answered == [*range(len(answered))]:
+        return data
+    return data.take(np.array([*answered, *(row for row in range(len(data)) if row not in answered)]), data.name)
+
+
+def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str]:
+    """Describe that no answer holds a number, so that all engines agree."""
+    calls = ((index, call) for index, case in enumerate(cases) for call in range(case.calls))
+    if any(value.size for at in calls for value in samples.read_arrays(folder, "outputs", *at).values()):
+        return []
+    return ["the model's answers to all samples that variants are compared on are empty: the comparison tells nothing"]
 
 
 def _advise(model: Artifact, known: Mapping[str, ShapeRange], *, made_up: bool) -> str:

@@ -113,6 +113,28 @@ def test_sizes_that_depend_on_values_are_no_sign_that_samples_influence_each_oth
     assert not samples.read(reference).interacting
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_samples_in_which_something_is_found_are_compared_first(tmp_path: Path, there: bool) -> None:
+    """The places above 0: in the last two rows of twelve, or in none, where all answers would agree."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, [1, 3]), ("y", 7, ["n", 2]))]
+    nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("NonZero", ["a"], ["b"])]
+    nodes.append(helper.make_node("Transpose", ["b"], ["y"]))
+    path = tmp_path / "model.onnx"
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    rows = np.full((12, 3), -1, np.float32)
+    rows[10:] = [[0, 1, -1], [1, 2, 3]] if there else -2
+    np.savez(tmp_path / "data.npz", x=rows)
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), seed=0, **data)
+    notes = sample.run({"model": model}, reference, lambda _: None).notes
+    (answered,) = samples.read_calls(reference)
+    assert [len(outputs["y"]) for outputs in answered.outputs] == [*([1, 3] if there else [0, 0]), *[0] * 6]
+    assert any("are empty: the comparison tells nothing" in note for note in notes) == (not there)
+
+
 @pytest.mark.parametrize(
     ("kind", "inputs", "made_up", "advice"),
     [
