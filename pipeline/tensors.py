@@ -89,7 +89,10 @@ def _dim(text: str, dim: str) -> int | str:
         return int(dim)
     if _DIM.fullmatch(dim):
         return dim
-    raise UsageError(f"cannot read the dimension {dim!r} in {text!r}", "a dimension is a positive number or a word")
+    remedy = "a dimension is a positive number or a word"
+    if "+" in dim:
+        remedy += "; where one is a sum of others, take the parts as inputs and join them in a module around the model"
+    raise UsageError(f"cannot read the dimension {dim!r} in {text!r}", remedy)
 
 
 def to_word(text: str) -> str:

@@ -183,6 +183,55 @@ def test_hugging_face_folder(export, folder: Path) -> None:
         same(found[1], expected.pooler_output)
 
 
+@pytest.mark.thorough
+def test_hugging_face_folders_of_other_kinds(export, cli, folder: Path) -> None:
+    """A head without weights, a class that the library lacks, boxes of words, sound, text beside pictures."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text = {"vocab_size": 50, "max_position_embeddings": 40}
+    bert = transformers.BertConfig(**sizes, **text)
+    transformers.BertModel(bert).save_pretrained(folder / "body")
+    for name, words in (
+        (
+            "BertForSequenceClassification",
+            "weights of BertForSequenceClassification: classifier.bias, classifier.weight",
+        ),
+        ("BertForNothing", "names the class BertForNothing, which transformers"),
+    ):
+        settings = json.loads((folder / "body" / "config.json").read_text()) | {"architectures": [name]}
+        (folder / "body" / "config.json").write_text(json.dumps(settings))
+        answer = cli("export", "hf:./body", "-o", "body.onnx")
+        assert answer.code == 2
+        assert words in answer.stderr
+    layout = transformers.LayoutLMForTokenClassification(transformers.LayoutLMConfig(**sizes, **text)).eval()
+    layout.save_pretrained(folder / "layout")
+    exported = export("hf:./layout", exporter="auto")
+    ids, corners = torch.randint(0, 50, (3, 7)), torch.randint(0, 500, (3, 7, 2))
+    feeds = {"input_ids": ids, "bbox": torch.cat([corners, corners + 9], -1), "attention_mask": torch.ones_like(ids)}
+    feeds["token_type_ids"] = torch.zeros_like(ids)
+    same(exported(**feeds)[0], layout(**feeds).logits)
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    sound = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes, **convolutions, **positions, vocab_size=9))
+    sound.eval().save_pretrained(folder / "sound")
+    exported = export("hf:./sound", "--shape=time=400:1600:3200", exporter="auto")
+    assert exported.inputs == {"input_values": ["batch", "time"]}
+    waves = torch.randn(3, 900)
+    same(exported(input_values=waves)[0], sound(waves).logits)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
+    config = transformers.CLIPConfig(
+        text_config=transformers.CLIPTextConfig(**sizes, **text).to_dict(),
+        vision_config=vision.to_dict(),
+        projection_dim=8,
+    )
+    towers = transformers.CLIPModel(config).eval()
+    towers.save_pretrained(folder / "towers")
+    exported = export("hf:./towers", exporter="auto")
+    feeds = {"input_ids": ids, "pixel_values": torch.randn(3, 3, 32, 32), "attention_mask": torch.ones_like(ids)}
+    same(exported(**feeds)[exported.outputs.index("logits_per_image")], towers(**feeds).logits_per_image)
+
+
 MANY = """
 import torch
 from torch import nn

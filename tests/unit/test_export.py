@@ -501,7 +501,7 @@ def test_recurrent_layers_are_exported_at_any_length(tmp_path: Path, layer: type
     x = torch.randn(2, 3, 4)
     model = loaded(Recurrent(layer), {"x": x}, {"x": ("batch", "length", 4)}, ["y:float32:batch,length,6"])
     effect = exported(tmp_path, model)
-    assert "fell back to the TorchScript exporter" in effect.notes[0]
+    assert not effect.notes or "fell back to the TorchScript exporter" in effect.notes[0]  # torch 2.15 needs no other
     assert effect.signature == model.signature
     for batch, length in ((1, 1), (1, 9), (5, 2)):
         feeds = torch.randn(batch, length, 4)

@@ -83,7 +83,7 @@ def test_probabilities_stay_above_0_and_writes_into_views_arrive() -> None:
 
 
 def test_scripted_modules_are_changed_too_and_others_are_not() -> None:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with warnings.catch_warnings(action="ignore"):  # tracing is deprecated
         traced = torch.jit.trace(Function(torch.tanh), torch.ones(2, 4))
     x = RNG.standard_normal((2, 4)).astype(np.float32)
     assert not np.array_equal(open_session(traced).perturb({"x": x}, 2.0**-10, 0)["y"], np.tanh(x))

@@ -22,7 +22,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import MissingCapability, SourceError, install_command
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.frameworks.torch import file_tracking
+from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face
 from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -47,6 +47,8 @@ class Built:
     frozen: tuple[str, ...] = ()
     """Parameters that are not to be trained."""
     notes: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    """Inputs that ``--input`` may name beside those of the example, or in their place: they are drawn."""
     attributes: Attributes = UNKNOWN
 
 
@@ -181,10 +183,13 @@ def _hf(source: Source) -> Built:
     transformers = _library("transformers", "hf")
     remedy = "transformers.AutoModel.from_pretrained has to work on it; a folder holds config.json and safetensors"
     with user_errors(f"loading {source.text}", None, remedy):
-        module = _load_transformer(transformers, source.target)
-    with user_errors("looking for example inputs", None):
-        inputs, specs = _transformer_example(module)
-    return Built(module, inputs, specs)
+        module, missing, notes = hugging_face.load_model(transformers, source.target)
+    module.eval()
+    made = hugging_face.make_example(module)
+    example = {name: values for name, (values, _) in made.items()}
+    notes += hugging_face.check_missing(module, example, missing)
+    specs, takes = tuple(spec for _, spec in made.values()), tuple(hugging_face.list_inputs(module))
+    return Built(module, example or None, specs, notes=tuple(notes), takes=takes)
 
 
 _BUILDERS = {"zoo": _zoo, "file": _file, "module": _module, "pt2": _pt2, "timm": _timm, "hf": _hf}
@@ -324,64 +329,3 @@ def _first_words(error: BaseException) -> str:
         return error.msg
     words = " ".join(str(error).split())
     return words if len(words) <= _LONGEST_MESSAGE else f"{words[:_LONGEST_MESSAGE]} …"
-
-
-# Hugging Face models: the class that a configuration names, and example inputs that fit it.
-
-_SEQUENCE = 32
-
-
-def _load_transformer(transformers: Any, target: str) -> nn.Module:
-    """Load the model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
-
-    Weights are read from safetensors, or from what ``torch.load(weights_only=True)`` accepts; code that comes with
-    a model is never run.
-    """
-    name, _, revision = target.partition("@")
-    options = {"revision": revision} if revision else {}
-    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
-    config.use_cache = False
-    class_name = (config.architectures or [""])[0]
-    model_class = getattr(transformers, class_name, transformers.AutoModel)
-    model: nn.Module = model_class.from_pretrained(name, config=config, dtype="float32", **options)
-    return model
-
-
-def _transformer_example(module: nn.Module) -> tuple[dict[str, Tensor], tuple[TensorSpec, ...]]:
-    """Make example inputs of a Hugging Face model, and their specifications.
-
-    Raises:
-        SourceError: its main input is neither text nor an image.
-    """
-    config: Any = module.config
-    accepted = inspect.signature(module.forward).parameters
-    main = getattr(module, "main_input_name", "input_ids")
-    generator = torch.Generator().manual_seed(0)
-    if main == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", None) or 224
-        height, width = (size, size) if isinstance(size, int) else tuple(size)
-        channels = getattr(vision, "num_channels", 3)
-        pixels = torch.randn((2, channels, height, width), generator=generator)
-        spec = TensorSpec(name=main, dtype="float32", shape=("batch", channels, height, width))
-        return {main: pixels}, (spec,)
-    if main != "input_ids":
-        raise SourceError(
-            f"the model's main input is {main!r}, and no example is known for it",
-            "wrap it: a file.py with a factory that returns (module, example_inputs)",
-        )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    length = min(_SEQUENCE, getattr(text, "max_position_embeddings", _SEQUENCE) or _SEQUENCE)
-    shape, sequence = (2, length), "sequence"
-    inputs = {
-        "input_ids": (torch.randint(0, text.vocab_size, shape, generator=generator), sequence),
-        "attention_mask": (torch.ones(shape, dtype=torch.int64), sequence),
-    }
-    if getattr(text, "type_vocab_size", 0) > 1:
-        inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.int64), sequence
-    if getattr(config, "is_encoder_decoder", False):
-        tokens = torch.randint(0, text.vocab_size, shape, generator=generator)
-        inputs["decoder_input_ids"] = tokens, "decoder_sequence"
-    chosen = {name: row for name, row in inputs.items() if name in accepted}
-    specs = tuple(TensorSpec(name=name, dtype="int64", shape=("batch", dim)) for name, (_, dim) in chosen.items())
-    return {name: value for name, (value, _) in chosen.items()}, specs

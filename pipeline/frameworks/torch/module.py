@@ -20,7 +20,7 @@ from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError,
 from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.frameworks.torch import factories
+from enginesmith.pipeline.frameworks.torch import factories, hugging_face
 from enginesmith.pipeline.frameworks.torch.dims import (
     choose_specs,
     default_specs,
@@ -302,6 +302,10 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     signature, notes = infer_dims(module, specs, example, outputs, asked)
     notes += [*built.notes, *([moved] if moved else [])]
     notes += [] if asked else explain_no_batch(module, signature, example)
+    if others := ", ".join(name for name in built.takes if name not in example):
+        notes.append(
+            f"inputs that are left out, so that their defaults hold: {others}; --input, for all inputs, adds some"
+        )
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
     signature = signature.model_copy(update={"returns": structure})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
@@ -389,14 +393,20 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
     specs = options.inputs or built.inputs
     names = tuple(spec.name for spec in specs)
     if built.example is None:
+        if not names and built.takes:
+            raise hugging_face.explain_unknown(built.module)
         if not names:
             remedy = "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224"
             raise SourceError("the factory gives no example inputs", remedy)
-        return {spec.name: _draw(spec) for spec in specs}
+        return {spec.name: _draw(spec, {}) for spec in specs}
     example = _name_inputs(built, names)
+    if names and set(names) <= set(built.takes):
+        fitting = tuple(spec for spec in specs if _has_sizes(example.get(spec.name), spec))
+        known = sizes_of(fitting, example)
+        example = {spec.name: example[spec.name] if spec in fitting else _draw(spec, known) for spec in specs}
     if names and set(names) != set(example):
-        message = f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}"
-        raise SignatureError(message, "use the same names")
+        message = f"--input names {', '.join(names)}, and the example inputs are {', '.join(example)}"
+        raise SignatureError(message, f"it takes {', '.join(built.takes)}" if built.takes else "use the same names")
     for name, value in example.items():
         example[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         if not isinstance(example[name], Tensor):
@@ -405,6 +415,16 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
                 "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
             )
     return {name: example[name] for name in names or example}
+
+
+def _has_sizes(value: Any, spec: TensorSpec) -> bool:
+    """Tell whether an example has the fixed sizes that ``--input`` gives it, if there is one."""
+    shape = None if value is None else tuple(value.shape)
+    return (
+        shape is not None
+        and len(shape) == len(spec.shape)
+        and all(isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True))
+    )
 
 
 def _name_inputs(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
@@ -433,10 +453,10 @@ def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
     )
 
 
-def _draw(spec: TensorSpec) -> Tensor:
-    """Draw a feed from nothing but its specification: two rows, eight along other dynamic dimensions."""
+def _draw(spec: TensorSpec, known: Mapping[str, int]) -> Tensor:
+    """Draw a feed of these ``known`` sizes; else of two rows, and of eight along other dynamic dimensions."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {dim: 2 if dim == "batch" or position == 0 else 8 for position, dim in enumerate(spec.shape)}
+    sizes = {dim: 2 if dim == "batch" or position == 0 else 8 for position, dim in enumerate(spec.shape)} | {**known}
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:

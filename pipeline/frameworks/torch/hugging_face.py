@@ -1,0 +1,203 @@
+"""Hugging Face models: the class that a configuration names, with all of its weights, and inputs that fit it."""
+
+import contextlib
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.tensors import TensorSpec
+
+Example = dict[str, tuple[Tensor, TensorSpec]]
+"""By name of the input."""
+
+_ROWS, _SEQUENCE, _SAMPLES, _PIXELS = 2, 32, 16_000, 224
+_LISTED = 5
+_FACTORY = "a file.py with a factory that returns (module, example_inputs)"
+_USELESS = {
+    *("position_ids", "decoder_position_ids", "decoder_attention_mask", "head_mask", "logits_to_keep"),
+    *("encoder_outputs", "encoder_hidden_states", "encoder_attention_mask", "future_values", "mems", "cache"),
+}
+"""Inputs that are made from others, or that are for training and decoding."""
+_USELESS_ENDS = ("labels", "embeds", "embeddings", "_positions")
+
+
+def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], list[str]]:
+    """Load the model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
+
+    Weights are read from safetensors, or from what ``torch.load(weights_only=True)`` accepts; code that comes with
+    a model is never run. Returns also the names of weights that are drawn at random, as no file holds them; and notes.
+
+    Raises:
+        SourceError: the library has no such class.
+    """
+    name, _, revision = target.partition("@")
+    options = {"revision": revision} if revision else {}
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    config.use_cache = False
+    notes, named = list[str](), (getattr(config, "architectures", None) or [""])[0]
+    if not named:
+        notes.append("its config.json names no class (architectures): AutoModel was taken, which has no head")
+    model_class = getattr(transformers, named or "AutoModel", None)
+    if model_class is None:
+        own = hasattr(config, "auto_map")
+        raise SourceError(
+            f"its config.json names the class {named}, which transformers {transformers.__version__} does not have",
+            f"code that comes with a model is not run: write {_FACTORY}"
+            if own
+            else f"install a version of transformers that has it, or write {_FACTORY}",
+        )
+    module, told = model_class.from_pretrained(
+        name, config=config, dtype="float32", output_loading_info=True, **options
+    )
+    if surplus := sorted(told["unexpected_keys"]):
+        notes.append(f"weights that {type(module).__name__} does not have were left out: {_list_names(surplus)}")
+    return module, sorted(told["missing_keys"]), notes
+
+
+def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Collection[str]) -> list[str]:
+    """Check that no output depends on weights that no file holds; return a note on those that are there for training.
+
+    They are set to other numbers, and the answers to the example are compared.
+
+    Raises:
+        SourceError: an output changes, or the model does not run on the example.
+    """
+    stored = module.state_dict(keep_vars=True)
+    drawn = [stored[name] for name in missing if name in stored and stored[name].is_floating_point()]
+    if not drawn:
+        return []
+    named, changed = f"{type(module).__name__}: {_list_names(sorted(missing))}", ["the answers"]
+    kept = [value.detach().clone() for value in drawn]
+    with contextlib.suppress(Exception), torch.no_grad():  # it may not run without inputs that only the user knows
+        before = _answer(module, example)
+        for value in drawn:
+            value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)))
+        after = _answer(module, example)
+        for value, old in zip(drawn, kept, strict=True):
+            value.copy_(old)
+        changed = [key for key in before if not all(map(torch.equal, before[key], after[key]))]
+    if changed:
+        raise SourceError(
+            f"no file holds these weights of {named}; they are drawn at random, and so would be {', '.join(changed)}",
+            "give a folder with all weights of the class that its config.json names (architectures), name another "
+            f"class there, or write {_FACTORY}",
+        )
+    return [f"no file holds these weights of {named}; no output depends on them"]
+
+
+def _answer(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    leaves = {name: _pytree.tree_leaves(value) for name, value in module(**example).items()}
+    return {name: [leaf for leaf in found if isinstance(leaf, Tensor)] for name, found in leaves.items()}
+
+
+def make_example(module: nn.Module) -> Example:
+    """Make example inputs: text, pictures, both for models of two towers, sound, series; empty where none are known."""
+    with contextlib.suppress(AttributeError):  # a configuration of another form
+        return _make_example(module)
+    return {}
+
+
+def _make_example(module: nn.Module) -> Example:
+    config: Any = module.config
+    accepted = inspect.signature(module.forward).parameters
+    needed = {name for name, value in accepted.items() if value.default is inspect.Parameter.empty}
+    main = getattr(module, "main_input_name", "input_ids")
+    towers = hasattr(config, "vision_config") and not any(
+        hasattr(config, name) for name in ("image_token_id", "image_token_index")
+    )
+    made: Example = {}
+    if main == "input_ids" or "input_ids" in needed:
+        made |= _make_text(config)
+    if main == "pixel_values" or "pixel_values" in needed or (towers and made):
+        made |= _make_pictures(config)
+    if main in ("input_values", "input_features"):
+        made |= _make_sound(config, main)
+    if main == "past_values":
+        made |= _draw(main, ("batch", config.context_length, config.num_input_channels))
+    if main not in made:
+        return {}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        made |= _make_tokens("decoder_input_ids", config, "decoder_sequence")
+    return {name: entry for name, entry in made.items() if name in accepted}
+
+
+def list_inputs(module: nn.Module) -> Iterator[str]:
+    """List the tensors that the model takes beside those for training and those that are made from others."""
+    by_pictures = getattr(module, "main_input_name", "") == "pixel_values"  # of which none is longer than another
+    useless = _USELESS | ({"attention_mask"} if by_pictures else set())
+    for name, value in inspect.signature(module.forward).parameters.items():
+        if "Tensor" in str(value.annotation) and name not in useless and not name.endswith(_USELESS_ENDS):
+            yield name
+
+
+def explain_unknown(module: nn.Module) -> SourceError:
+    """Say that no example is known for a model, and what may be given."""
+    names = ", ".join(list_inputs(module))
+    return SourceError(
+        f"no example inputs are known for {type(module).__name__}, which takes {names}",
+        f"give the inputs with --input name:dtype:batch,…, or write {_FACTORY}",
+    )
+
+
+def _make_text(config: Any) -> Example:
+    text = _text_config(config)
+    made = _make_tokens("input_ids", config, "sequence")
+    values, spec = made["input_ids"]
+    others = {"attention_mask": torch.ones_like(values)}
+    if getattr(text, "type_vocab_size", 0) > 1:
+        others["token_type_ids"] = torch.zeros_like(values)
+    made |= {name: (value, spec.model_copy(update={"name": name})) for name, value in others.items()}
+    boxes = torch.zeros((*values.shape, 4), dtype=torch.int64)  # left, top, right, bottom in documents' models
+    return made | {"bbox": (boxes, TensorSpec(name="bbox", dtype="int64", shape=(*spec.shape, 4)))}
+
+
+def _make_tokens(name: str, config: Any, dimension: str) -> Example:
+    text, decodes = _text_config(config), name == "decoder_input_ids"
+    most = getattr(text, "max_target_positions" if decodes else "max_position_embeddings", None) or _SEQUENCE
+    generator = torch.Generator().manual_seed(int(decodes))
+    values = torch.randint(0, text.vocab_size, (_ROWS, min(_SEQUENCE, most)), generator=generator)
+    return {name: (values, TensorSpec(name=name, dtype="int64", shape=("batch", dimension)))}
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _make_pictures(config: Any) -> Example:
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or _PIXELS
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    return _draw("pixel_values", ("batch", getattr(vision, "num_channels", 3), height, width))
+
+
+def _make_sound(config: Any, name: str) -> Example:
+    """Make a second of sound at 16 kHz, or as many frames of a spectrogram as the model takes."""
+    bands = getattr(config, "num_mel_bins", None)
+    if name == "input_features" and bands and hasattr(config, "max_source_positions"):
+        return _draw(
+            name, ("batch", bands, 2 * config.max_source_positions)
+        )  # two convolutions halve it, as in Whisper
+    if name == "input_features" and hasattr(config, "feature_projection_input_dim"):
+        return _draw(name, ("batch", "time", config.feature_projection_input_dim))
+    if name == "input_values" and bands and hasattr(config, "frequency_stride"):
+        return _draw(name, ("batch", config.max_length, bands))
+    if name == "input_values" and hasattr(config, "conv_stride"):
+        return _draw(name, ("batch", "time"))
+    return {}
+
+
+def _draw(name: str, shape: tuple[int | str, ...]) -> Example:
+    time = _SAMPLES if len(shape) == len(("batch", "time")) else 2 * _SEQUENCE
+    sizes = [{"batch": _ROWS, "time": time}[dim] if isinstance(dim, str) else dim for dim in shape]
+    values = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    return {name: (values, TensorSpec(name=name, dtype="float32", shape=shape))}
+
+
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

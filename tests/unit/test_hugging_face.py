@@ -1,0 +1,130 @@
+"""Hugging Face models: weights that no file holds, and example inputs. Folders: tests/integration/test_sources.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.frameworks.torch import hugging_face
+
+TEXT = {"vocab_size": 11, "max_position_embeddings": 8}
+VISION = SimpleNamespace(image_size=6, num_channels=1)
+
+
+class Model(nn.Module):
+    """A body and a head; a table that only training uses."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(**config)
+        self.body, self.head, self.mask = nn.Embedding(11, 4), nn.Linear(4, 2), nn.Parameter(torch.zeros(4))
+
+    def forward(
+        self, input_ids: Tensor, bbox: Tensor | None = None, labels: Tensor | None = None, use_cache: bool = False
+    ) -> dict[str, Any]:
+        hidden = self.body(input_ids)
+        return {"hidden": hidden, "logits": (self.head(hidden), [hidden])}
+
+
+class Pictures(Model):
+    main_input_name = "pixel_values"
+
+    def forward(  # type: ignore[override]
+        self, pixel_values: Tensor, pixel_mask: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        return {}
+
+
+class Towers(Model):
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        return {}
+
+
+class Sound(Model):
+    main_input_name = "input_values"
+
+    def forward(self, input_values: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+
+class Spectrogram(Model):
+    main_input_name = "input_features"
+
+    def forward(self, input_features: Tensor, decoder_input_ids: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Model(**TEXT), ["input_ids:int64:batch,sequence", "bbox:int64:batch,sequence,4"]),
+        (Pictures(image_size=6, num_channels=1), ["pixel_values:float32:batch,1,6,6"]),
+        (
+            Towers(vision_config=VISION, **TEXT),
+            [
+                "input_ids:int64:batch,sequence",
+                "attention_mask:int64:batch,sequence",
+                "pixel_values:float32:batch,1,6,6",
+            ],
+        ),
+        (
+            Towers(vision_config=VISION, image_token_id=3, **TEXT),
+            ["input_ids:int64:batch,sequence", "attention_mask:int64:batch,sequence"],
+        ),
+        (Sound(conv_stride=[5, 2]), ["input_values:float32:batch,time"]),
+        (Sound(frequency_stride=1, num_mel_bins=5, max_length=7), ["input_values:float32:batch,7,5"]),
+        (
+            Spectrogram(num_mel_bins=5, max_source_positions=7, is_encoder_decoder=True, vocab_size=9),
+            ["input_features:float32:batch,5,14", "decoder_input_ids:int64:batch,decoder_sequence"],
+        ),
+        (Sound(), []),
+        (Model(), []),
+    ],
+)
+def test_example_inputs_fit_the_kind_of_model(module: nn.Module, expected: list[str]) -> None:
+    made = hugging_face.make_example(module)
+    assert [str(spec) for _, spec in made.values()] == expected
+    assert all(len(values.shape) == len(spec.shape) and len(values) == 2 for values, spec in made.values())
+
+
+@pytest.mark.parametrize(
+    ("missing", "answers"),
+    [(["head.weight", "head.bias"], "logits"), (["body.weight"], "hidden, logits"), (["mask"], "")],
+)
+def test_weights_that_no_file_holds_are_refused_where_an_answer_depends_on_them(
+    missing: list[str], answers: str
+) -> None:
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    example = {"input_ids": torch.arange(6).reshape(2, 3)}
+    if answers:
+        with pytest.raises(SourceError, match=rf"weights of Model: .*; they are drawn .* would be {answers}\n"):
+            hugging_face.check_missing(model, example, missing)
+    else:
+        assert "no output depends" in hugging_face.check_missing(model, example, missing)[0]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert hugging_face.check_missing(model, example, []) == []
+    with pytest.raises(SourceError, match="would be the answers"):
+        hugging_face.check_missing(model, {}, ["mask"])
+
+
+def test_what_the_model_takes_leaves_out_what_is_for_training() -> None:
+    assert list(hugging_face.list_inputs(Model())) == ["input_ids", "bbox"]
+    assert list(hugging_face.list_inputs(Pictures())) == ["pixel_values", "pixel_mask"]
+
+
+@pytest.mark.parametrize(("own", "remedy"), [(True, "is not run"), (False, "install a version")])
+def test_a_class_that_the_library_lacks_is_named(own: bool, remedy: str) -> None:
+    config = SimpleNamespace(architectures=["NewModel"], **({"auto_map": {}} if own else {}))
+    library = SimpleNamespace(AutoConfig=SimpleNamespace(from_pretrained=lambda *_, **__: config), __version__="1")
+    with pytest.raises(SourceError, match="names the class NewModel, which transformers 1 does not have") as error:
+        hugging_face.load_model(library, "folder")
+    assert remedy in error.value.remedy
