@@ -305,7 +305,7 @@ def explain_end(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[La
             rejected = outcome.artifact.rejected
             if name == variant.assignment and (cut := _find_cut(variant, outcomes)):
                 return cut
-            if name.kind in (STAY, "sensitivity"):
+            if name.kind in (STAY, "sensitivity") or name in variant.recovered:
                 return End(unfinished=rejected)
             return End(rejected, WrongEngine.failure, missing)
     if rows and all(row.late for row in rows):

@@ -123,11 +123,17 @@ class Recover(ResumableTask):
             f"({self.teacher_word} {format_metric(record.teacher)}) on {record.held_back} samples held out; "
             f"{record.steps} steps: {record.reason}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
+            rejected=self.explain_unchanged if record.best_step == 0 else "",
             signature=kept.signature,
             reads=opened.reads,
             incomplete=record.plan.seconds < self.options.seconds
             or (record.ending == "time" and self._seconds < self.options.seconds),
         )
+
+    @property
+    def explain_unchanged(self) -> str:
+        """Why weights that training made no better are not gone on with; empty where they are, as of a pruned model."""
+        return ""
 
     def load(self, inputs: Inputs) -> "Models":
         """Load the model that is to be trained, twice, and the one that it learns from."""
@@ -250,6 +256,10 @@ class TrainGraph(Recover):
     @property
     def subject(self) -> Subject:
         return "sparse" if self.stays_float else "int8"
+
+    @property
+    def explain_unchanged(self) -> str:
+        return "" if self.stays_float else "training made it no better: it would be int8 without training"
 
     @property
     def rates(self) -> tuple[float, ...]:

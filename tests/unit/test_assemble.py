@@ -138,6 +138,15 @@ def test_a_variant_that_is_not_what_it_is_called_cannot_win(outcomes: Outcomes) 
     assert outcomes.run(FLOAT, given).winner == "onnxruntime-int8", "nobody asked for more than that file"
 
 
+def test_a_variant_that_training_made_no_better_is_left_out_and_nothing_is_wrong_with_it(outcomes: Outcomes) -> None:
+    outcomes.put("assign", {}, "onnx")  # the step that trained it
+    outcomes.change("assign", rejected="training made it no better")
+    outcomes.found["build-int8"] = Outcome("build-int8", "skipped", reason="training made it no better")
+    trained = replace(INT8, assignment=None, recovered=(StepRef("assign"),), verified=(StepRef("assign"),))
+    record = outcomes.record(trained)
+    assert (record.status, record.failure, record.reason) == ("skipped", None, "training made it no better")
+
+
 def test_a_variant_that_was_dropped_has_its_own_reason(outcomes: Outcomes) -> None:
     """A step that it shares with others tells of the first of them."""
     outcomes.put("race", [{"variant": "onnxruntime-fp32", "lap": 1, "dropped": "int8 is faster"}])

@@ -174,3 +174,4 @@ def test_kinds_of_training_have_rates_and_names_of_their_own() -> None:
     assert (int8.subject, sparse.subject) == ("int8", "sparse")
     assert max(int8.rates) < max(sparse.rates)
     assert int8.batch_limits.least < sparse.batch_limits.least
+    assert (int8.explain_unchanged[:27], sparse.explain_unchanged) == ("training made it no better:", "")
