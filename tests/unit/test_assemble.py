@@ -31,7 +31,7 @@ from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import Header, assemble, explain_end
+from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
@@ -139,12 +139,11 @@ def test_a_variant_that_is_not_what_it_is_called_cannot_win(outcomes: Outcomes) 
 
 
 def test_a_variant_that_training_made_no_better_is_left_out_and_nothing_is_wrong_with_it(outcomes: Outcomes) -> None:
-    outcomes.put("assign", {}, "onnx")  # the step that trained it
+    outcomes.put("assign", {}, "onnx")  # here, the step that trained it
     outcomes.change("assign", rejected="training made it no better")
-    outcomes.found["build-int8"] = Outcome("build-int8", "skipped", reason="training made it no better")
-    trained = replace(INT8, assignment=None, recovered=(StepRef("assign"),), verified=(StepRef("assign"),))
-    record = outcomes.record(trained)
-    assert (record.status, record.failure, record.reason) == ("skipped", None, "training made it no better")
+    plan = Plan((Step(StepRef("assign"), Audit()),), BASELINE, (), LATENCY)
+    trained = replace(INT8, artifact=StepRef("assign"), assignment=None, recovered=(StepRef("assign"),))
+    assert explain_end(trained, plan, outcomes.found) == End(unfinished="training made it no better")
 
 
 def test_a_variant_that_was_dropped_has_its_own_reason(outcomes: Outcomes) -> None:

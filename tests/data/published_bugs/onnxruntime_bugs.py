@@ -307,7 +307,7 @@ def _compares_halves(_: onnx.ModelProto) -> bool:
     "Max, Min, Clip, Sign, ReduceMax and ReduceMin of int64 take 2^31 for less than 0 (Eigen, on x86)",
     "onnxruntime",
     "July 2025",
-    affected=">=1.22",
+    affected=">=1.22,<1.32",
     probe=_compares_halves,
     guard="pipeline/passes/export/int64.py",
 )
