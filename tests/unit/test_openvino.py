@@ -1,8 +1,10 @@
 """OpenVINO: what runs in which type, what is refused, what stays in the process, what is reported to nobody."""
 
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,6 +94,20 @@ def quantised(
     settings = Settings(placement=OpenVINO.placement, weight_bits=int8_weight_bits(), signed=signed)
     quantise(model, Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors), settings)
     return model
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_is_forked_after_a_model_was_closed_can_load_it_again(tmp_path: Path) -> None:
+    """OpenVINO kept the threads of closed models for later ones; a forked process has none of them."""
+    artifact, _ = build(residual(), tmp_path)
+    with OpenVINO().load(artifact, Device(threads=2)) as session:
+        expected = session.run(FEEDS)["y"]
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # ends it if it waits
+        with OpenVINO().load(artifact, Device(threads=2)) as session:
+            os._exit(int(not np.array_equal(session.run(FEEDS)["y"], expected)))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_all_products_of_our_placement_run_in_int8(tmp_path: Path) -> None:

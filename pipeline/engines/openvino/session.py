@@ -4,6 +4,7 @@ With OpenVINO 2026.4 and one thread, MiniLM opens in 1.4 s from OpenVINO's files
 instead of 126 MB beside its mapped weights: so engines are these files.
 """
 
+import contextlib
 import functools
 import gc
 import threading
@@ -396,3 +397,7 @@ class OpenVINOSession(Session):
         self._requests.clear()
         self._large.clear()
         gc.collect()
+        # OpenVINO keeps threads of closed models for later ones. A forked process would wait for them forever; they end
+        # with the plugin, once no other model is open.
+        with contextlib.suppress(RuntimeError):  # it was unloaded already
+            core().unload_plugin("CPU")
