@@ -102,7 +102,9 @@ def _explain_error(error: ValidationError, values: Mapping[str, Any], options: M
         return UsageError(f"{name}: {first['msg']}", first["ctx"]["remedy"])
     if first["type"] == "greater_than_equal" and place[-1].endswith("seconds"):
         return UsageError(f"{name}: must be at least {first['ctx']['ge']:g} s (given: {given!r})", "give more time")
-    where = "`--help-all` describes it" if name.startswith("--") else "`enginesmith init MODEL` describes all fields"
+    where = (
+        "the command's help describes it" if name.startswith("--") else "`enginesmith init MODEL` describes all fields"
+    )
     return UsageError(f"{name}: {plain_words(first['msg'])} (given: {given!r})", where)
 
 

@@ -122,7 +122,7 @@ class Recipe(EngineOptions, ModelOptions):
         "latency", description="what decides between variants within the budgets"
     )
     min_sqnr_db: Annotated[float | None, Option("Budgets", "--min-sqnr", metavar="DB")] = Field(
-        None, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"
+        None, allow_inf_nan=False, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"
     )
     prosecute_seconds: Annotated[SecondsOrNone | None, Option("Budgets", "--prosecute")] = Field(
         None,

@@ -450,8 +450,9 @@ def find_record(run: Run, name: str) -> VariantRecord:
     known = {record.id: record for record in run.records}
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:8]
-    raise UsageError(f"the run has no variant {name!r}", f"did you mean {' or '.join(near)}?")
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    raise UsageError(f"the run has no variant {name!r}", remedy)
 
 
 def has_results(run: Run) -> bool:

@@ -49,6 +49,10 @@ def inspect(file: Path) -> Facts:
         return _run(file)
     if (file / "manifest.json").is_file() and (file / "infer.py").is_file():
         return _bundle(file)
+    if file.is_dir() and (any(file.glob("config.pbtxt")) or any(file.glob("*/config.pbtxt"))):
+        raise UsageError(f"{file} is a package for Triton", "read the manifest.json in it: it describes the whole")
+    if file.is_dir() and (run := file.absolute().parent.parent / "run.json").is_file():
+        raise UsageError(f"{file} is a part of a run directory", f"inspect the whole: enginesmith inspect {run.parent}")
     if describe.is_data(str(file)):
         return describe.describe(str(file))
     files = {engine.file_suffix: describe_file for engine in with_files()}

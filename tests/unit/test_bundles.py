@@ -154,6 +154,33 @@ def test_inspect_tells_what_a_bundle_is_and_how_it_is_checked(made: ExampleRun, 
     assert found["check"] == f"enginesmith verify {tmp_path / 'b'}"
 
 
+def test_inspect_says_what_to_look_at_instead(made: ExampleRun, tmp_path: Path) -> None:
+    package(run := made.write(), "triton", tmp_path / "t")
+    for folder in (tmp_path / "t", tmp_path / "t/net_py_build"):
+        with pytest.raises(UsageError, match="is a package for Triton") as error:
+            inspect(folder)
+        assert "manifest.json" in error.value.remedy
+    (folder := run / "variants/onnxruntime-fp32").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(UsageError, match="is a part of a run directory") as error:
+        inspect(folder)
+    assert str(run) in error.value.remedy
+
+
+def test_what_python_writes_beside_an_imported_script_is_named(
+    found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify.worker, "run", None)
+    (tmp_path / "b/__pycache__").mkdir()
+    _spoil("__pycache__/infer.cpython-311.pyc", b"code")(tmp_path / "b")
+    with pytest.raises(ModelError, match="was not packaged") as error:
+        verify.verify(tmp_path / "b")
+    assert "remove the folder __pycache__" in error.value.remedy
+    _spoil("extra.so", b"code")(tmp_path / "b")
+    with pytest.raises(ModelError, match="was not packaged, and so 1 more") as error:
+        verify.verify(tmp_path / "b")
+    assert "copy the bundle again" in error.value.remedy
+
+
 def test_options_of_a_model_are_refused_for_a_bundle(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "bundle", tmp_path / "b")
     words = ["verify", str(tmp_path / "b"), "--device", "cuda", "--batch", "64"]

@@ -167,6 +167,7 @@ def test_mistakes(values: dict[str, Any], message: str) -> None:
         ({"budgets": {"max_memory_bytes": "3B?"}}, "budgets.max_memory_bytes", "--max-memory", ": cannot .*\n.*256MiB"),
         ({"batch": "0"}, "batch", "--batch", ": a batch size is at least 1"),
         ({"shapes": {"batch": "8:4:1"}}, "shapes", "--shape", ": the shape range"),
+        ({"min_sqnr_db": float("-inf")}, "min_sqnr_db", "--min-sqnr", ": must be a finite number"),
         ({"workspace": ["3x"]}, "workspace", "--workspace", ": '3x'"),
         ({"prune": "30%", "recover": "3"}, "recovery.method", "--recover", ": there is no method '3'"),
         ({"data_options": {"resize": "0"}}, "data_options", "--resize", ": resize and crop"),

@@ -136,8 +136,9 @@ def test_the_verdict_is_one_sentence() -> None:
     )
     none = run(winner=None, winner_reason="nothing was measured")
     assert sentences.summarize(none) == "No winner: nothing was measured."
-    with pytest.raises(UsageError, match="the run has no variant 'edited'"):
+    with pytest.raises(UsageError, match="the run has no variant 'edited'") as error:
         sentences.summarize(run(winner="edited"))
+    assert error.value.remedy == "it has eager, onnxruntime-fp32"
     alone = record("onnxruntime-fp32", 0.5, 4.0)
     alone = alone.model_copy(update={"latency": (alone.latency[0].model_copy(update={"speedup": None}),)})
     late = record("eager", 2.0, 1.0).model_copy(update={"latency": (LatencyRow(batch=1, failure="it hangs"),)})

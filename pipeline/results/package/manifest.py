@@ -163,7 +163,12 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     ):
         if names:
             more = f", and so {len(names) - 1} more" if len(names) > 1 else ""
-            raise ModelError(
-                f"{folder / names[0]} {what}{more}; nothing was loaded",
-                "copy the bundle again, or package the run again: engines are code, and this is not what was packaged",
+            remedy = (
+                "copy the bundle again, or package the run again: engines are code, and this is not what was packaged"
             )
+            if all(Path(name).parent.name == "__pycache__" for name in names):
+                remedy = (
+                    "Python writes it where infer.py is imported: remove the folder __pycache__, and set "
+                    "PYTHONDONTWRITEBYTECODE=1 for programs that import it"
+                )
+            raise ModelError(f"{folder / names[0]} {what}{more}; nothing was loaded", remedy)
