@@ -170,7 +170,7 @@ def _explain_missing(
     made_by = {
         "quality": variant.quality,
         "memory": variant.memory,
-        "latency": plan.references_latency if variant.reference else plan.latency,
+        "latency": _latency_step(variant, plan),
         "profile": variant.profile,
         "limits": variant.work and plan.limits,
     }
@@ -287,7 +287,10 @@ class End(NamedTuple):
 
 
 def explain_end(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...] = ()) -> End:
-    """Explain why a variant cannot be used, by the first step of its own that failed, or was not good enough."""
+    """Explain why a variant cannot be used, by the first step of its own that failed, or was not good enough.
+
+    Without one, it is the step that was to measure it beside others.
+    """
     ends = [variant.artifact, *variant.verified, *(name for name in (variant.quality, variant.memory) if name)]
     own = plan.leading_to(ends)
     missing = next((f"not reached: {name}" for name in own if name not in outcomes), "")
@@ -308,9 +311,16 @@ def explain_end(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[La
             if name.kind in (STAY, "sensitivity") or name in variant.recovered:
                 return End(unfinished=rejected)
             return End(rejected, WrongEngine.failure, missing)
+    latency = None if variant.unavailable else _latency_step(variant, plan)
+    if latency and (measuring := outcomes.get(latency)) and measuring.status == "failed":
+        return _end_by_failure(latency, measuring, missing)
     if rows and all(row.late for row in rows):
         return End(unfinished=NO_TIME)
     return End(_partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing)
+
+
+def _latency_step(variant: Variant, plan: Plan) -> StepRef | None:
+    return plan.references_latency if variant.reference else plan.latency
 
 
 def _end_by_failure(name: StepRef, outcome: Outcome, unfinished: str = "") -> End:

@@ -146,7 +146,8 @@ def why_unmeasured(folder: Path, run: Run) -> str:
         return ""
     failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
     known = "" if run.no_winner == "nothing measured" else run.winner_reason
-    why = failed or known or (run.complete and run.baseline.reason) or "the run is not complete"
+    missing = run.baseline.reason or run.baseline.reasons.get("latency", "no reason is known")
+    why = failed or known or (missing.partition("\n")[0] if run.complete else "the run is not complete")
     return f"nothing was measured in {folder}: {why}{_next_command(folder, run)}"
 
 

@@ -342,7 +342,7 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     created: str
     seconds: float
     complete: bool
-    """True where every step has ended; a run that was interrupted can be resumed."""
+    """True where every step has ended, be it by a failure; a run that was interrupted can be resumed."""
     recipe: Recipe
     """With the options of the workarounds."""
     workarounds: tuple[Workaround, ...] = ()
@@ -424,11 +424,12 @@ def find_workarounds(run: Run) -> list[Workaround]:
 def find_late_failures(run: Run) -> dict[str, str]:
     """List the variants that stayed in the race and failed afterwards, each with the stage that is its fault.
 
-    The stage is empty where it is not known.
+    The stage is empty where it is not known. A failure of the step that measures all of them is the fault of none.
     """
     late = {}
     for record in run.requested:
-        if record.status == "failed" and record.race and not any(row.dropped or row.failure for row in record.race):
+        own = record.status == "failed" and record.failed_step != "latency"
+        if own and record.race and not any(row.dropped or row.failure for row in record.race):
             finding = record.prosecution.finding if record.prosecution else None
             late[record.id] = finding.guilty if finding else ""
     return late

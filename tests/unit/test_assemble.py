@@ -21,11 +21,12 @@ from enginesmith.pipeline.errors import (
     StepError,
     StepKilled,
     StepTimeout,
+    StoreError,
     UsageError,
 )
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.frameworks.records import Coverage
-from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRef, Variant, VariantName, audit_steps
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
@@ -36,6 +37,7 @@ from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
 from enginesmith.pipeline.tensors import Signature, TensorSpec
+from enginesmith.pipeline.workflows.optimize import _why_unusable
 from runs import small, variant
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
@@ -207,6 +209,27 @@ def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: 
     (outcomes.folder / LATENCY / "records.json").write_text(json.dumps(rows[:2]))
     outcomes.change(StepRef("build", "fp32"), kind="module")
     assert outcomes.record(FLOAT).reason == NO_TIME, "a module is compiled when it is measured"
+
+
+def test_where_the_step_that_measures_all_has_failed_no_variant_can_be_used(outcomes: Outcomes) -> None:
+    """Their engines are there, and the step has ended: the run is complete, and says why it has no winner."""
+    full = StoreError("a file of the step: no space left on device", "free some")
+    outcomes.found[LATENCY] = Outcome(LATENCY, "failed", error=full, reason=str(full))
+    elsewhere = replace(FLOAT, name=VariantName("onnxruntime", "fp32", target="sm86"), unavailable="no GPU")
+    run = outcomes.run(FLOAT, elsewhere)
+    assert [record.status for record in run.records] == ["failed", "failed", "built"]
+    assert {(record.reason, record.failed_step) for record in run.records[:2]} == {(f"latency: {full}", "latency")}
+    run = outcomes.run(FLOAT)
+    reason = "every requested engine failed: onnxruntime-fp32: latency: a file of the step: no space left on device"
+    assert (run.winner_reason, run.no_winner) == (reason, "failed")
+    assert outcomes.run().winner_reason == reason.replace("onnxruntime-fp32", "eager"), "nothing else was requested"
+    error = _why_unusable(run, outcomes.found, "enginesmith resume run")
+    assert isinstance(error, StoreError)
+    assert error.message == "latency: a file of the step: no space left on device"
+    assert error.remedy == "free some; then `enginesmith resume run` continues"
+    (record,) = run.requested
+    raced = record.model_copy(update={"race": (RaceRow(variant=record.id, lap=1),)})
+    assert runs.find_late_failures(run.model_copy(update={"variants": (raced,)})) == {}, "no other race is needed"
 
 
 def test_steps_tell_what_they_do_to_which_variant_and_how_they_ended(outcomes: Outcomes) -> None:

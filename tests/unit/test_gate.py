@@ -219,8 +219,10 @@ def test_a_run_with_nothing_measured_is_no_use(tmp_path: Path) -> None:
         ],
     )
     none = {"winner": None, "winner_reason": "nothing was measured that has …", "no_winner": "nothing measured"}
-    write(run, baseline=record("eager", **unmeasured), **none)
-    assert f"nothing was measured in {run}: the run is not complete; to" in gate.gate(run, demands()).verdicts[0].text
+    failed = record("eager", **unmeasured, reasons={"latency": "no space left on device\n  → free some"})
+    for complete, why in ((False, "the run is not complete"), (True, "no space left on device")):
+        write(run, baseline=failed, complete=complete, **none)
+        assert f"nothing was measured in {run}: {why}; to" in gate.gate(run, demands()).verdicts[0].text
     good = write(tmp_path / "good", record())
     assert said("gate", str(good), "--baseline", str(run))[0] == 2
 
