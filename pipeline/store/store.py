@@ -92,7 +92,7 @@ class Store:
         self._unshared: set[str] = set()
         """Keys still to be uploaded: their process was interrupted, or could not reach the shared store."""
         if make:
-            with storage_errors(f"the store {self.root}", "set ENGINESMITH_STORE to"):
+            with self._storage_errors():
                 for name in ("objects", "reads", "begun", "tmp"):
                     (self.root / name).mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
@@ -155,7 +155,7 @@ class Store:
             StoreError: it cannot be made.
         """
         folder = self.root / "tmp" / _workspace_name()
-        lock = _try_claim(folder)
+        lock = self._try_claim(folder)
         try:
             yield folder
         finally:
@@ -174,7 +174,7 @@ class Store:
             StoreError: it cannot be made.
         """
         folder = self.root / "begun" / name
-        if (lock := _try_claim(folder)) is None:
+        if (lock := self._try_claim(folder)) is None:
             with self.workspace() as empty:
                 yield empty
             return
@@ -211,7 +211,7 @@ class Store:
         Raises:
             StoreError: the disk is full or cannot be written; the shared store refuses access, or cannot be reached.
         """
-        with storage_errors(f"the store {self.root}"):
+        with self._storage_errors():
             grant_usual_rights(folder)
             manifest = Manifest(
                 kind=kind,
@@ -362,7 +362,7 @@ class Store:
             StoreError: the disk is full or cannot be written.
         """
         target, displaced = self._folder(key), list[Path]()
-        with storage_errors(f"the store {self.root}"):
+        with self._storage_errors():
             (folder / MANIFEST).write_bytes(encode(manifest))
             target.parent.mkdir(parents=True, exist_ok=True)
             while not _try_rename(folder, target):
@@ -389,7 +389,7 @@ class Store:
             self._discard(self._folder(entry.key))
             return not self._folder(entry.key).exists()
         folder = self.root / "begun" / entry.key
-        if (lock := _try_claim(folder)) is None:
+        if (lock := self._try_claim(folder)) is None:
             return False
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
@@ -417,9 +417,33 @@ class Store:
             owner, _, host = folder.name.rpartition("-")[0].partition("@")
             if host == platform.node() and not Path("/proc", owner).exists():
                 with contextlib.suppress(StoreError):  # another user's
-                    if (lock := _try_claim(folder)) is not None:
+                    if (lock := self._try_claim(folder)) is not None:
                         shutil.rmtree(folder, ignore_errors=True)
                         os.close(lock)
+
+    def _try_claim(self, folder: Path) -> int | None:
+        """Lock a folder, which is made if needed, for this process; return a descriptor.
+
+        It is None if another process has the folder.
+        """
+        with self._storage_errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            claimed = os.fstat(descriptor).st_nlink > 0  # else another process removed it between the two
+        except BlockingIOError:
+            claimed = False
+        if not claimed:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def _storage_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Turn what the file system refuses into a message that names the store, and how to choose another."""
+        if self._shared is not None:
+            return storage_errors(f"the cache {self.root} of the store {self.address}", "set ENGINESMITH_CACHE to")
+        return storage_errors(f"the store {self.root}", "give --store, or set ENGINESMITH_STORE to")
 
 
 def _measure(folder: Path) -> int:
@@ -466,22 +490,6 @@ def _read_intact(folder: Path, *, every_byte: bool = False) -> Manifest | None:
     except OSError:  # another process removed it meanwhile
         return None
     return manifest if whole else None
-
-
-def _try_claim(folder: Path) -> int | None:
-    """Lock a folder, which is made if needed, for this process; returns a descriptor, or None if another one has it."""
-    with storage_errors(f"the folder {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        claimed = os.fstat(descriptor).st_nlink > 0  # else another process removed it between the two
-    except BlockingIOError:
-        claimed = False
-    if not claimed:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _workspace_name() -> str:

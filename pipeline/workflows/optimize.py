@@ -393,7 +393,7 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None 
             return errors[0]
     if errors and all(isinstance(error, StoreError) for error in errors):  # nothing is wrong with the model
         step = next(name for name, outcome in outcomes.items() if outcome.error)
-        return StoreError(f"{step}: {errors[0].message}", f"{errors[0].remedy}; then `{again}` continues")
+        return StoreError(f"{step}: {errors[0].message}", f"{errors[0].remedy}; then resume")
     lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` continues there")

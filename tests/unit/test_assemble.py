@@ -226,7 +226,7 @@ def test_where_the_step_that_measures_all_has_failed_no_variant_can_be_used(outc
     error = _why_unusable(run, outcomes.found, "enginesmith resume run")
     assert isinstance(error, StoreError)
     assert error.message == "latency: a file of the step: no space left on device"
-    assert error.remedy == "free some; then `enginesmith resume run` continues"
+    assert error.remedy == "free some; then resume"
     (record,) = run.requested
     raced = record.model_copy(update={"race": (RaceRow(variant=record.id, lap=1),)})
     assert runs.find_late_failures(run.model_copy(update={"variants": (raced,)})) == {}, "no other race is needed"

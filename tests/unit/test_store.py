@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import platform
@@ -220,6 +221,29 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     with pytest.raises(StoreError) as refused:
         Store(tmp_path / "store")
     assert "ENGINESMITH_STORE" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("address", "place", "remedy"),
+    [
+        ("{}/store", "the store {}/store", "give --store, or set ENGINESMITH_STORE to"),
+        ("file://{}/far", "the cache {}/cache/", "set ENGINESMITH_CACHE to"),
+    ],
+)
+def test_a_store_that_may_only_be_read_is_named_with_how_to_take_another(
+    address: str, place: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path / "cache"))
+    put(Store(address.format(tmp_path)), "ab" * 32)
+    monkeypatch.setattr(Path, "mkdir", lambda self, **_: _refuse() if self.parent.name in ("tmp", "begun") else None)
+    store = Store(address.format(tmp_path))
+    assert store.get("ab" * 32) is not None
+    for begin in (store.workspace, functools.partial(store.partial_work, "work")):
+        with pytest.raises(StoreError) as refused, begin():
+            pass
+        assert refused.value.message.startswith(place.format(tmp_path))
+        assert refused.value.message.endswith(": permission denied")
+        assert refused.value.remedy == f"{remedy} a folder that you may write to"
 
 
 def _refuse(*_: object, **__: object) -> None:
