@@ -87,7 +87,7 @@ class Store:
         self._shared = SharedStore(address.url, tell) if address.url else None
         if self._shared is not None and make and not address.folder.exists():
             self._shared.ensure_marked()
-        self.root, self.reuse = address.folder, reuse
+        self.root, self.reuse, self._tell = address.folder, reuse, tell
         self._published: set[str] = set()
         self._unshared: set[str] = set()
         """Keys still to be uploaded: their process was interrupted, or could not reach the shared store."""
@@ -347,6 +347,8 @@ class Store:
             return None
         manifest = _read_intact(folder) or _read_intact(folder)  # it may have been replaced while it was looked at
         if manifest is None:
+            if os.access(folder / MANIFEST, os.F_OK):  # else another process removed it meanwhile
+                self._tell(f"the store {self.root}: the entry {key[:16]} is damaged; it is ignored")
             self._discard(folder)
             return None
         with contextlib.suppress(OSError):  # a store that may only be read has no last use

@@ -86,8 +86,11 @@ def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None
     else:
         manifest = path.parent / "artifact.json"
         manifest.write_text(manifest.read_text().replace('"made"', '"made up"'))
-    assert store.get("ab" * 32) is None
+    said: list[str] = []
+    assert Store(store.root, tell=said.append).get("ab" * 32) is None
+    assert said == [f"the store {store.root}: the entry {'ab' * 8} is damaged; it is ignored"]
     assert not path.parent.exists()
+    assert store.get("ab" * 32) is None
 
 
 def test_a_large_file_is_hashed_again_once_its_inode_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
