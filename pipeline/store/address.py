@@ -118,7 +118,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             install_command(package) if package else "install it with pip, in the environment of enginesmith",
         ) from error
     except ValueError as error:
-        near = difflib.get_close_matches(protocol, fsspec.available_protocols(), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(protocol, ("file", "sftp", *_PACKAGES), n=1, cutoff=0.5)
         raise UsageError(
             f"{url} cannot be a store: {' '.join(str(error).split())}",
             (f"did you mean {near[0]}://? " if near else "")

@@ -222,6 +222,8 @@ def test_who_waits_for_a_store_fails_with_the_first(
     [
         ("nix://team/x", UsageError, "Protocol not known"),
         ("s4://team/x", UsageError, "did you mean s3://"),
+        ("fil://team/x", UsageError, "did you mean file://"),
+        ("foo://team/x", UsageError, r"Protocol not known: foo\n  → file://, s3:// and gs:// are among"),
         ("gs://team/x", MissingCapability, "pip install gcsfs"),
         ("file://", UsageError, "no valid address"),
         ("file:///proc/x", UsageError, "no folder can be made there"),
