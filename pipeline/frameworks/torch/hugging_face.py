@@ -18,12 +18,12 @@ Example = dict[str, tuple[Tensor, TensorSpec]]
 _ROWS, _SEQUENCE, _SAMPLES, _PIXELS = 2, 32, 16_000, 224
 _LISTED = 5
 _FACTORY = "a file.py with a factory that returns (module, example_inputs)"
-_USELESS = {
+_NOT_GIVEN = {
     *("position_ids", "decoder_position_ids", "decoder_attention_mask", "head_mask", "logits_to_keep"),
     *("encoder_outputs", "encoder_hidden_states", "encoder_attention_mask", "future_values", "mems", "cache"),
 }
 """Inputs that are made from others, or that are for training and decoding."""
-_USELESS_ENDS = ("labels", "embeds", "embeddings", "_positions")
+_NOT_GIVEN_ENDS = ("labels", "embeds", "embeddings", "_positions")
 
 
 def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], list[str]]:
@@ -129,9 +129,9 @@ def _make_example(module: nn.Module) -> Example:
 def list_inputs(module: nn.Module) -> Iterator[str]:
     """List the tensors that the model takes beside those for training and those that are made from others."""
     by_pictures = getattr(module, "main_input_name", "") == "pixel_values"  # of which none is longer than another
-    useless = _USELESS | ({"attention_mask"} if by_pictures else set())
+    left_out = _NOT_GIVEN | ({"attention_mask"} if by_pictures else set())
     for name, value in inspect.signature(module.forward).parameters.items():
-        if "Tensor" in str(value.annotation) and name not in useless and not name.endswith(_USELESS_ENDS):
+        if "Tensor" in str(value.annotation) and name not in left_out and not name.endswith(_NOT_GIVEN_ENDS):
             yield name
 
 
