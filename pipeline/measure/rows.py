@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, Interval
 
@@ -47,8 +47,8 @@ class Throughput(BaseModel, frozen=True):
     callers: int
     samples_per_s: Interval
     """Samples that were answered in a second, by the clock."""
-    p50_ms: float
-    p99_ms: float | None
+    p50_ms: float = Field(ge=0)
+    p99_ms: float | None = Field(ge=0)
     n: int
 
 
@@ -138,10 +138,10 @@ class LatencyRow(BaseModel, frozen=True):
     rounds: int | None = None
     launches: int | None = None
     """Processes, one after another, that these rounds are of: intervals are over launches from 3 on."""
-    p50_ms: float | None = None
+    p50_ms: float | None = Field(None, ge=0)
     p90_ms: float | None = None
     p95_ms: float | None = None
-    p99_ms: float | None = None
+    p99_ms: float | None = Field(None, ge=0)
     p99_9_ms: float | None = None
     mean_ms: float | None = None
     throughput_per_s: float | None = None
@@ -221,7 +221,7 @@ class MemoryRow(BaseModel, frozen=True):
 
     device: str
     batch: int
-    peak_bytes: int | None = None
+    peak_bytes: int | None = Field(None, ge=0)
     """The most that loading and running together needed at any time."""
     weights_bytes: int | None = None
     """Kept by the loaded session: weights in the engine's own layout, graph, buffers."""

@@ -84,7 +84,7 @@ class StoredArtifact(BaseModel, frozen=True):
 
     path: str
     sha256: str
-    bytes: int
+    bytes: int = Field(ge=0)
 
 
 class BuildRecord(EngineFacts):

@@ -378,6 +378,7 @@ def test_fields_that_were_not_there_yet_have_their_defaults(tmp_path: Path) -> N
         (lambda found: found.pop("recipe"), "recipe is missing"),
         (lambda found: found["baseline"].pop("engine"), r"baseline\.engine is missing"),
         (lambda found: found["variants"][0]["latency"][0].update(p50_ms="low"), r"variants\[0\]\.latency\[0\]\.p50_ms"),
+        (lambda found: found["variants"][0]["latency"][0].update(p50_ms=-1), "greater than or equal to 0"),
         (lambda found: found.update(variants={}), "variants: Input should be a valid tuple"),
         (lambda found: found["environment"].update(warnings="busy"), 'environment: warnings: .*it is "busy"'),
         (lambda found: found["environment"].update(gpus=[3]), r"environment: gpus\[0\]"),
