@@ -146,6 +146,8 @@ class Signature(BaseModel, frozen=True):
     unordered: dict[str, Literal["rows", "positions"]] = {}
     """Outputs whose rows are chosen by values: rounding may change their order and number. ``positions`` are a
     NonMaxSuppression's own answer; which of two boxes that are nearly equal was chosen, says nothing."""
+    tables: dict[str, int] = {}
+    """Rows of the smallest table that an input is an index of, as tokens are; negative indices count from its end."""
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -184,6 +186,18 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
                 if isinstance(dim, str) and spec.shape.count(dim) > 1:
                     remedy += f"; {dim} stands twice in {spec.name!r}: if its sizes may differ, rename one in the model"
                 raise ShapeError(message + same, remedy)
+
+
+def check_indices(name: str, indices: Array, rows: int) -> None:
+    """Check that whole numbers are indices of a table with so many rows; negative ones count from its end.
+
+    Raises:
+        SignatureError: one is not.
+    """
+    least, most = int(indices.min(initial=0)), int(indices.max(initial=0))
+    if least < -rows or most >= rows:
+        number = most if most >= rows else least
+        raise SignatureError(f"input {name!r} has {number}, and its table has {rows} rows", f"give 0 to {rows - 1}")
 
 
 def split_inputs(specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:

@@ -71,6 +71,11 @@ class Model:
         if set(inputs) != {spec["name"] for spec in specs}:
             raise ValueError(f"the inputs are {sorted(inputs)}; the model takes {[spec['name'] for spec in specs]}")
         feeds = {spec["name"]: _fit(inputs[spec["name"]], **spec) for spec in specs}
+        for name, rows in self.manifest["signature"].get("tables", {}).items():
+            given = feeds[name]  # some engines do not check it
+            if given.size and not -rows <= given.min() <= given.max() < rows:
+                told = f"{name} goes from {given.min()} to {given.max()}"
+                raise ValueError(f"{told}; its table has {rows} rows, 0 to {rows - 1}")
         sizes = {}
         for spec in specs:
             for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):

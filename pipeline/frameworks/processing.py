@@ -258,6 +258,7 @@ class Processing(BaseModel, frozen=True):
             outputs=tuple(outputs),
             returns=returns,
             unordered={name: kind for name, kind in unordered.items() if name in named},
+            tables=self.core.tables,
         )
 
 

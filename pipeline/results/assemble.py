@@ -445,12 +445,20 @@ def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
     )
 
 
-def _add_unordered(signature: Signature, outcomes: Outcomes) -> Signature:
-    """Say which outputs have rows that are chosen by their values, as the graph tells, and the module does not."""
-    made = (outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact)
-    known = next((each.unordered for each in made if each and each.unordered), {})
-    names = {spec.name for spec in signature.outputs}
-    return signature.model_copy(update={"unordered": {name: kind for name, kind in known.items() if name in names}})
+def _complete(signature: Signature, outcomes: Outcomes) -> Signature:
+    """Say what the graph tells and the module does not: whose rows values choose, and which inputs are indices."""
+    made = [
+        outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact and outcome.artifact.signature
+    ]
+    unordered = next((each.unordered for each in made if each.unordered), {})
+    tables = next((each.tables for each in made if each.tables), {})
+    outputs, inputs = ({spec.name for spec in side} for side in (signature.outputs, signature.inputs))
+    return signature.model_copy(
+        update={
+            "unordered": {name: kind for name, kind in unordered.items() if name in outputs},
+            "tables": {name: rows for name, rows in tables.items() if name in inputs},
+        }
+    )
 
 
 def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
@@ -460,7 +468,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         source=recipe.model,
         sha256=model.sha256 if model else None,
         content=content_digest(model.folder) if model else "",
-        signature=_add_unordered(model.signature, outcomes) if model and model.signature else None,
+        signature=_complete(model.signature, outcomes) if model and model.signature else None,
         data=known.data if known else None,
         parts=known.parts if known else {},
         interacting_samples=bool(known and known.interacting),

@@ -140,7 +140,7 @@ class LoadOnnx(_FromSource):
         model = edit.load(path)
         extend(model, fitted)
         edit.save(model, out)
-        check_graph(fitted, path, out / edit.FILE, _draw_feeds(path, fitted.signature, _EXAMPLE_SIZE))
+        check_graph(fitted, path, out / edit.FILE, _draw_feeds(fitted.signature, _EXAMPLE_SIZE))
         return model_file.signature(out / edit.FILE)
 
 
@@ -188,17 +188,16 @@ def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
         feeds = read_example(model)
         return feeds, samples.read_sizes(specs, feeds)
     sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
-    return _draw_feeds(model.path, model.signature, _EXAMPLE_SIZE), sizes
+    return _draw_feeds(model.signature, _EXAMPLE_SIZE), sizes
 
 
-def _draw_feeds(path: Path, signature: Signature, size: int) -> dict[str, Array]:
+def _draw_feeds(signature: Signature, size: int) -> dict[str, Array]:
     """Draw normal floats, pixels, rows of the tables that inputs are indices of, and else zeros and ones."""
-    sizes, rows = dict.fromkeys(signature.symbols, size), model_file.count_table_rows(path)
-    rng, feeds = np.random.default_rng(0), {}
+    sizes, rng, feeds = dict.fromkeys(signature.symbols, size), np.random.default_rng(0), {}
     for spec in signature.inputs:
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
-        whole = rng.integers(0, 256 if pixels else rows.get(spec.name, 2), shape)
+        whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
         drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
         feeds[spec.name] = drawn.astype(spec.dtype)
     return feeds

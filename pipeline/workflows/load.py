@@ -38,7 +38,7 @@ from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import describe_failure
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices
 from enginesmith.pipeline.workflows.stages import run_steps
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ class LoadedModel:
         self._answer = session.answer if session.concurrent else self._pool.answer
         self._inputs = [spec.name for spec in self.signature.inputs]
         self._names = frozenset(self._inputs)
+        tables = {} if made.engine.checks_indices else self.signature.tables
+        self._tables = [(self._inputs.index(name), rows) for name, rows in tables.items()]
         self._pack = _make_packer(stored.returns, [spec.name for spec in self.signature.outputs])
         self._known: set[tuple[Any, ...]] = set()
         self._exceeded: set[str | int] = set()  # dimensions that were outside their range
@@ -173,6 +175,8 @@ class LoadedModel:
             self._check(dict(zip(self._inputs, values, strict=True)))
             if len(self._known) < 1000:  # sets of shapes
                 self._known.add(shapes)
+        for at, rows in self._tables:
+            check_indices(self._inputs[at], values[at], rows)
         outputs = self._answer(values)
         return self._pack([convert(output) for output in outputs] if convert else outputs)
 

@@ -276,7 +276,7 @@ DATA = (
     Case("NaN", "optimize net.py:build --eval d.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
     Case("labels", "optimize net.py:build --eval d.npz --metric top5", 2, "no labels|top5|--labels KEY", arrays(x=X)),
     Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),
-    Case("no limit", "optimize net.py:build --max-p99 0ms", 2, "--max-p99: must be|given: '0ms'|--help-all"),
+    Case("no limit", "optimize net.py:build --max-p99 0ms", 2, "--max-p99: must be|given: '0ms'|help describes it"),
     Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "--max-drop needs|--eval"),
     Case("raises", "optimize net.py:build --eval d.npz --metric m:odd", 2, "m:odd|out of order", arrays(x=X, labels=Y)),
 )

@@ -1,6 +1,6 @@
 """Compute graphs with ONNX Runtime as a library, for calibration, comparisons and probes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def compare_graphs(before: Path, after: Path) -> None:
         MissingCapability: ONNX Runtime is not installed.
     """
     reason = "no feeds"
-    for feeds in _candidates(model_file.signature(before), model_file.count_table_rows(before)):
+    for feeds in _candidates(model_file.signature(before)):
         try:
             expected = run_graph(before, feeds)
         except ModelError as error:
@@ -112,8 +112,8 @@ def _distance(expected: Array, actual: Array) -> float:
     return worst
 
 
-def _candidates(signature: Signature, rows: Mapping[str, int]) -> Iterator[dict[str, Array]]:
-    """Draw normal numbers, ``rows`` of tables, and for other integers zeros and ones, which are valid masks, too."""
+def _candidates(signature: Signature) -> Iterator[dict[str, Array]]:
+    """Draw normal numbers, rows of tables, and for other integers zeros and ones, which are valid masks, too."""
     first = {spec.shape[0] for spec in signature.inputs if spec.shape}
     for other in _OTHERS if set(signature.symbols) - first else _OTHERS[:1]:
         sizes = {symbol: _FIRST if symbol in first else other for symbol in signature.symbols}
@@ -124,5 +124,5 @@ def _candidates(signature: Signature, rows: Mapping[str, int]) -> Iterator[dict[
             if np.issubdtype(dtype, np.floating):
                 feeds[spec.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
             else:
-                feeds[spec.name] = generator.integers(0, rows.get(spec.name, 2), shape).astype(dtype)
+                feeds[spec.name] = generator.integers(0, signature.tables.get(spec.name, 2), shape).astype(dtype)
         yield feeds

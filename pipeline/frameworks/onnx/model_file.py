@@ -198,6 +198,7 @@ def signature(path: Path) -> Signature:
         inputs=tuple(_spec("input", position, value, words) for position, value in enumerate(inputs)),
         outputs=tuple(_spec("output", position, value, words) for position, value in enumerate(graph.output)),
         unordered=find_unordered(graph),
+        tables=_count_table_rows(graph),
     )
 
 
@@ -427,12 +428,11 @@ COUNTING = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
 _SAME_NUMBERS = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Transpose", "Expand")
 
 
-def count_table_rows(path: Path) -> dict[str, int]:
+def _count_table_rows(graph: "onnx.GraphProto") -> dict[str, int]:
     """Count the rows of the smallest constant table that an input is an index of, as tokens are, by the input's name.
 
     Tables may be quantized. Inputs that are computed with before they become indices are left out.
     """
-    graph = skeleton(path).graph
     sizes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     inputs = {value.name: value.name for value in graph.input if value.name not in sizes}
     rows = dict[str, int]()
