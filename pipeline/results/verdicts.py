@@ -395,7 +395,7 @@ def select_winner(
         left = f"{len(waiting)} {are} built and not measured: {waiting[0].reason}"
         why = f"{left}; `enginesmith resume` on a machine that has it decides"
         return Selection(None, why, pareto, (), "not measured yet")
-    if failure := explain_failure(requested or records[:1]):
+    if failure := explain_failure(requested or [record for record in records if record.failed_step]):
         return Selection(None, failure, pareto, (), "failed")
     lacking = f"the {objective} of no variant that was asked for is known"
     if all(record.status != "measured" for record in records):
