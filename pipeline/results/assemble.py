@@ -445,7 +445,7 @@ def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
     )
 
 
-def _complete(signature: Signature, outcomes: Outcomes) -> Signature:
+def _add_from_graph(signature: Signature, outcomes: Outcomes) -> Signature:
     """Say what the graph tells and the module does not: whose rows values choose, and which inputs are indices."""
     made = [
         outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact and outcome.artifact.signature
@@ -468,7 +468,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         source=recipe.model,
         sha256=model.sha256 if model else None,
         content=content_digest(model.folder) if model else "",
-        signature=_complete(model.signature, outcomes) if model and model.signature else None,
+        signature=_add_from_graph(model.signature, outcomes) if model and model.signature else None,
         data=known.data if known else None,
         parts=known.parts if known else {},
         interacting_samples=bool(known and known.interacting),

@@ -334,17 +334,6 @@ class TestOpen:
         assert (data.name, len(data), list(data.arrays)) == ("samples.npz", 5, ["image"])
         assert data.labels.tolist() == [0, 1, 2, 3, 4]
 
-    @pytest.mark.parametrize(
-        ("numbers", "expected", "noted"),
-        [((0, 255), (0, 1), True), ((0, 1, 255), (0, 1, 255), False), ((255,), (255,), False)],
-    )
-    def test_masks_of_0_and_255_only_have_two_classes(self, saved, numbers, expected, noted):
-        """As in a folder of masks; pixels of 255 do not count beside others."""
-        masks = np.resize(np.uint8(numbers), (5, 2, 3))
-        data = open_dataset(saved(image=rows(), labels=masks), IMAGE)
-        assert set(np.unique(data.labels)) == set(expected)
-        assert any("255 is class 1" in note for note in data.notes) == noted
-
     def test_npz_is_memory_mapped(self, saved):
         columns = np.asfortranarray(rows()[:, :, 0])
         specs = (*IMAGE, TensorSpec.parse("columns:float32:batch,2"))

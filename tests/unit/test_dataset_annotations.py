@@ -119,6 +119,21 @@ class TestMasks:
         with pytest.raises(DataError, match=message):
             open_dataset(str(folder), (RAW,))
 
+    @pytest.mark.parametrize(
+        ("numbers", "expected", "noted"),
+        [((0, 255), {0, 1}, True), ((0, 1, 255), {0, 1, 255}, False), ((255,), {255}, False)],
+    )
+    def test_arrays_of_0_and_255_only_have_two_classes(
+        self, tmp_path: Path, numbers: tuple[int, ...], expected: set[int], noted: bool
+    ) -> None:
+        """As in a folder of masks; pixels of 255 do not count beside others."""
+        images, masks = np.ones((5, 3, 16, 16), np.uint8), np.resize(np.uint8(numbers), (5, 16, 16))
+        np.savez(tmp_path / "data.npz", x=images, labels=masks)
+        data = open_dataset(str(tmp_path / "data.npz"), (RAW,))
+        labels: Any = data.labels
+        assert set(np.unique(labels)) == expected
+        assert any("255 is class 1" in note for note in data.notes) == noted
+
     def test_masks_that_label_nothing_are_refused(self, folder: Path) -> None:
         for name in "ab":
             save(folder / "masks" / f"{name}.png", np.full((32, 48), 255, np.uint8))
