@@ -61,7 +61,9 @@ class _Commands(click.Group):
         width = formatter.width - 6 - max(map(len, self.commands))
         for heading, commands in _SECTIONS.items():
             with formatter.section(heading):
-                formatter.write_dl([(one.name or "", one.get_short_help_str(width)) for one in commands])
+                formatter.write_dl(
+                    [(subcommand.name or "", subcommand.get_short_help_str(width)) for subcommand in commands]
+                )
 
     def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args
@@ -91,12 +93,12 @@ class _Commands(click.Group):
         """Say whose an option is that a remedy names, where the given command lacks it and no owner is named."""
         options = {name: _list_options(command) for name, command in self.commands.items()}
         own = next((options[word] for word in given if word in options), set())
-        said = []
+        notes = []
         for flag in dict.fromkeys(_FLAG.findall(remedy)):
             owners = [name for name, flags in options.items() if flag in flags]
             if flag not in own and owners and not set(owners) & set(re.findall(r"[\w-]+", remedy)):
-                said.append(f"{flag} is an option of {', '.join(owners)}")
-        return f" ({'; '.join(said)})" if said else ""
+                notes.append(f"{flag} is an option of {', '.join(owners)}")
+        return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _prepare_output() -> None:

@@ -33,16 +33,16 @@ def read_coco(reference: str, request: Request) -> RawData:
         MissingCapability: Pillow is not installed.
     """
     spec, path = only_input(reference, request), Path(reference)
-    found = read_file(path)
-    files = {image["id"]: find_image(path, str(image["file_name"])) for image in found["images"]}
-    if len(files) < len(found["images"]):
+    document = read_file(path)
+    files = {image["id"]: find_image(path, str(image["file_name"])) for image in document["images"]}
+    if len(files) < len(document["images"]):
         raise DataError(f"{reference} gives an id to several images", _FORMAT)
     steps = preprocessing_for(spec, path.parent, request.options)
-    numbers = {identity: number for number, identity in enumerate(_sorted_ids(path, found["categories"]))}
+    numbers = {identity: number for number, identity in enumerate(_sorted_ids(path, document["categories"]))}
     boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
-    sizes = {image["id"]: _check_size(reference, image, files[image["id"]]) for image in found["images"]}
+    sizes = {image["id"]: _check_size(reference, image, files[image["id"]]) for image in document["images"]}
     flat = cut = 0
-    for entry in found["annotations"]:
+    for entry in document["annotations"]:
         if entry.get("iscrowd") or not entry.get("bbox"):
             continue
         if entry.get("image_id") not in files or entry.get("category_id") not in numbers:
@@ -62,12 +62,12 @@ def read_coco(reference: str, request: Request) -> RawData:
     for row, listed in enumerate(boxes.values()):
         if listed:
             labels[row, : len(listed)] = listed
-    kept = sum(map(len, boxes.values()))
+    box_count = sum(map(len, boxes.values()))
     lost = {"without an area": flat, "outside of the image or its crop": cut}
     notes = (
         f"images as {steps}",
-        f"labels: {kept} boxes of {len(numbers)} categories, numbered in order of their ids",
-        *(f"boxes {why}: {count} of {kept + flat + cut}, left out" for why, count in lost.items() if count),
+        f"labels: {box_count} boxes of {len(numbers)} categories, numbered in order of their ids",
+        *(f"boxes {why}: {count} of {box_count + flat + cut}, left out" for why, count in lost.items() if count),
     )
     folders = tuple(dict.fromkeys(file.parent.absolute() for file in files.values()))
     return RawData(path.name, {spec.name: ImageRows(list(files.values()), steps)}, labels, notes, folders)
@@ -90,17 +90,17 @@ def read_file(path: Path) -> Mapping[str, list[dict[str, Any]]]:
         DataError: it is no such file.
     """
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "check the path") from error
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}", _FORMAT) from error
-    lacking = [key for key in _KEYS if not isinstance(found, dict) or not isinstance(found.get(key), list)]
+    lacking = [key for key in _KEYS if not isinstance(document, dict) or not isinstance(document.get(key), list)]
     if lacking:
         raise DataError(f"{path} has no list {lacking[0]!r}, so it is no COCO file of boxes", _FORMAT)
-    if not found["images"] or not all("id" in each and "file_name" in each for each in found["images"]):
+    if not document["images"] or not all("id" in each and "file_name" in each for each in document["images"]):
         raise DataError(f"{path} names no images, or some without id or file_name", _FORMAT)
-    checked: Mapping[str, list[dict[str, Any]]] = found
+    checked: Mapping[str, list[dict[str, Any]]] = document
     return checked
 
 
@@ -114,8 +114,8 @@ def find_image(path: Path, name: str) -> Path:
     for place in places:
         if place.is_file():
             return place
-    told = f"{path} names the image {name!r}, which is not in {path.parent}, in images/ there, or in the folder above"
-    raise DataError(told, "put the images there")
+    searched = f"{path.parent}, in images/ there, or in the folder above"
+    raise DataError(f"{path} names the image {name!r}, which is not in {searched}", "put the images there")
 
 
 def _sorted_ids(path: Path, categories: list[dict[str, Any]]) -> list[Any]:
@@ -127,10 +127,10 @@ def _sorted_ids(path: Path, categories: list[dict[str, Any]]) -> list[Any]:
 
 def _check_size(reference: str, image: dict[str, Any], file: Path) -> Size:
     """Read an image's height and width, and check what the file says of them, if anything."""
-    size, told = size_of(file), (image.get("height"), image.get("width"))
-    if all(told) and told != size:
+    size, stated_size = size_of(file), (image.get("height"), image.get("width"))
+    if all(stated_size) and stated_size != size:
         raise DataError(
-            "{} says that {} has {}×{} pixels, and it has {}×{}".format(reference, file.name, *told, *size),
+            "{} says that {} has {}×{} pixels, and it has {}×{}".format(reference, file.name, *stated_size, *size),
             "give the images that the boxes were drawn in, or boxes and sizes in pixels of these",
         )
     return size
@@ -140,8 +140,8 @@ def _check_box(reference: str, entry: dict[str, Any]) -> list[float]:
     try:
         left, top, width, height = map(float, entry["bbox"])
     except (TypeError, ValueError) as error:
-        told = f"{reference}: annotation {entry.get('id')} has the bbox {entry['bbox']!r}, and not four numbers"
-        raise DataError(told, _FORMAT) from error
+        message = f"{reference}: annotation {entry.get('id')} has the bbox {entry['bbox']!r}, and not four numbers"
+        raise DataError(message, _FORMAT) from error
     return [left, top, width, height]
 
 

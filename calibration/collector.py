@@ -76,13 +76,13 @@ class Collector:
 
     def _range(self, name: str, percentile: float) -> TensorRange:
         extent, histogram = self._extents[name], self._histograms.get(name)
-        found = amax(histogram, percentile) if histogram and extent.finite else None
+        amaxes = amax(histogram, percentile) if histogram and extent.finite else None
         return TensorRange(
             minimum=_round(extent.minimum),
             maximum=_round(extent.maximum),
             finite=extent.finite,
             count=extent.count,
-            amax=found and {method: _round(value) for method, value in found.items()},
+            amax=amaxes and {method: _round(value) for method, value in amaxes.items()},
         )
 
     def channels(self) -> dict[str, ChannelStatistics]:

@@ -247,34 +247,34 @@ def open_dataset(
     """
     axes, (rowed, shared) = find_axes(inputs), split_inputs(inputs)
     inputs = [spec.as_row for spec in rowed]
-    found = read(reference, Request([*inputs, *shared], split, options))
-    arrays = dict(found.arrays)
-    own: dict[str, Rows] = {} if found.labels is None else {LABELS: found.labels}
+    raw = read(reference, Request([*inputs, *shared], split, options))
+    arrays = dict(raw.arrays)
+    own: dict[str, Rows] = {} if raw.labels is None else {LABELS: raw.labels}
     if not own:
         free = arrays.keys() - {spec.name for spec in [*inputs, *shared]}
         own = {key: arrays.pop(key) for key in options.label_keys or [LABELS] if key in free}
         missing = [key for key in options.label_keys if key not in own]
         if missing and split == "test":
             raise DataError(
-                f"{found.name} has no labels {missing[0]!r}; it holds {', '.join(map(repr, found.arrays))}",
+                f"{raw.name} has no labels {missing[0]!r}; it holds {', '.join(map(repr, raw.arrays))}",
                 "name one of them with --labels, several as --labels A,B, or omit it",
             )
-    whole = {spec.name: check_shared(found.name, spec, arrays.pop(spec.name)) for spec in shared if spec.name in arrays}
+    whole = {spec.name: check_shared(raw.name, spec, arrays.pop(spec.name)) for spec in shared if spec.name in arrays}
     missed = [spec for spec in shared if spec.name not in whole]
-    feeds = check_arrays(found.name, arrays, [*inputs, *missed], [key for key in options.label_keys if key in own])
+    feeds = check_arrays(raw.name, arrays, [*inputs, *missed], [key for key in options.label_keys if key in own])
     rows = len(next(iter(feeds.values())))
-    checked = {key: check_labels(found.name, key, array, rows) for key, array in own.items()}
-    binary = [key for key, labels in checked.items() if found.labels is None and are_binary_masks(labels)]
+    checked = {key: check_labels(raw.name, key, array, rows) for key, array in own.items()}
+    binary = [key for key, labels in checked.items() if raw.labels is None and are_binary_masks(labels)]
     checked |= {key: (checked[key] != 0).astype(np.uint8) for key in binary}
     held = checked if len(options.label_keys) > 1 and checked else next(iter(checked.values()), None)
-    gaps = find_missing(found.name, feeds)
-    told = (
-        f"{name!r} has NaN in {len(those)} of {rows} rows of {found.name}: the model is given them as they are"
+    gaps = find_missing(raw.name, feeds)
+    nan_notes = (
+        f"{name!r} has NaN in {len(those)} of {rows} rows of {raw.name}: the model is given them as they are"
         for name, those in gaps.items()
     )
-    notes = (*found.notes, *check_zeros(found.name, feeds), *told, *(f"{key!r}: {BINARY_MASKS}" for key in binary))
+    notes = (*raw.notes, *check_zeros(raw.name, feeds), *nan_notes, *(f"{key!r}: {BINARY_MASKS}" for key in binary))
     first = {name: int(those[0]) for name, those in gaps.items()}
-    data = Dataset(found.name, feeds, held, notes, missing=first, folders=found.folders, axes=axes, shared=whole)
+    data = Dataset(raw.name, feeds, held, notes, missing=first, folders=raw.folders, axes=axes, shared=whole)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
 
 

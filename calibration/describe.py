@@ -49,9 +49,9 @@ def describe(reference: str) -> Facts:
     if path.suffix == ".jsonl":
         return _describe_texts(path)
     if is_embedded(reference):
-        found = read(reference, Request(()))
-        named = {**found.arrays, **({} if found.labels is None else {_LABELS: found.labels})}
-        return _describe_arrays({name: (array.dtype, array.shape) for name, array in named.items()}, found.labels)
+        raw = read(reference, Request(()))
+        named = {**raw.arrays, **({} if raw.labels is None else {_LABELS: raw.labels})}
+        return _describe_arrays({name: (array.dtype, array.shape) for name, array in named.items()}, raw.labels)
     if is_reference(reference):
         feed = first_feed(reference)
         return {"kind": "data set: a function that yields feeds", "first": _show(_headers(feed))}
@@ -65,16 +65,16 @@ def _describe_images(folder: Path) -> Facts:
     if has_masks(folder):
         images = [image for image, _ in pair_masks(folder)]
         return {**_describe_files("images and masks", images, folder), _LABELS: "a mask for each image"}
-    found = listing(folder)
-    labels = "none: there are no sub-folders" if found.labels is None else _count(found.labels, found.classes)
-    return {**_describe_files("a folder of images", found.files, folder), _LABELS: labels}
+    contents = listing(folder)
+    labels = "none: there are no sub-folders" if contents.labels is None else _count(contents.labels, contents.classes)
+    return {**_describe_files("a folder of images", contents.files, folder), _LABELS: labels}
 
 
 def _describe_boxes(path: Path) -> Facts:
-    found = read_file(path)
-    images = [find_image(path, str(image["file_name"])) for image in found["images"]]
-    names = {category["id"]: str(category.get("name", category["id"])) for category in found["categories"]}
-    boxes = Counter(names.get(entry.get("category_id"), "unknown") for entry in found["annotations"])
+    document = read_file(path)
+    images = [find_image(path, str(image["file_name"])) for image in document["images"]]
+    names = {category["id"]: str(category.get("name", category["id"])) for category in document["categories"]}
+    boxes = Counter(names.get(entry.get("category_id"), "unknown") for entry in document["annotations"])
     labels = {name: boxes[name] for _, name in sorted(names.items())}
     return {**_describe_files("images and boxes (COCO)", images, path.parent), "boxes": _show_first(labels.items())}
 

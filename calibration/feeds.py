@@ -25,17 +25,17 @@ def read_feeds(reference: str, request: Request) -> RawData:
     notes: tuple[str, ...] = ()
     (rowed, shared), whole = split_inputs(request.inputs), dict[str, Array]()
     with ExitStack() as stack:
-        kept = _Spool(reference, stack)
+        spool = _Spool(reference, stack)
         for number, feed in _iterate_feeds(reference):
             place = f"{reference}, yield {number}"
             _take_shared(place, feed, shared, whole)
-            kept.add(number, _as_batch(place, feed, rowed))
-            if kept.rows >= request.options.most_rows or kept.bytes >= MOST_BYTES:
-                notes = (f"{reference} was stopped after {kept.rows} rows, and may have more",)
+            spool.add(number, _as_batch(place, feed, rowed))
+            if spool.rows >= request.options.most_rows or spool.bytes >= MOST_BYTES:
+                notes = (f"{reference} was stopped after {spool.rows} rows, and may have more",)
                 break
-        if not kept.rows:
+        if not spool.rows:
             raise DataError(f"{reference} yielded nothing", _FORM)
-        return RawData(reference, kept.arrays() | whole, notes=notes)
+        return RawData(reference, spool.arrays() | whole, notes=notes)
 
 
 def first_feed(reference: str) -> dict[str, Array]:
@@ -77,12 +77,12 @@ class _Spool:
 
     def arrays(self) -> dict[str, Array]:
         """Map the arrays; a file lives as long as its mapping."""
-        found: dict[str, Array] = {}
+        maps: dict[str, Array] = {}
         for name, (dtype, shape) in self._kinds.items():
             self._files[name].flush()
             full = (self.rows, *shape)
-            found[name] = np.memmap(self._files[name], dtype, "r", 0, full) if 0 not in full else np.empty(full, dtype)
-        return found
+            maps[name] = np.memmap(self._files[name], dtype, "r", 0, full) if 0 not in full else np.empty(full, dtype)
+        return maps
 
     def _write(self, file: IO[bytes], array: Array) -> int:
         try:
@@ -96,8 +96,8 @@ class _Spool:
 
 def _iterate_feeds(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
     """Yield feeds with their numbers; the function may use one buffer for all of them."""
-    found = find(reference, "data")
-    with blame_user_code(reference), _closing(_call(reference, found)) as feeds:
+    source = find(reference, "data")
+    with blame_user_code(reference), _closing(_call(reference, source)) as feeds:
         for number, feed in enumerate(feeds):
             if not isinstance(feed, Mapping):
                 raise DataError(f"{reference} yielded {type(feed).__name__}, expected a dict", _FORM)
@@ -108,8 +108,8 @@ def _iterate_feeds(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
             yield number, arrays
 
 
-def _call(reference: str, found: Any) -> Iterable[Any]:
-    feeds = found() if callable(found) else found
+def _call(reference: str, source: Any) -> Iterable[Any]:
+    feeds = source() if callable(source) else source
     if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
         raise DataError(f"{reference} gives {type(feeds).__name__}, expected dicts one after another", _FORM)
     return feeds

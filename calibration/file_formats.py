@@ -191,7 +191,7 @@ def find_missing(source: str, feeds: Mapping[str, Rows]) -> dict[str, Array]:
     Raises:
         DataError: an input holds infinity.
     """
-    found = {}
+    nan_rows = {}
     for name, array in feeds.items():
         if array.dtype.kind in "biu" or (isinstance(array, LazyRows) and array.finite):
             continue
@@ -207,8 +207,8 @@ def find_missing(source: str, feeds: Mapping[str, Rows]) -> dict[str, Array]:
                 )
             missing.append(start + np.flatnonzero(np.isnan(flat).any(1)))
         if (rows := np.concatenate(missing)).size:
-            found[name] = rows
-    return found
+            nan_rows[name] = rows
+    return nan_rows
 
 
 def check_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
@@ -359,8 +359,8 @@ def _check_npy(reference: str, _: Request) -> None:
 
 
 def _check_safetensors(reference: str, request: Request) -> None:
-    found = _read_safetensors(reference, request)
-    check_names(found.name, found.arrays, request.inputs, request.options.label_keys)
+    raw = _read_safetensors(reference, request)
+    check_names(raw.name, raw.arrays, request.inputs, request.options.label_keys)
 
 
 def _check_embedded(reference: str, request: Request) -> None:

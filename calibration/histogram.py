@@ -167,11 +167,11 @@ def _entropy(edges: Array, counts: Array) -> float:
         grid = np.bincount(place, counts, _KL_BINS + 1)
         inside = np.cumsum(grid)[ends - 1]
         likely = inside >= counts.sum() / 2
-        found = [
+        divergences = [
             _divergence(grid[:i], float(grid[i:].sum())) if some else np.inf
             for i, some in zip(ends, likely, strict=True)
         ]
-        best = int(ends[np.flatnonzero(np.array(found) <= min(found) + _KL_SAME)[-1]])
+        best = int(ends[np.flatnonzero(np.array(divergences) <= min(divergences) + _KL_SAME)[-1]])
         end *= best / _KL_BINS
         if best > _KL_LEVELS:
             return end

@@ -78,12 +78,12 @@ def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> P
         DataError: the input is no image, or what is given does not make one that fits it.
     """
     channels, sides, channels_last = _layout(spec)
-    found = _read_configuration(folder)
-    config = found or _Configuration()
+    configuration = _read_configuration(folder)
+    config = configuration or _Configuration()
     own_geometry = options.resize is not None or options.crop is not None
     resize, crop = (options.resize, _pair(options.crop)) if own_geometry else config.geometry
     size = crop or _size(spec, resize, sides)
-    if any(isinstance(side, int) and side != made for side, made in zip(sides, size, strict=True)):
+    if any(isinstance(side, int) and side != pixels for side, pixels in zip(sides, size, strict=True)):
         source = "the options make" if own_geometry else f"{CONFIGURATION} makes"
         raise DataError(f"{source} images of {size[0]}×{size[1]}, and the model takes {spec}", "give resize and crop")
     values = _Values() if spec.dtype == "uint8" else _values(config, options, channels)
@@ -97,7 +97,7 @@ def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> P
         std=values.std,
         channels_last=channels_last,
         dtype=spec.dtype,
-        origin=_describe_origin(found, options),
+        origin=_describe_origin(configuration, options),
     )
 
 
@@ -158,12 +158,12 @@ def _read_configuration(folder: Path) -> _Configuration | None:
     return None
 
 
-def _describe_origin(found: _Configuration | None, options: DataOptions) -> str:
+def _describe_origin(configuration: _Configuration | None, options: DataOptions) -> str:
     given = [name for name in ("resize", "crop", "rescale", "mean", "std") if getattr(options, name) is not None]
     parts = [f"{', '.join(given)} as given"] if given else []
-    if found is None:
+    if configuration is None:
         return "; ".join([*parts, f"the rest by default: there is no {CONFIGURATION}" if given else _BY_DEFAULT])
-    skipped = [name for name in _NOT_DONE if (found.model_extra or {}).get(name)]
+    skipped = [name for name in _NOT_DONE if (configuration.model_extra or {}).get(name)]
     parts.append(f"{'the rest ' if given else ''}from {CONFIGURATION}")
     return "; ".join([*parts, *([f"not done: {', '.join(skipped)}"] if skipped else [])])
 
@@ -215,10 +215,10 @@ class ImageRows(LazyRows):
         chosen = self._files[key]
         if isinstance(chosen, Path):
             return _decode(chosen, self._steps)
-        made = np.empty((len(chosen), *self.shape[1:]), self.dtype)
+        samples = np.empty((len(chosen), *self.shape[1:]), self.dtype)
         for index, path in enumerate(chosen):
-            made[index] = _decode(path, self._steps)
-        return made
+            samples[index] = _decode(path, self._steps)
+        return samples
 
     def origin(self, rows: Array | slice) -> Iterator[bytes]:
         """Yield the steps and the files' bytes: the pixels follow from these."""
@@ -238,22 +238,22 @@ def read_images(reference: str, request: Request) -> RawData:
     spec, folder = only_input(reference, request), Path(reference)
     if has_masks(folder):
         return _read_masks(folder, spec, request)
-    found = listing(folder)
-    for path in found.files:
-        size_of(path)  # so that what is no image is told now, and every file is known to have been read
+    contents = listing(folder)
+    for path in contents.files:
+        size_of(path)  # a file that is no image fails here, and every file is recorded as read
     steps = preprocessing_for(spec, folder, request.options)
     notes = [f"images as {steps}"]
-    if found.labels is not None:
-        shown = ", ".join(f"{name} = {label}" for label, name in list(found.classes.items())[:_SHOWN_CLASSES])
-        more = ", …" if len(found.classes) > _SHOWN_CLASSES else ""
-        notes.append(f"labels from {len(found.classes)} sub-folders: {shown}{more}")
+    if contents.labels is not None:
+        shown = ", ".join(f"{name} = {label}" for label, name in list(contents.classes.items())[:_SHOWN_CLASSES])
+        more = ", …" if len(contents.classes) > _SHOWN_CLASSES else ""
+        notes.append(f"labels from {len(contents.classes)} sub-folders: {shown}{more}")
     beside = () if (folder / CONFIGURATION).is_file() else (folder.absolute().parent,)  # it may appear there
     return RawData(
         folder.resolve().name,
-        {spec.name: ImageRows(found.files, steps)},
-        found.labels,
+        {spec.name: ImageRows(contents.files, steps)},
+        contents.labels,
         tuple(notes),
-        tuple(each.absolute() for each in (*found.folders, *beside)),
+        tuple(each.absolute() for each in (*contents.folders, *beside)),
     )
 
 
@@ -338,10 +338,10 @@ def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
             row[(row == _UNLABELLED) & steps.covers(size_of(mask))] = 1
     classes = [int(number) for number in np.unique(labels) if number != _UNLABELLED]
     if not classes:
-        told = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
-        raise DataError(told, "number the classes from 0")
-    told = f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}"
-    notes = (f"images as {steps}", told + (f"; {BINARY_MASKS}" if 1 in classes and binary else ""))
+        message = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
+        raise DataError(message, "number the classes from 0")
+    summary = f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}"
+    notes = (f"images as {steps}", summary + (f"; {BINARY_MASKS}" if 1 in classes and binary else ""))
     rows = ImageRows([image for image, _ in pairs], steps)
     return RawData(folder.resolve().name, {spec.name: rows}, labels, notes, (folder / _IMAGES, folder / _MASKS))
 
@@ -426,8 +426,8 @@ def are_numbers(names: Iterable[str]) -> bool:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    found = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
-    return sorted(path for path in found if path.is_file())
+    paths = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+    return sorted(path for path in paths if path.is_file())
 
 
 def _images_below(folder: Path) -> list[Path]:

@@ -60,13 +60,13 @@ def npz_headers(path: Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
     Raises:
         ValueError, zipfile.BadZipFile, zlib.error: it is damaged.
     """
-    found = {}
+    headers = {}
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             with archive.open(member) as stream:
                 shape, _, dtype = _header(stream)
-                found[member.filename.removesuffix(".npy")] = (dtype, shape)
-    return found
+                headers[member.filename.removesuffix(".npy")] = (dtype, shape)
+    return headers
 
 
 def safetensors(path: Path) -> dict[str, Array]:

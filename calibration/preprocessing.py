@@ -78,8 +78,8 @@ class Preprocessing(BaseModel, frozen=True):
             raise ValueError(f"its pixels are {image.mode}, and a mask has one number for each: modes 1, L, P or I")
         numbers = np.asarray(image)
         rows, columns = (self._find_rows(numbers.shape, axis)[0] for axis in (0, 1))
-        found: Array = np.where(self.covers(numbers.shape), numbers[rows[:, None], columns], outside)
-        return found.astype(np.uint8 if int(numbers.max(initial=0)) < 256 else np.int32)
+        class_map: Array = np.where(self.covers(numbers.shape), numbers[rows[:, None], columns], outside)
+        return class_map.astype(np.uint8 if int(numbers.max(initial=0)) < 256 else np.int32)
 
     def _find_rows(self, size: Size, axis: int) -> tuple[Array, Array]:
         """Find the row or column of an image of this size that is nearest to each of a sample, and which are inside."""

@@ -65,17 +65,17 @@ def load(path: Path, *, model_sha256: str) -> Ranges:
         DataError: the file is no such document, or is of another model.
     """
     try:
-        found = Ranges.model_validate_json(path.read_bytes())
+        ranges = Ranges.model_validate_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"cannot read the ranges in {path}: {error.strerror}", f"give a {FILE}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the document"
         raise DataError(f"{path} does not hold ranges: {where}: {first['msg']}", "calibrate again") from error
-    if found.model_sha256 != model_sha256:
+    if ranges.model_sha256 != model_sha256:
         raise DataError(
-            f"the ranges in {path} are of another model ({found.model_sha256[:12]}…), and the model here is "
+            f"the ranges in {path} are of another model ({ranges.model_sha256[:12]}…), and the model here is "
             f"{model_sha256[:12]}…",
             "calibrate again: ranges hold for one graph and one set of data alone",
         )
-    return found
+    return ranges

@@ -50,19 +50,19 @@ class Tokens:
         self.tokenizer.no_truncation()
         if most is not None:
             self.tokenizer.enable_truncation(most)
-        found: list[tuple[Array, Array]] = []
+        token_rows: list[tuple[Array, Array]] = []
         cut = 0
         for start in range(0, len(texts), _AT_ONCE):
             batch = [text if len(text) > 1 else text[0] for text in texts[start : start + _AT_ONCE]]
-            for one in self.tokenizer.encode_batch(batch):
-                cut += bool(one.overflowing)
-                found.append((np.asarray(one.ids, np.int32), np.asarray(one.type_ids, np.int32)))
-        return self._pad(found, length or max(1, *(len(ids) for ids, _ in found))), cut
+            for encoding in self.tokenizer.encode_batch(batch):
+                cut += bool(encoding.overflowing)
+                token_rows.append((np.asarray(encoding.ids, np.int32), np.asarray(encoding.type_ids, np.int32)))
+        return self._pad(token_rows, length or max(1, *(len(ids) for ids, _ in token_rows))), cut
 
-    def _pad(self, found: Sequence[tuple[Array, Array]], length: int) -> dict[str, Array]:
-        rows = (len(found), length)
+    def _pad(self, token_rows: Sequence[tuple[Array, Array]], length: int) -> dict[str, Array]:
+        rows = (len(token_rows), length)
         ids, mask, types = np.full(rows, self.pad, np.int64), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        for row, (own, own_types) in enumerate(found):
+        for row, (own, own_types) in enumerate(token_rows):
             place = slice(length - len(own), None) if self.left else slice(0, len(own))
             ids[row, place], mask[row, place], types[row, place] = own, 1, own_types
         return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
@@ -124,10 +124,10 @@ def _load_by_transformers(folder: Path) -> Any:
 
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".txt", ".model"):
-            path.open("rb").close()  # they are read below Python, where nobody sees that they are
+            path.open("rb").close()  # native code reads them, which the tracking of files does not see
     try:
-        made = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return made.backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return tokenizer.backend_tokenizer
     except Exception as error:  # whatever the tokenizer's own class raises
         raise DataError(
             f"transformers makes no tokenizer of {folder}: {type(error).__name__}: {error}",
@@ -151,10 +151,10 @@ def _make_tokens(tokenizer: Any, folder: Path, content: Mapping[str, Any], optio
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / _SETTINGS
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+        settings: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
         raise DataError(f"cannot read {path}: {error}", "save the tokenizer again with save_pretrained") from error
-    return found
+    return settings
 
 
 # Texts in a .jsonl file: one object a line, made into token ids of one length.
@@ -189,8 +189,8 @@ def read_texts(reference: str, request: Request) -> RawData:
         raise DataError(f"{path.name} is empty", _FORM)
     tokens = load_tokens(path, request.options)
     length, why = _choose_length(request, tokens)
-    made, cut = tokens.encode([line.text for line in lines], length)
-    rows = {spec.name: made[spec.name].astype(spec.dtype, copy=False) for spec in request.inputs}
+    arrays, cut = tokens.encode([line.text for line in lines], length)
+    rows = {spec.name: arrays[spec.name].astype(spec.dtype, copy=False) for spec in request.inputs}
     labels, classes = _number_labels(path, lines)
     notes = [f"texts as {next(iter(rows.values())).shape[1]} tokens each ({why}), by {tokens.name}"]
     notes += [f"{cut} of {len(lines)} texts are longer and were cut off"] if cut else []
@@ -239,7 +239,7 @@ def _parse_line(place: str, number: int, line: bytes, options: DataOptions) -> L
     if text not in entry:
         raise DataError(f"{place} has the keys {', '.join(map(repr, entry))}, and no {options.text_field!r}", _FORM)
     texts = (entry[text], *([entry[pair]] if entry.get(pair) is not None else []))
-    if not all(isinstance(one, str) for one in texts):
+    if not all(isinstance(value, str) for value in texts):
         raise DataError(f"{place}: {text!r} is no text", _FORM)
     return Line(number, texts, entry.get(options.labels or "label"))
 

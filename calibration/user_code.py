@@ -29,8 +29,8 @@ def is_reference(text: str) -> bool:
 
 def split_reference(text: str) -> tuple[str, str | None]:
     """Split ``module:function:REST`` before REST; there is none in other texts."""
-    found = _WITH_REST.fullmatch(text)
-    return (found[1], found[2]) if found else (text, None)
+    match = _WITH_REST.fullmatch(text)
+    return (match[1], match[2]) if match else (text, None)
 
 
 def find(text: str, what: str) -> Any:
@@ -43,12 +43,12 @@ def find(text: str, what: str) -> Any:
     """
     place, _, name = text.rpartition(":")
     with blame_user_code(f"importing the {what}'s module {place}"):
-        found = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        target = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise DataError(f"{place} has no function {name!r}", f"give the {what} as module:function")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def check_reference(text: str, what: str) -> None:
@@ -96,9 +96,9 @@ def _list_names(path: Path, what: str) -> set[str] | None:
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"cannot read the {what}'s file {path}: {error}", "fix it, and try again") from error
-    found = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
-    made = "__getattr__" in found or any(one.get_name() == "globals" for one in symbols)
-    return None if made or _ALL_OF_ANOTHER.search(text) else found
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    has_dynamic_names = "__getattr__" in names or any(symbol.get_name() == "globals" for symbol in symbols)
+    return None if has_dynamic_names or _ALL_OF_ANOTHER.search(text) else names
 
 
 def check_arguments(function: Any, what: str, *names: str) -> None:

@@ -242,11 +242,11 @@ def find_fill(arrays: Sequence[Array]) -> float:
 
 def _find_largest(array: Array, below: float = np.inf) -> float:
     """Find the greatest magnitude below a limit, piece by piece, as outputs may fill the memory."""
-    flat, found = array.reshape(-1), 0.0
+    flat, largest = array.reshape(-1), 0.0
     for start in range(0, flat.size, _PIECE):
         sizes = np.abs(flat[start : start + _PIECE])
-        found = max(found, float(sizes.max(initial=0.0, where=sizes < below)))  # NaN and infinity are not below any
-    return found
+        largest = max(largest, float(sizes.max(initial=0.0, where=sizes < below)))  # NaN and infinity are not below any
+    return largest
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:
