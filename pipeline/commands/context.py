@@ -56,8 +56,8 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any], *, listed:
 
     values = set_fields(recipe.read(file) if file else {}, options)
     values["model"] = model
-    made = recipe.make(values, set_fields({}, options), listed=listed)
-    return made if options.get("executor") in (None, "local") else made.for_other_machines()
+    new_recipe = recipe.make(values, set_fields({}, options), listed=listed)
+    return new_recipe if options.get("executor") in (None, "local") else new_recipe.for_other_machines()
 
 
 def set_fields(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -23,5 +23,5 @@ def explain(run: Path, variant: str | None, as_json: bool) -> None:
     from enginesmith.pipeline.results import run as runs
     from enginesmith.pipeline.results.explain import choose_explained
 
-    found = runs.read(run)
-    context.terminal().show_explanation(found, choose_explained(found, variant), as_json)
+    run_record = runs.read(run)
+    context.terminal().show_explanation(run_record, choose_explained(run_record, variant), as_json)

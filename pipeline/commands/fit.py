@@ -42,8 +42,8 @@ def fit(
     from enginesmith.pipeline.workflows import fit
 
     if len(models) == 1 and Path(models[0]).is_dir():
-        kept = fit.keeping(run.read(Path(models[0])), keep_speed)
-        context.terminal().show_table([record.model_dump(mode="json") for record in kept], as_json)
+        records = fit.keeping(run.read(Path(models[0])), keep_speed)
+        context.terminal().show_table([record.model_dump(mode="json") for record in records], as_json)
         return 0
     if memory is None:
         raise click.UsageError("give --memory SIZE, or a run directory")

@@ -106,9 +106,9 @@ def _judge(
         return judge(baseline=baseline)
     gates.check_replaceable(run, baseline, records.read if is_fleet else runs.read)
     verdict = judge()
-    kept = not verdict.exit_code
-    source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and kept else None
-    if not kept or not (is_fleet or source):
+    passed = not verdict.exit_code
+    source = gates.stored_in(run, verdict.variant) if isinstance(verdict, Gate) and passed else None
+    if not passed or not (is_fleet or source):
         return verdict
     fleets.keep(run, baseline) if source is None else gates.keep(source, baseline)
     return verdict.model_copy(update={"baseline": str(baseline), "updated": True})

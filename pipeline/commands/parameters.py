@@ -199,10 +199,10 @@ def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
             settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
             settings["multiple"] = row["kind"] in ("list", "mapping") or row["flags"] in _JOINED
             settings["callback"] = _join_values if row["flags"] in _JOINED else None
-        made = option(
+        decorator = option(
             *filter(None, (row["flags"], _OLD_NAMES.get(row["flags"]))), parameter_name(row["field"]), **settings
         )
-        declared.append(under(row["heading"], made, advanced=not row["everyday"]))
+        declared.append(under(row["heading"], decorator, advanced=not row["everyday"]))
     return together(*declared)
 
 
