@@ -96,7 +96,7 @@ class Runner:
             self.listener(Event("planned", step))
         waiting = self._waiting = _WaitingSteps(left, outcomes)
         ended: queue.SimpleQueue[tuple[Step, Future[Outcome | None]]] = queue.SimpleQueue()
-        asked: set[str] = set()
+        lookups: set[str] = set()
         running: dict[str, Step] = {}
         over: Mapping[str, str] = {}
 
@@ -112,18 +112,20 @@ class Runner:
         ):
             try:
                 while waiting or running:
-                    for step in waiting.take_for_lookup(max_lookups - len(asked)):
-                        asked.add(step.id)
+                    for step in waiting.take_for_lookup(max_lookups - len(lookups)):
+                        lookups.add(step.id)
                         submit(asking, self._find, step)
-                    for step in waiting.take_for_execution(lambda step: self._may_start(step, running.values(), asked)):
+                    for step in waiting.take_for_execution(
+                        lambda step: self._may_start(step, running.values(), lookups)
+                    ):
                         running[step.id] = step
                         submit(doing, self._execute, step)
-                    if not running and not asked:
+                    if not running and not lookups:
                         raise ValueError(f"the plan lacks these steps, which others need: {', '.join(waiting.lacking)}")
                     step, future = ended.get()
                     outcome = future.result()
-                    if step.id in asked:
-                        asked.remove(step.id)
+                    if step.id in lookups:
+                        lookups.remove(step.id)
                         if not waiting.end_lookup(step, known=outcome is not None):
                             continue
                     else:
@@ -166,7 +168,7 @@ class Runner:
             waiting.release(step.id)
         return {step.id: outcome for step, outcome in ended}
 
-    def _may_start(self, step: Step, running: Collection[Step], asked: Collection[str]) -> bool | None:
+    def _may_start(self, step: Step, running: Collection[Step], lookups: Collection[str]) -> bool | None:
         """Decide whether a step may begin now; None stops the look for others, so that none overtakes it."""
         if len(running) >= self.executor.slots:
             return None
@@ -174,7 +176,7 @@ class Runner:
             return False
         if not self.executor.can_start(step, running):
             return False
-        return True if not asked or self.executor.allows_lookups(step) else None
+        return True if not lookups or self.executor.allows_lookups(step) else None
 
     def _find(self, step: Step, inputs: Outcomes) -> Outcome | None:
         """Find the outcome of a step without executing it; None where it has to be executed."""

@@ -133,10 +133,10 @@ class RayExecutor(Executor):
         if not self._store.reuse:
             return None
         own = self._pool.driver.machine
-        asked: set[str] = set()
+        queried_machines: set[str] = set()
         for node in sorted(self._pool.candidates(step.place), key=lambda node: self._pool.machine_of(node.id) != own):
             machine = self._pool.machine_of(node.id)
-            if machine in asked or len(asked) == _LOOKUP_NODES:
+            if machine in queried_machines or len(queried_machines) == _LOOKUP_NODES:
                 continue
             if machine == own:
                 artifact = cache.lookup()
@@ -149,7 +149,7 @@ class RayExecutor(Executor):
                 if answer.artifact is not None:
                     return self._fetch(answer.artifact)
                 machine = answer.fingerprint.machine
-            asked.add(machine)
+            queried_machines.add(machine)
         return None
 
     def _fetch(self, artifact: Artifact) -> Artifact:
