@@ -190,16 +190,16 @@ class InputDependencies:
 
     def candidates(self) -> Iterator[ReadRecord]:
         """Yield the candidates whose files are all present, with their present content, the likeliest first."""
-        seen: set[str] = set()
+        local_names: set[str] = set()
         for path in self._newest_first():
-            seen.add(path.name)
+            local_names.add(path.name)
             record = _CandidateRecord.load(path)
             if record is not None and record.candidate.digest == path.stem and (read := self._compare(record)):
                 with contextlib.suppress(OSError):  # a store that may only be read has no last use
                     os.utime(path)
                 yield read
         if self._shared is not None:
-            yield from self._shared_candidates(self._shared, seen)
+            yield from self._shared_candidates(self._shared, local_names)
 
     def record(
         self,
@@ -243,7 +243,7 @@ class InputDependencies:
             f"{self._name}/{path.name}", files, dict(packages), _read_variables(variables), candidate.listings, changed
         )
 
-    def _shared_candidates(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
+    def _shared_candidates(self, shared: SharedStore, local_names: Collection[str]) -> Iterator[ReadRecord]:
         file = _read(shared, self._name)
         if file.candidates and file.used < time.time() - DAY_SECONDS:
             with contextlib.suppress(StoreError):  # who may only read leaves no trace
@@ -251,7 +251,7 @@ class InputDependencies:
         for content in file.candidates:
             with contextlib.suppress(ValidationError):
                 record = _CandidateRecord(candidate=_Candidate.model_validate(content))
-                if f"{record.candidate.digest}.json" not in seen and (read := self._compare(record, new=True)):
+                if f"{record.candidate.digest}.json" not in local_names and (read := self._compare(record, new=True)):
                     yield read
 
     def _compare(self, record: _CandidateRecord, *, new: bool = False) -> ReadRecord | None:
