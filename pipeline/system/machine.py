@@ -234,22 +234,22 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
         events.append(f"the GPU no longer reports its state: {after.reasons.get('gpus', 'no reason is known')}")
     looks = list(during)
     for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
-        seen = [look[index] for look in looks if index < len(look)]
-        events += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
+        states = [look[index] for look in looks if index < len(look)]
+        events += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, states)]
     return tuple(events)
 
 
 def _describe_stolen(machine: Environment) -> list[str]:
     share = _share(machine.stolen_seconds, machine.cpu_seconds)
-    told = f"the host of this virtual machine has given {share:.0%} of its cores' time to others so far"
-    return [told] if share > _STOLEN_SHARE else []
+    message = f"the host of this virtual machine has given {share:.0%} of its cores' time to others so far"
+    return [message] if share > _STOLEN_SHARE else []
 
 
 def _describe_stolen_since(before: Environment, after: Environment) -> list[str]:
     stolen = _grown(before.stolen_seconds, after.stolen_seconds)
     share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
-    told = f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile"
-    return [told] if share > _STOLEN_SHARE else []
+    message = f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile"
+    return [message] if share > _STOLEN_SHARE else []
 
 
 def add_interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> Environment:

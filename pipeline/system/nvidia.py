@@ -129,8 +129,8 @@ def identify(index: int) -> str | None:
         library, ordinal = ctypes.CDLL("libcuda.so.1"), c_int()
     except OSError:
         return None
-    found = None if library.cuDeviceGet(byref(ordinal), c_int(index)) else _read_uuid(library, ordinal)
-    return None if found is None else str(found)
+    identity = None if library.cuDeviceGet(byref(ordinal), c_int(index)) else _read_uuid(library, ordinal)
+    return None if identity is None else str(identity)
 
 
 def _read_uuid(library: Any, ordinal: c_int) -> uuid.UUID | None:

@@ -56,7 +56,7 @@ def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOu
     ``message`` is what people read, else the first line, with a word of memory. Free is what is left on the device, or
     of torch's own limit.
     """
-    asked = next((_bytes(*match.groups()) for pattern in _ASKED if (match := pattern.search(text))), None)
+    size = next((_bytes(*match.groups()) for pattern in _ASKED if (match := pattern.search(text))), None)
     free = _bytes(*(part for part in match.groups() if part is not None)) if (match := _FREE.search(text)) else None
     first_line = next(iter(text.strip().splitlines()), "")
     if "memory" not in first_line.lower():
@@ -66,10 +66,10 @@ def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOu
         allowed, allocated, reserved = (_bytes(*share.group(first, first + 1)) for first in (1, 3, 5))
         free, remedy = min(free, max(0, allowed - allocated - reserved)), f"{remedy}, or a larger --memory-limit"
         left = f"{format_bytes(free)} of the {format_bytes(allowed)} that it may take is left"
-        segments = _WHOLE_SEGMENTS if asked in _SEGMENTS else ""
-        message = message or f"CUDA out of memory: PyTorch asked for {format_bytes(asked or 0)}, and {left}{segments}"
+        segments = _WHOLE_SEGMENTS if size in _SEGMENTS else ""
+        message = message or f"CUDA out of memory: PyTorch asked for {format_bytes(size or 0)}, and {left}{segments}"
     limited = share is not None
-    return StepOutOfMemory(message or first_line, remedy, asked_bytes=asked, free_bytes=free, limited_torch=limited)
+    return StepOutOfMemory(message or first_line, remedy, asked_bytes=size, free_bytes=free, limited_torch=limited)
 
 
 def find_cause(error: BaseException) -> StepOutOfMemory | None:

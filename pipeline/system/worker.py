@@ -152,19 +152,19 @@ class Worker:
         with self._ending:
             self._process.join(_STOP_SECONDS)
             code = self._process.exitcode
-        said = ""
+        log_text = ""
         if self.log.is_file():
-            said = self.log.read_bytes()[self._said_before :].decode(errors="replace").strip()
-        said, place = _split_trace(said)
-        tail = f"; the end of its log ({self.log.name}): {said or 'empty'}{place}"
+            log_text = self.log.read_bytes()[self._said_before :].decode(errors="replace").strip()
+        log_text, place = _split_trace(log_text)
+        tail = f"; the end of its log ({self.log.name}): {log_text or 'empty'}{place}"
         if code == -signal.SIGKILL:
             return StepKilled(
                 "its process was killed, most likely by the kernel because memory ran out" + tail,
                 "give it more memory, a smaller batch or fewer --jobs; `resume` does what is missing",
             )
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        if code == -signal.SIGABRT and oom.says_out_of_memory(said):  # an exception that nothing caught
-            return oom.out_of_memory(said, f"memory ran out, and its process ended ({cause}){tail}")
+        if code == -signal.SIGABRT and oom.says_out_of_memory(log_text):  # an exception that nothing caught
+            return oom.out_of_memory(log_text, f"memory ran out, and its process ended ({cause}){tail}")
         remedy = "its log, in the run's logs folder where there is one, has what was running last"
         return StepCrashed(f"its process crashed ({cause}){tail}", remedy)
 
@@ -194,9 +194,9 @@ def _wait_for_server_to_end() -> None:
             time.sleep(0.01)
 
 
-def _split_trace(said: str) -> tuple[str, str]:
+def _split_trace(log_text: str) -> tuple[str, str]:
     """Take the last lines of a log, and where the process crashed in words, if faulthandler wrote that below them."""
-    before, _, trace = said.partition(_FATAL)
+    before, _, trace = log_text.partition(_FATAL)
     frames = trace.partition(_CRASHED)[2].splitlines()[1 : 1 + _LAST_LINES]
     place = " / ".join(frame.strip() for frame in frames if frame.startswith("  File "))
     lines = [line for line in before[-_LOG_TAIL:].splitlines() if line.strip()]
@@ -233,8 +233,8 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
             return _FAILED, memory
         if isinstance(error, EnginesmithError):
             return _FAILED, error
-        told = _TRACE.split(str(error), maxsplit=1)[0].rstrip()
-        return _FAILED, StepError(f"{type(error).__name__}: {told}", "the whole trace is in the step's log")
+        message = _TRACE.split(str(error), maxsplit=1)[0].rstrip()
+        return _FAILED, StepError(f"{type(error).__name__}: {message}", "the whole trace is in the step's log")
 
 
 def _main(
