@@ -283,7 +283,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return cls.as_given()
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> "Iterator[Configuration]":
+    def configurations(cls, options: "EngineOptions", precision: str) -> "Iterator[Configuration]":
         """Yield each way to build and run it that a recipe asks for, for a module or graph in this precision.
 
         Raises:
@@ -334,7 +334,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return self
 
     @classmethod
-    def check_options(cls, asked: "EngineOptions") -> None:
+    def check_options(cls, options: "EngineOptions") -> None:
         """Refuse options that do not go together.
 
         Raises:
@@ -356,7 +356,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return None
 
     @classmethod
-    def shares_activations(cls, asked: "EngineOptions") -> bool:
+    def shares_activations(cls, options: "EngineOptions") -> bool:
         """Tell whether all engines of a process work in one buffer, so that only the largest counts."""
         return False
 
@@ -386,7 +386,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return {name: value for name, value in record.items() if name in cls.model_fields}
 
     @classmethod
-    def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
+    def running_options(cls, options: "EngineOptions") -> dict[str, Any]:
         """Read the fields of :attr:`only_running` that a packaged engine was measured with from a recipe."""
         return {}
 

@@ -77,7 +77,7 @@ def check_machine(stack: Stack) -> Iterator[Check]:
         yield check("C library", f"glibc {stack.glibc}", f"{least}, by {package}", fits, fix)
 
 
-def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str = "") -> Check:
+def check_packages(stack: Stack, name: str, requirements: list[Requirement], fix: str = "") -> Check:
     """Check whether all are installed in a version that was asked for."""
     from packaging.specifiers import SpecifierSet
 
@@ -86,10 +86,10 @@ def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str =
     def is_met(need: Requirement) -> bool:
         return need.name in here and SpecifierSet(need.versions).contains(here[need.name], prereleases=True)
 
-    wrong = [need for need in asked if not is_met(need)]
+    wrong = [need for need in requirements if not is_met(need)]
     wrong.sort(key=lambda need: need.name in here)
     present = [f"{need.name} {here[need.name]}" if need.name in here else f"no {need.name}" for need in wrong]
     wanted = [f"{need.name}{need.versions}" for need in wrong]
     fix = fix or f"pip install {' '.join(map(repr, wanted))}"
     needed = ", ".join(wanted) or "as the package's metadata says"
-    return check(name, ", ".join(present) or f"all {len(asked)}", needed, not wanted, fix)
+    return check(name, ", ".join(present) or f"all {len(requirements)}", needed, not wanted, fix)

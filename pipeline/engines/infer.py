@@ -49,9 +49,9 @@ class Model:
             raise RuntimeError(f"manifest.json has no {', '.join(lacking)}: it is damaged; copy the bundle again")
         if self.manifest["schema"] != "enginesmith.bundle/1":
             raise RuntimeError(f"manifest.json is of schema {self.manifest['schema']}, which this script cannot read")
-        for name, kept in self.manifest["files"].items():  # before anything is loaded: an engine is code
+        for name, entry in self.manifest["files"].items():  # before anything is loaded: an engine is code
             file = self.folder / name
-            if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != kept["sha256"]:
+            if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != entry["sha256"]:
                 raise RuntimeError(f"{name} is not the file that was packaged: nothing was loaded")
         engine = self.manifest["engine"]
         starts = {"onnxruntime": _onnxruntime, "openvino": _openvino, "torch": _torch}
@@ -59,23 +59,23 @@ class Model:
         try:
             self._run = start(self.folder / engine["file"], {**engine, **signature, "plugins": plugins})
         except (ImportError, OSError) as error:
-            made = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
-            raise Unable(f"this machine cannot run the engine: {error}; {made}") from error
+            origin = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
+            raise Unable(f"this machine cannot run the engine: {error}; {origin}") from error
 
     def __call__(self, inputs):
         """Map arrays by input name to arrays by output name. Raise ValueError if the inputs do not fit the model."""
         specs = self.manifest["signature"]["inputs"]
         if not hasattr(inputs, "keys"):
-            told = f"the inputs are given as {type(inputs).__name__}; give a dict of arrays by input name: "
-            raise ValueError(told + f"{{{', '.join(repr(spec['name']) + ': …' for spec in specs)}}}")
+            message = f"the inputs are given as {type(inputs).__name__}; give a dict of arrays by input name: "
+            raise ValueError(message + f"{{{', '.join(repr(spec['name']) + ': …' for spec in specs)}}}")
         if set(inputs) != {spec["name"] for spec in specs}:
             raise ValueError(f"the inputs are {sorted(inputs)}; the model takes {[spec['name'] for spec in specs]}")
         feeds = {spec["name"]: _fit(inputs[spec["name"]], **spec) for spec in specs}
         for name, rows in self.manifest["signature"].get("tables", {}).items():
             given = feeds[name]  # some engines do not check it
             if given.size and not -rows <= given.min() <= given.max() < rows:
-                told = f"{name} goes from {given.min()} to {given.max()}"
-                raise ValueError(f"{told}; its table has {rows} rows, 0 to {rows - 1}")
+                message = f"{name} goes from {given.min()} to {given.max()}"
+                raise ValueError(f"{message}; its table has {rows} rows, 0 to {rows - 1}")
         sizes = {}
         for spec in specs:
             for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
@@ -85,8 +85,8 @@ class Model:
             size = sizes.get(dim, known["min"])
             if not known["min"] <= size <= known["max"] and dim not in self.exceeded:
                 self.exceeded.add(dim)
-                told = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
-                warnings.warn(f"{told}: nobody has checked its answers there", stacklevel=2)
+                message = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
+                warnings.warn(f"{message}: nobody has checked its answers there", stacklevel=2)
         return self._run(feeds)
 
     def check(self):
@@ -301,17 +301,21 @@ def _openvino(file, engine):
 
 
 def _torch(file, engine):
-    made, here, flags = engine["options"], importlib.metadata.version("torch"), pathlib.Path("/proc/cpuinfo")
+    options, here, flags = engine["options"], importlib.metadata.version("torch"), pathlib.Path("/proc/cpuinfo")
     import torch
 
     known = set(flags.read_text().split()) if flags.is_file() else {platform.processor()}
-    if here != made["torch"] or platform.machine() != made["machine"] or not known.issuperset(made["instructions"]):
-        needed = f"torch {made['torch']} on {made['machine']} with {' '.join(made['instructions'])}"
+    if (
+        here != options["torch"]
+        or platform.machine() != options["machine"]
+        or not known.issuperset(options["instructions"])
+    ):
+        needed = f"torch {options['torch']} on {options['machine']} with {' '.join(options['instructions'])}"
         raise ImportError(f"the machine code in it was compiled for {needed}, and here is torch {here}")
     target = "sm{}{}".format(*torch.cuda.get_device_capability()) if engine["device"] == "cuda" else ""
-    if target != made["target"]:
-        raise ImportError(f"it is compiled for a GPU of the kind {made['target']}, and here is {target}")
-    cast = None if made["dtype"] == "float32" else getattr(torch, made["dtype"])
+    if target != options["target"]:
+        raise ImportError(f"it is compiled for a GPU of the kind {options['target']}, and here is {target}")
+    cast = None if options["dtype"] == "float32" else getattr(torch, options["dtype"])
     if engine["device"] == "cuda":  # as in the measured run: torch's default rounds convolutions to TF32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = torch._inductor.aoti_load_package(str(file))
@@ -343,10 +347,10 @@ def _tensorrt(file, engine):
         for attribute, part in enumerate(parts, 75):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, 0)
         here = (trt.__version__, "sm" + "".join(str(part.value) for part in parts))
-        told = f"TensorRT {here[0]} on {here[1]} refuses it: it is built by {engine['version']} for "
-        told += ", ".join(engine["compute_capabilities"])
+        message = f"TensorRT {here[0]} on {here[1]} refuses it: it is built by {engine['version']} for "
+        message += ", ".join(engine["compute_capabilities"])
         fits = here[0] == engine["version"] and here[1] in engine["compute_capabilities"]
-        raise (RuntimeError if fits else ImportError)(told)
+        raise (RuntimeError if fits else ImportError)(message)
     context = loaded.create_execution_context()
     at, sizes, shapes = {}, {}, {}  # of memory on the GPU, by tensor; of outputs whose size only a run decides
     outputs = {spec["name"]: spec["dtype"] for spec in engine["outputs"]}
@@ -428,8 +432,8 @@ def _read_array(file):
         try:
             return np.lib.format.read_array(opened, allow_pickle=False)
         except ValueError as error:
-            told = "cannot be read: give a .npy file of one array of numbers, as numpy.save writes it"
-            raise ValueError(f"{file} {told}") from error
+            message = "cannot be read: give a .npy file of one array of numbers, as numpy.save writes it"
+            raise ValueError(f"{file} {message}") from error
 
 
 def main():

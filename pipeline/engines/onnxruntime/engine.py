@@ -144,15 +144,15 @@ class OnnxRuntime(Engine):
         return cls(graph_optimization="disabled", emulate=True)
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
-        settings = providers.parse_settings(asked.onnxruntime.provider_options, asked.engines)
-        for level in asked.graph_optimization:
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        settings = providers.parse_settings(options.onnxruntime.provider_options, options.engines)
+        for level in options.graph_optimization:
             for chosen, word in providers.combine_settings(cls.provider, settings):
                 engine = cls(
                     graph_optimization=level,
-                    tf32=asked.onnxruntime.tf32,
+                    tf32=options.onnxruntime.tf32,
                     provider_options=chosen,
-                    without=asked.onnxruntime.disabled_optimizers,
+                    without=options.onnxruntime.disabled_optimizers,
                 )
                 mode = "-".join(filter(None, ("" if level == "all" else level, word)))
                 yield Configuration(engine, precision, mode=mode)
@@ -167,25 +167,25 @@ class OnnxRuntime(Engine):
         return cls.quantizers if int8_weight_bits() < 8 else ("own", "qat")
 
     @classmethod
-    def check_options(cls, asked: "EngineOptions") -> None:
-        settings = providers.parse_settings(asked.onnxruntime.provider_options, asked.engines)
+    def check_options(cls, options: "EngineOptions") -> None:
+        settings = providers.parse_settings(options.onnxruntime.provider_options, options.engines)
         own = [name for name in settings if name in cls.provider.settings]
-        if own and "cpu" in cls.kinds and asked.where.kind == "cpu":
-            told = f"--ort-option {own[0]} is an option of {cls.provider.name}, and the device is cpu"
-            raise UsageError(told, "omit it, or use --device cuda")
+        if own and "cpu" in cls.kinds and options.where.kind == "cpu":
+            message = f"--ort-option {own[0]} is an option of {cls.provider.name}, and the device is cpu"
+            raise UsageError(message, "omit it, or use --device cuda")
 
     @classmethod
-    def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
-        return {"tf32": asked.onnxruntime.tf32}
+    def running_options(cls, options: "EngineOptions") -> dict[str, Any]:
+        return {"tf32": options.onnxruntime.tf32}
 
     @classmethod
     def restore_options(cls, record: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
         """Leave out options of the provider that no recipe can set: they may load libraries."""
-        kept, texts = super().restore_options(record, trust=trust), record.get("provider_options")
+        options, texts = super().restore_options(record, trust=trust), record.get("provider_options")
         if isinstance(texts, list | tuple):
             given = dict(text.split("=", 1) for text in texts if isinstance(text, str) and "=" in text)
-            kept["provider_options"] = providers.known_settings(cls.provider, given)
-        return kept
+            options["provider_options"] = providers.known_settings(cls.provider, given)
+        return options
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         return PackageFacts(options=self.options_of_package(main, device))
@@ -289,10 +289,10 @@ class OnnxRuntime(Engine):
     def runnable(self, device: Device) -> Availability:
         availability = type(self).available(device)
         settings = {"TF32": self.tf32, "CUDA graphs": self.cuda_graphs, "provider options": self.provider_options}
-        asked = ", ".join(name for name, value in settings.items() if value)
-        if not availability.ok or not asked or device.kind == "cuda":
+        features = ", ".join(name for name, value in settings.items() if value)
+        if not availability.ok or not features or device.kind == "cuda":
             return availability
-        return unavailable(f"{asked}: available on CUDA devices only", "use --device cuda")
+        return unavailable(f"{features}: available on CUDA devices only", "use --device cuda")
 
     @property
     def _options(self) -> dict[str, str]:
@@ -333,8 +333,8 @@ class OnnxRuntime(Engine):
         (out / _RECORD).write_text(record.model_dump_json(indent=1))
         old, new = (Counter(model_file.summary(path).operators) for path in (artifact.path, file))
         summary = f"optimized at level {level!r}: {old.total()} → {new.total()} nodes"
-        if made := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
-            summary += f" (new: {made})"
+        if additions := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
+            summary += f" (new: {additions})"
         note = f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"
         return Effect(file=_MODEL, summary=summary, notes=(note,), signature=artifact.signature)
 
@@ -422,13 +422,13 @@ class OnnxRuntime(Engine):
         level, path, file = self.graph_optimization, artifact.path, artifact.folder / _RECORD
         if file.is_file():
             level, record = "disabled", _Record.model_validate_json(file.read_bytes())
-            for (field, made), (_, now) in zip(record, _here(device), strict=True):
-                if made != now:
-                    told = f"the engine was optimized for {field} {made!r}, and here it is {now!r}"
+            for (field, record_value), (_, now) in zip(record, _here(device), strict=True):
+                if record_value != now:
+                    message = f"the engine was optimized for {field} {record_value!r}, and here it is {now!r}"
                     remedy = (
                         "build it here: `enginesmith resume RUN`; or use `enginesmith package RUN`, which is portable"
                     )
-                    raise MissingCapability(told, remedy)
+                    raise MissingCapability(message, remedy)
         chosen, tuned = session_options(device, level, self.memory_arena, save_to, trace), self._tuned_session
         if THREADS in tuned:  # never more than are allowed
             chosen.intra_op_num_threads = min(int(tuned[THREADS]), device.thread_count)
@@ -513,15 +513,15 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
         return
     # the metadata names the libraries under two extras; torch may bring the same ones
     fix = f"pip install 'onnxruntime-gpu[cuda,cudnn]=={stack.versions['onnxruntime-gpu']}'"
-    asked = [need for need in stack.requirements.get("onnxruntime-gpu", ()) if need.extra in ("cuda", "cudnn")]
+    requirements = [need for need in stack.requirements.get("onnxruntime-gpu", ()) if need.extra in ("cuda", "cudnn")]
     major = numbers(stack.onnxruntime_cuda)[0]
     if stack.torch_cuda:
         builds = f"{stack.torch_cuda} and {stack.onnxruntime_cuda}"
         same = numbers(stack.torch_cuda)[0] == major
         needed, other = "the same major version, to share libraries", f"a torch that is built for CUDA {major}"
         yield check("CUDA of torch and onnxruntime-gpu", builds, needed, same, f"{fix}; or {other}")
-    if asked and f"libcudart.so.{major}" not in stack.loadable:
-        yield check_packages(stack, "CUDA libraries of onnxruntime-gpu", asked, fix)
+    if requirements and f"libcudart.so.{major}" not in stack.loadable:
+        yield check_packages(stack, "CUDA libraries of onnxruntime-gpu", requirements, fix)
     fits = stack.cudnn is not None and numbers(stack.cudnn)[0] == _CUDNN_OF_ONNXRUNTIME
     package = f"pip install 'nvidia-cudnn-cu{major}=={_CUDNN_OF_ONNXRUNTIME}.*'"
     yield check("cuDNN", stack.cudnn or "not found", f"{_CUDNN_OF_ONNXRUNTIME}.x", fits, package)

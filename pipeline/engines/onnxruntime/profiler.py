@@ -256,9 +256,9 @@ def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_
     medians = tally.medians().items()
     operators = tuple(_operator(name, described[name], origins, *figures) for name, figures in medians if name)
     if on_cuda and not operators:
-        told = "this onnxruntime is built without CUDA profiling"
+        message = "this onnxruntime is built without CUDA profiling"
         remedy = "profile eager or TensorRT, or use a build with onnxruntime_ENABLE_CUDA_PROFILING"
-        raise MissingCapability(f"{told}: it tells when nodes are launched, not how long they run", remedy)
+        raise MissingCapability(f"{message}: it tells when nodes are launched, not how long they run", remedy)
     whole = statistics.median(int(run["dur"]) / 1e6 for run in runs[WARM_CALLS:])
     coarse = "it counts whole microseconds, which is coarse for operators this short"
     notes = (coarse,) if whole < _COARSE_SECONDS else ()

@@ -107,24 +107,26 @@ def parse_settings(texts: Iterable[str], engines: Iterable[str]) -> dict[str, tu
         UsageError: none of the providers has that option, or it does not take that value.
     """
     known = {name: values for row in PROVIDERS if row.engine in engines for name, values in row.settings.items()}
-    asked: dict[str, tuple[str, ...]] = {}
+    settings: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, _, given = text.partition("=")
         values = tuple(dict.fromkeys(part.strip() for part in given.split(",")))
         if name not in known:
-            told = f"no provider of ONNX Runtime here has the option {name!r}"
-            raise UsageError(told, f"use one of {', '.join(known)}")
+            message = f"no provider of ONNX Runtime here has the option {name!r}"
+            raise UsageError(message, f"use one of {', '.join(known)}")
         wrong = [value for value in values if not value or (known[name] and value not in known[name])]
         if wrong:
             choices = " or ".join(known[name]) or "a value"
             raise UsageError(f"the option {name} of ONNX Runtime does not take {wrong[0]!r}", f"give {name}={choices}")
-        asked[name] = tuple(dict.fromkeys((*asked.get(name, ()), *values)))
-    return asked
+        settings[name] = tuple(dict.fromkeys((*settings.get(name, ()), *values)))
+    return settings
 
 
-def combine_settings(provider: Provider, asked: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], str]]:
+def combine_settings(
+    provider: Provider, settings: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield each combination of the values asked for, as ``NAME=VALUE``, with a word for what is not the default."""
-    own = {name: values for name, values in asked.items() if name in provider.settings}
+    own = {name: values for name, values in settings.items() if name in provider.settings}
     for values in itertools.product(*own.values()):
         chosen = dict(zip(own, values, strict=True))
         other = [name for name, value in chosen.items() if provider.settings[name][:1] != (value,)]
@@ -185,11 +187,11 @@ def attach_plugin(chosen: Any, name: str, options: Mapping[str, str], device: De
         return False
     plugin = importlib.import_module(row.plugin)
     try:
-        if name not in {found.ep_name for found in ort.get_ep_devices()}:
+        if name not in {ep_device.ep_name for ep_device in ort.get_ep_devices()}:
             ort.register_execution_provider_library(plugin.get_ep_name(), plugin.get_library_path())
     except Exception as error:  # of onnxruntime's own, which have no common class
         raise MissingCapability(f"ONNX Runtime does not load {row.plugin}: {error}", "update the driver") from error
-    devices = [found for found in ort.get_ep_devices() if found.ep_name == name]
+    devices = [ep_device for ep_device in ort.get_ep_devices() if ep_device.ep_name == name]
     if device.index >= len(devices):
         raise MissingCapability(f"{row.plugin} finds no {device} that it supports", "use onnxruntime")
     given = {key: value for key, value in options.items() if key != "device_id"}  # the device says which

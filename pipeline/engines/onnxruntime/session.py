@@ -197,8 +197,8 @@ def open_session(
     wanted = providers[0][0]
     if session.get_providers()[0] != wanted:
         remedy = f"install the CUDA build alone: pip uninstall onnxruntime; {install_command('onnxruntime-gpu')}"
-        told = f"ONNX Runtime did not start its {wanted} and would silently run on the CPU"
-        raise MissingCapability(told, remedy)
+        message = f"ONNX Runtime did not start its {wanted} and would silently run on the CPU"
+        raise MissingCapability(message, remedy)
     return session
 
 
@@ -245,15 +245,15 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         return out_of_memory(text, f"memory ran out while ONNX Runtime loaded {file}: {text}", "use a larger machine")
     verdict, remedy = f"cannot load {file}", "export the model again"
     if "graph capture feature" in text:
-        told = "ONNX Runtime captures no CUDA graph of this model: some of its nodes do not run on CUDA"
-        return ModelError(told, _WITHOUT_GRAPHS)
+        message = "ONNX Runtime captures no CUDA graph of this model: some of its nodes do not run on CUDA"
+        return ModelError(message, _WITHOUT_GRAPHS)
     if "provider option" in text:
         return MissingCapability(
             f"ONNX Runtime does not take an option: {text.rpartition(': ')[2]}", "omit --ort-option"
         )
     if "serialization failed" in text:  # of the optimized graph, which it saves
-        told = f"ONNX Runtime cannot write the optimized graph of {file}: {text}"
-        return StoreError(told, "most likely the disk is full: free some space, then `enginesmith resume` goes on")
+        message = f"ONNX Runtime cannot write the optimized graph of {file}: {text}"
+        return StoreError(message, "most likely the disk is full: free some space, then `enginesmith resume` goes on")
     lacking = "Could not find an implementation" in text
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
         verdict = f"has no CPU kernels for what is in {file}"
@@ -286,8 +286,8 @@ def _run_error(error: Exception, what: str, remedy: str) -> EnginesmithError:
 def _text(error: Exception) -> str:
     """Take the first line, without ``[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : `` and functions of its source."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    if told := _BEHIND_SIGNATURES.search(line):
-        return told[0]
+    if match := _BEHIND_SIGNATURES.search(line):
+        return match[0]
     return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", line)
 
 
@@ -376,8 +376,8 @@ class OnnxRuntimeSession(Session):
         if limit is None or input_bytes <= self._input_bytes:
             return
         if input_bytes >= limit:
-            told = f"the inputs take {format_bytes(input_bytes)}, of {format_bytes(limit)} that are allowed"
-            raise StepOutOfMemory(told, "use a smaller batch", asked_bytes=input_bytes, free_bytes=limit)
+            message = f"the inputs take {format_bytes(input_bytes)}, of {format_bytes(limit)} that are allowed"
+            raise StepOutOfMemory(message, "use a smaller batch", asked_bytes=input_bytes, free_bytes=limit)
         self._opened()
         self._session = self._last = None
         gc.collect()
@@ -509,8 +509,8 @@ class GraphedOnnxRuntimeSession(OnnxRuntimeSession):
         try:
             self._run(bound.binding, bound.options if captured else self._plain)
         except self._errors as error:
-            told = "captured no CUDA graph" if captured else "failed on this input"
-            raise _run_error(error, told, _WITHOUT_GRAPHS if captured else _CHECK_INPUT) from error
+            failure = "captured no CUDA graph" if captured else "failed on this input"
+            raise _run_error(error, failure, _WITHOUT_GRAPHS if captured else _CHECK_INPUT) from error
         bound.calls += 1
         self._last = bound.binding
 

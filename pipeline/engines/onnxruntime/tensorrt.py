@@ -90,11 +90,11 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         return False
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
         """Yield its variants, with each workspace; a sweep is for TensorRT itself, and left out here."""
-        asked_for = dict(zip(asked.workspace, asked.workspace_limits, strict=True))
-        limits = {word: limit for word, limit in asked_for.items() if limit != "sweep"} or {"": None}
-        for config in super().configurations(asked, precision):
+        requested_limits = dict(zip(options.workspace, options.workspace_limits, strict=True))
+        limits = {word: limit for word, limit in requested_limits.items() if limit != "sweep"} or {"": None}
+        for config in super().configurations(options, precision):
             for word, limit in limits.items():
                 engine = config.engine.model_copy(update={"workspace_bytes": limit})
                 yield Configuration(engine, precision, workspace=word, mode=config.mode)
@@ -197,10 +197,10 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
 
     def _context_options(self, file: Path, *, embedded: bool) -> tuple[dict[str, str], dict[str, str]]:
         """List the provider's options and the session's entries that have engines written into a context file."""
-        told = {"file_path": str(file), "embed_mode": str(int(embedded))}
+        settings = {"file_path": str(file), "embed_mode": str(int(embedded))}
         if self.provider.plugin:
-            return {}, {"ep.context_enable": "1", **{f"ep.context_{name}": text for name, text in told.items()}}
-        options = {"trt_dump_ep_context_model": "True", **{f"trt_ep_context_{k}": text for k, text in told.items()}}
+            return {}, {"ep.context_enable": "1", **{f"ep.context_{name}": text for name, text in settings.items()}}
+        options = {"trt_dump_ep_context_model": "True", **{f"trt_ep_context_{k}": text for k, text in settings.items()}}
         # engines that are not embedded are those of its cache, which is the folder of the context file then
         return options | ({} if embedded else {_CACHED: "True"}), {}
 
@@ -249,15 +249,17 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         """Open a session; its memory is not counted, as TensorRT takes it past every allocator that we could give."""
         self.require_runnable(device)
         if cuda_allocator.active(device.index):
-            told = f"{self.title} takes its memory by itself, where it is not counted"
-            raise MissingCapability(told, "look at what the deployment takes of the GPU")
+            message = f"{self.title} takes its memory by itself, where it is not counted"
+            raise MissingCapability(message, "look at what the deployment takes of the GPU")
         record = _read_record(artifact.folder)
         here, versions = nvidia.cuda_device(device.index), software.versions(self.tools)
-        wrong = [name for name, made in record.versions.items() if versions.get(name) != made]
+        wrong = [name for name, built_with in record.versions.items() if versions.get(name) != built_with]
         if (here and here.target != record.compute_capability) or wrong:
-            made = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-            told = f"the engines are built for {record.compute_capability} with {made}, which is not what is here"
-            raise MissingCapability(told, "build them here")
+            built_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+            message = (
+                f"the engines are built for {record.compute_capability} with {built_with}, which is not what is here"
+            )
+            raise MissingCapability(message, "build them here")
         if not (artifact.folder / CACHE).is_dir():
             return self._with(record)._open(artifact, device)
         copy = tempfile.mkdtemp(prefix="enginesmith-cache-")
@@ -301,9 +303,15 @@ class OnnxRuntimeTensorRTRTX(OnnxRuntimeTensorRT):
 
 def _is_whole(file: Path, signature: Signature) -> bool:
     """Tell whether a context file was written for the whole graph: that of a part has other inputs or outputs."""
-    made = model_file.signature(file) if file.is_file() else None
-    sides = ((made.inputs, signature.inputs), (made.outputs, signature.outputs)) if made else ()
-    return made is not None and all({spec.name for spec in ours} == {spec.name for spec in own} for ours, own in sides)
+    file_signature = model_file.signature(file) if file.is_file() else None
+    sides = (
+        ((file_signature.inputs, signature.inputs), (file_signature.outputs, signature.outputs))
+        if file_signature
+        else ()
+    )
+    return file_signature is not None and all(
+        {spec.name for spec in ours} == {spec.name for spec in own} for ours, own in sides
+    )
 
 
 def _shape_options(provider: Provider, signature: Signature, ranges: Mapping[str, ShapeRange]) -> dict[str, str]:
@@ -325,6 +333,6 @@ def _read_record(folder: Path) -> _Record:
         raise ModelError(f"{folder / _RECORD} is missing or damaged", "build the engine again") from error
     known = {*_PRECISION_FLAGS.values(), _INT8, _CACHED}
     if other := next((name for name in record.options if name not in known and not _SHAPES.fullmatch(name)), None):
-        told = f"{folder / _RECORD} has the option {other}, which enginesmith does not write"
-        raise ModelError(told, "build the engine again")
+        message = f"{folder / _RECORD} has the option {other}, which enginesmith does not write"
+        raise ModelError(message, "build the engine again")
     return record

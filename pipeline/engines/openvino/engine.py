@@ -69,13 +69,13 @@ class OpenVINO(Engine):
     """Batch sizes that the graph is compiled apart for, where nothing but the batch is dynamic."""
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
         low: session.FloatType = "bf16" if precision == "bf16" else "f16" if "fp16" in precision else "f32"
-        yield Configuration(cls(floats=low, **cls.running_options(asked)), precision)
+        yield Configuration(cls(floats=low, **cls.running_options(options)), precision)
 
     @classmethod
-    def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
-        return {"fixed_batches": asked.batch[:_MOST_FIXED]}
+    def running_options(cls, options: "EngineOptions") -> dict[str, Any]:
+        return {"fixed_batches": options.batch[:_MOST_FIXED]}
 
     @classmethod
     def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
@@ -110,12 +110,9 @@ class OpenVINO(Engine):
     def installed(cls, device: Device) -> Availability:
         if device.kind != "cpu":
             return unavailable("it runs on the CPU only", "use --device cpu")
-        found = software.find("openvino") is not None
-        return (
-            Availability(ok=True)
-            if found
-            else unavailable("openvino is not installed", f"install it: {install_command('openvino')}")
-        )
+        if software.find("openvino") is not None:
+            return Availability(ok=True)
+        return unavailable("openvino is not installed", f"install it: {install_command('openvino')}")
 
     def runnable(self, device: Device) -> Availability:
         availability = type(self).available(device)
@@ -159,11 +156,14 @@ class OpenVINO(Engine):
         session.restore_empty(graph, model_file.list_empty(source))
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)
         compiled = session.compile_graph(graph, artifact.path.name, request.device, self.floats)
-        rounded, asked = profiler.find_rounded(source)
-        audit = profiler.audit(profiler.read_layers(compiled, rounded), asked)
+        rounded, int8_products = profiler.find_rounded(source)
+        audit = profiler.audit(profiler.read_layers(compiled, rounded), int8_products)
         fixed = session.has_only_a_batch(artifact.signature or model_file.signature(artifact.path))
-        found = {"options": session.find_workarounds(graph, fixed=fixed), "whole_numbers": find_whole_numbers(source)}
-        record = audit.model_copy(update=found)
+        additions = {
+            "options": session.find_workarounds(graph, fixed=fixed),
+            "whole_numbers": find_whole_numbers(source),
+        }
+        record = audit.model_copy(update=additions)
         (out / _AUDIT).write_text(record.model_dump_json(indent=1))
         summary = ", ".join(f"{count} layers in {name}" for name, count in audit.layers.items())
         return Effect(file=_MODEL, summary=summary, notes=audit.notes, signature=artifact.signature)

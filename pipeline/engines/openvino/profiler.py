@@ -113,7 +113,7 @@ def find_rounded(graph: "onnx.ModelProto") -> tuple[set[str], list[str]]:
     return {node.name for node in (*near, *(node for node in nodes if node.op_type in CONVERTERS))}, products
 
 
-def audit(layers: Iterable[Layer], asked: Sequence[str]) -> Audit:
+def audit(layers: Iterable[Layer], int8_products: Sequence[str]) -> Audit:
     """Compare the types that layers compute in with the products that a graph asks for in int8."""
     counted = [layer for layer in layers if layer.precision]
     products = [layer for layer in counted if layer.kind in _HEAVY]
@@ -121,8 +121,8 @@ def audit(layers: Iterable[Layer], asked: Sequence[str]) -> Audit:
     return Audit(
         layers=dict(Counter(layer.precision for layer in counted).most_common()),
         products=dict(Counter(layer.precision for layer in products).most_common()),
-        asked=len(asked),
-        floating=tuple(name for name in asked if any(layer.covers(name) for layer in floats)),
+        asked=len(int8_products),
+        floating=tuple(name for name in int8_products if any(layer.covers(name) for layer in floats)),
     )
 
 

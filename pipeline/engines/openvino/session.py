@@ -114,7 +114,7 @@ def _name_type(value: Array) -> Array:
 
 
 def restore_empty(graph: "openvino.Model", empty: Collection[str]) -> None:
-    """Give constants that are answers their size of 0 back, by name: OpenVINO 2026.4.1 reads them as single numbers.
+    """Restore the size 0 of constants that are outputs, by name: OpenVINO 2026.4.1 reads them as single numbers.
 
     A branch for the case that a detector finds nothing then answers a row of arbitrary numbers. What else reads such
     constants is left alone: a Gather by no indices would end the process.
@@ -128,10 +128,10 @@ def restore_empty(graph: "openvino.Model", empty: Collection[str]) -> None:
             restore_empty(body, empty)
         value = node.output(0) if node.get_type_name() == "Constant" else None
         if value is not None and not value.get_shape() and not value.get_names().isdisjoint(empty):
-            made = openvino.op.Constant(node.get_element_type(), openvino.Shape([0]), []).output(0)
+            constant = openvino.op.Constant(node.get_element_type(), openvino.Shape([0]), []).output(0)
             for reader in value.get_target_inputs():
                 if reader.get_node().get_type_name() == "Result":
-                    reader.replace_source_output(made)
+                    reader.replace_source_output(constant)
     graph.validate_nodes_and_infer_types()
 
 
@@ -333,16 +333,18 @@ class OpenVINOSession(Session):
         """Run one whole inference without keeping what is bound, which would cost some 20 µs a call."""
         self._check_range(values)
         named = map(_name_type, values)
-        kept = [value if (flags := value.flags).c_contiguous and flags.writeable else value.copy() for value in named]
+        buffers = [
+            value if (flags := value.flags).c_contiguous and flags.writeable else value.copy() for value in named
+        ]
         self._set = None
-        request = self._choose(kept)
+        request = self._choose(buffers)
         # A new array to write into is quicker than a copy: of 8.5 MB after a call of 32 ms, it saves 0.9 ms.
         given = {at: np.empty_like(tensor.data) for at, tensor in self._large[self._batch].items()}
         if given:
             self._lent.add(self._batch)
             for at, array in given.items():
                 request.set_output_tensor(at, self._tensor(array, shared_memory=True))
-        self._infer(request, [self._tensor(value, shared_memory=True) for value in kept])
+        self._infer(request, [self._tensor(value, shared_memory=True) for value in buffers])
         return [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
 
     def _check_range(self, values: Sequence[Array]) -> None:

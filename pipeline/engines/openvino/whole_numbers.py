@@ -59,10 +59,10 @@ def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
     for node in graph.node:
         for at, name in enumerate(node.input):
             readers[name].append((node, at))
-        made = whole.intersection(node.output)
-        if made and node.op_type not in model_file.COUNTING and given.intersection(model_file.list_reads(node)):
-            given.update(made)
-            products += [node] if node.op_type in _GROWING and made & long else []
+        results = whole.intersection(node.output)
+        if results and node.op_type not in model_file.COUNTING and given.intersection(model_file.list_reads(node)):
+            given.update(results)
+            products += [node] if node.op_type in _GROWING and results & long else []
             quotients += [node] if node.op_type in _DIVIDING else []
     ends = {value.name for value in graph.output}
 

@@ -77,29 +77,29 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
     """Make an error of one of three classes from the builder's own words in the log."""
     text = "\n".join(log.errors)
     if any(words in text for words in _MEMORY) or any("insufficient memory" in words for words in log.warnings):
-        asked = [int(number) for number in _ASKED_FOR.findall(text + "\n".join(log.warnings))]
-        words = f" (it asked for {max(asked)} bytes in all)" if asked else ""
+        sizes = [int(number) for number in _ASKED_FOR.findall(text + "\n".join(log.warnings))]
+        words = f" (it asked for {max(sizes)} bytes in all)" if sizes else ""
         if workspace_bytes is None:
             remedy = "use a smaller largest batch, or a device with more memory"
             return LimitTooSmall(f"{flavour}'s builder ran out of memory{words}", remedy)
         remedy = "allow more, or find the smallest that builds with --workspace sweep"
         return LimitTooSmall(f"no engine fits a workspace of {format_bytes(workspace_bytes)}{words}", remedy)
-    said = plain(_WHERE.sub(" ", log.errors[0]))[:_LENGTH] if log.errors else "nothing"
+    reason = plain(_WHERE.sub(" ", log.errors[0]))[:_LENGTH] if log.errors else "nothing"
     if "timing cache" in text.lower():
-        told = f"a kernel's timing is missing, and the timing cache is locked: {said}"
-        return BuilderFailed(told, "build once without --locked")
+        message = f"a kernel's timing is missing, and the timing cache is locked: {reason}"
+        return BuilderFailed(message, "build once without --locked")
     if any(words in text for words in _UNSUPPORTED):
         node = _node(text, graph)
         for operator in _NEVER_BUILT.get(flavour, ()) if not node else ():
             if any(each.op_type == operator for each in model_file.nodes(model_file.read(graph))):
-                told = f"{flavour} has no kernel for {operator}, in any precision and for any target"
+                message = f"{flavour} has no kernel for {operator}, in any precision and for any target"
                 remedy = "end the graph before it and choose boxes behind the engine, or use onnxruntime or openvino"
-                return UnsupportedGraph(f"{told}: {said}", remedy)
-        told = f"{flavour} cannot build {node or 'this graph'}: {said}"
+                return UnsupportedGraph(f"{message}: {reason}", remedy)
+        message = f"{flavour} cannot build {node or 'this graph'}: {reason}"
         trial = "`build --check` tells which targets would do"
-        return UnsupportedGraph(told, "use another precision for it, or another target", trial)
+        return UnsupportedGraph(message, "use another precision for it, or another target", trial)
     remedy = "try the model in another precision, or for another target"
-    return BuilderFailed(f"{flavour}'s builder failed and said: {said}", remedy)
+    return BuilderFailed(f"{flavour}'s builder failed and said: {reason}", remedy)
 
 
 def _node(text: str, graph: Path) -> str:
@@ -175,8 +175,8 @@ def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool, name
         UsageError: the file is of another device or version, or not a timing cache; or it is locked and not there.
     """
     if locked and not file.is_file():
-        told = f"--locked needs the timing cache {file}, and there is none"
-        raise UsageError(told, "build once without --locked to make it")
+        message = f"--locked needs the timing cache {file}, and there is none"
+        raise UsageError(message, "build once without --locked to make it")
     stored = file.read_bytes() if file.is_file() else b""
     cache = config.create_timing_cache(stored)
     # what it cannot read becomes an empty cache, which is shorter; a cache of graphs without tunable layers has no keys
@@ -184,8 +184,8 @@ def attach_timing_cache(trt: Any, config: Any, file: Path, *, locked: bool, name
     if not emptied and config.set_timing_cache(cache, ignore_mismatch=False):
         return cache
     if locked or named:
-        told = f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}"
-        raise UsageError(told, "give another one with --timing-cache, or remove it: it is made again then")
+        message = f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}"
+        raise UsageError(message, "give another one with --timing-cache, or remove it: it is made again then")
     cache = config.create_timing_cache(b"")
     config.set_timing_cache(cache, ignore_mismatch=False)
     return cache
@@ -347,8 +347,8 @@ def _limit_pools(trt: Any, config: Any, settings: BuilderSettings) -> None:
         if limit is not None:
             config.set_memory_pool_limit(pool, limit)
             if config.get_memory_pool_limit(pool) != limit:  # it logs, and keeps what it had
-                told = f"{settings.flavour} does not take the limit of {limit} bytes for {pool.name}"
-                raise UsageError(told, "give one between 1 byte and the memory of the device")
+                message = f"{settings.flavour} does not take the limit of {limit} bytes for {pool.name}"
+                raise UsageError(message, "give one between 1 byte and the memory of the device")
 
 
 def _set_flags(trt: Any, config: Any, settings: BuilderSettings) -> None:
@@ -387,19 +387,19 @@ def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
     profile = builder.create_optimization_profile()
     for tensor in map(network.get_input, range(network.num_inputs)):
         if tensor.is_shape_tensor:
-            told = f"the values of the input {tensor.name!r} decide shapes"
+            message = f"the values of the input {tensor.name!r} decide shapes"
             remedy = "make it a constant of the model, or take the size from another input's shape"
-            raise UnsupportedGraph(f"{told}, and TensorRT needs their range ahead of time", remedy)
+            raise UnsupportedGraph(f"{message}, and TensorRT needs their range ahead of time", remedy)
         if tensor.name not in shapes:
-            told = f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph"
+            message = f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph"
             remedy = "pass the input through an operator first, where it is an output too or what a loop goes by"
-            raise UnsupportedGraph(told, remedy)
+            raise UnsupportedGraph(message, remedy)
         try:
             profile.set_shape(tensor.name, *shapes[tensor.name])
         except (ValueError, RuntimeError) as error:
             given = ", ".join(str(list(shape)) for shape in shapes[tensor.name])
-            told = f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}"
-            raise UsageError(told, "give a range for each dynamic dimension: --shape batch=1:8:64") from error
+            message = f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}"
+            raise UsageError(message, "give a range for each dynamic dimension: --shape batch=1:8:64") from error
     if not profile:
         raise UsageError("TensorRT does not accept the shape ranges", "give min, opt and max for every dimension")
     return profile

@@ -111,18 +111,18 @@ class TensorRT(WorkspaceEngine):
     """Capture each set of shapes once as a CUDA graph, and replay it."""
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
         limits: dict[str, int | None] = {}
-        for text, asked_limit in zip(asked.workspace, asked.workspace_limits, strict=True):
+        for text, asked_limit in zip(options.workspace, options.workspace_limits, strict=True):
             if asked_limit == "sweep":
                 limits |= {MAX: None, **dict.fromkeys(SWEPT, None)}  # bytes that only a build can tell
             elif asked_limit is None or asked_limit not in limits.values():
                 limits[text] = asked_limit
-        for target in (asked.targets if cls.known().targets else ()) or (None,):
+        for target in (options.targets if cls.known().targets else ()) or (None,):
             for word, limit in (limits or {"": None}).items():
-                chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
+                chosen = cls(workspace_bytes=limit, target=target, options=options.tensorrt, run=options.tensorrt_run)
                 with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
-                    chosen.targets(nvidia.cuda_device((asked.named_device or Device()).index))
+                    chosen.targets(nvidia.cuda_device((options.named_device or Device()).index))
                 yield Configuration(chosen, precision, workspace=word, target=target)
 
     @classmethod
@@ -130,12 +130,12 @@ class TensorRT(WorkspaceEngine):
         return ("fp32", "fp16", "int8+fp16")
 
     @classmethod
-    def check_options(cls, asked: "EngineOptions") -> None:
-        lean = asked.tensorrt.version_compatible and "version_compatible" not in cls.known().refused
-        if lean and not asked.tensorrt.host_code:
-            told = "--version-compatible puts a runtime into the engine, which is code for the CPU"
-            raise UsageError(told, "allow to load it: add --host-code")
-        if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
+    def check_options(cls, options: "EngineOptions") -> None:
+        lean = options.tensorrt.version_compatible and "version_compatible" not in cls.known().refused
+        if lean and not options.tensorrt.host_code:
+            message = "--version-compatible puts a runtime into the engine, which is code for the CPU"
+            raise UsageError(message, "allow to load it: add --host-code")
+        if options.tensorrt_run.weight_streaming_budget is not None and not options.tensorrt.weight_streaming:
             raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
 
     @classmethod
@@ -156,8 +156,8 @@ class TensorRT(WorkspaceEngine):
         )
 
     @classmethod
-    def shares_activations(cls, asked: "EngineOptions") -> bool:
-        return asked.tensorrt_run.share_activation_memory
+    def shares_activations(cls, options: "EngineOptions") -> bool:
+        return options.tensorrt_run.share_activation_memory
 
     @classmethod
     def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
@@ -175,8 +175,8 @@ class TensorRT(WorkspaceEngine):
     def restore_options(cls, record: Mapping[str, Any], *, trust: bool = False) -> dict[str, Any]:
         """Keep, of the build options, only whether products are rounded; with ``trust``, also whether code may run."""
         given = record.get("options")
-        kept = given if isinstance(given, dict) else {}
-        options = BuildOptions(tf32=bool(kept.get("tf32")), host_code=trust and cls.needs_trust(kept))
+        old_options = given if isinstance(given, dict) else {}
+        options = BuildOptions(tf32=bool(old_options.get("tf32")), host_code=trust and cls.needs_trust(old_options))
         return {**super().restore_options(record), "options": options}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
@@ -369,19 +369,19 @@ class TensorRT(WorkspaceEngine):
         known = self.known()
         if not known.targets:
             if self.target and (here is None or self.target != here.target):
-                told = f"{self.name} builds for the device that is here, and the target is {self.target}"
-                raise UsageError(told, "omit --target, or use tensorrt_rtx, which builds ahead of time")
+                message = f"{self.name} builds for the device that is here, and the target is {self.target}"
+                raise UsageError(message, "omit --target, or use tensorrt_rtx, which builds ahead of time")
             return ()
         choices = ", ".join((*known.targets, PORTABLE))
         if self.target is None:
             if here is None:
-                told = f"{self.name} needs a target where there is no GPU to take it from"
-                raise UsageError(told, f"give --target: {choices}")
+                message = f"{self.name} needs a target where there is no GPU to take it from"
+                raise UsageError(message, f"give --target: {choices}")
             if here.target not in known.targets:
                 version = versions.installed_version(self.flavour)
-                told = f"{self.name} {version} has no target {here.target} ({here.name})"
+                message = f"{self.name} {version} has no target {here.target} ({here.name})"
                 remedy = f"use --engine tensorrt on this device (the extra `tensorrt` installs it); targets: {choices}"
-                raise MissingCapability(told, remedy)
+                raise MissingCapability(message, remedy)
             return (here.target,)
         if self.target not in (*known.targets, PORTABLE):
             raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
@@ -461,8 +461,10 @@ def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> t
 
 def _summary(record: EngineManifest) -> str:
     figures = record.figures
-    asked = record.workspace_asked_bytes
-    limit = format_bytes(record.workspace_limit_bytes) + ("" if asked is not None else ", the builder's default")
+    workspace_bytes = record.workspace_asked_bytes
+    limit = format_bytes(record.workspace_limit_bytes) + (
+        "" if workspace_bytes is not None else ", the builder's default"
+    )
     built_for = ", ".join(record.compute_capabilities)
     return (
         f"{format_bytes(record.bytes)} for {built_for}: weights {format_bytes(figures.weights_bytes)}, activations "

@@ -183,17 +183,21 @@ def audit(
     ``tensors`` are the network's inputs and outputs, which are compared with the signature.
     """
     layers = read_layers(dump)
-    asked = dict(_list_asked(model))
-    runs = {name: _runs_in(name, layers) for name in asked}
-    seen = {name: precision for name, precision in runs.items() if precision}
-    otherwise = [f"{name} {asked[name]} → {real}" for name, real in seen.items() if real != asked[name]]
+    requested_precisions = dict(_list_asked(model))
+    runs = {name: _runs_in(name, layers) for name in requested_precisions}
+    engine_precisions = {name: precision for name, precision in runs.items() if precision}
+    otherwise = [
+        f"{name} {requested_precisions[name]} → {real}"
+        for name, real in engine_precisions.items()
+        if real != requested_precisions[name]
+    ]
     narrow = [layer for layer in layers if not layer.light and layer.precision in ("int8", "fp8", "fp4")]
     return Audit(
         layers=_count(layer.precision for layer in layers if layer.precision),
-        products=_count(seen.values()),
-        requested=_count(asked.values()),
+        products=_count(engine_precisions.values()),
+        requested=_count(requested_precisions.values()),
         otherwise=tuple(otherwise),
-        unseen=len(asked) - len(seen),
+        unseen=len(requested_precisions) - len(engine_precisions),
         standalone_quantise=sum(layer.quantises for layer in layers),
         float_outputs=sum(not {"Float", "Half", "BFloat16"}.isdisjoint(layer.writes) for layer in narrow),
         reformats=sum(layer.moves for layer in layers),

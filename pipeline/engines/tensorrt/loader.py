@@ -296,8 +296,8 @@ def _validate_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
         raise MissingCapability("the engine brings its own host code along", "if you trust it, allow it: --host-code")
     libraries = {Path(plugin).name for plugin in allowed.plugins}
     if missing := ", ".join(name for name in manifest.options.plugins if Path(name).name not in libraries):
-        told = f"the engine was built with the plugins {missing}"
-        raise MissingCapability(told, "name the library: --plugins FILE.so")
+        message = f"the engine was built with the plugins {missing}"
+        raise MissingCapability(message, "name the library: --plugins FILE.so")
 
 
 def _validate_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
@@ -311,8 +311,8 @@ def _validate_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
         if DTYPES.get(name) != spec.dtype:
             raise ModelError(f"the engine's input {spec.name!r} is {name}, not {spec.dtype}", "build the engine again")
         if engine.get_tensor_location(spec.name) == trt.TensorLocation.HOST:
-            told = f"the values of the input {spec.name!r} decide shapes, which is not supported"
-            raise ModelError(told, "make it a constant of the model, or take the size from another input's shape")
+            message = f"the values of the input {spec.name!r} decide shapes, which is not supported"
+            raise ModelError(message, "make it a constant of the model, or take the size from another input's shape")
 
 
 def _stream_weights(engine: Any, options: SessionOptions) -> bool:
@@ -322,11 +322,11 @@ def _stream_weights(engine: Any, options: SessionOptions) -> bool:
         return False
     whole = engine.streamable_weights_size
     if not whole:
-        told = "the engine streams no weights, and a weight streaming budget was given"
-        raise UsageError(told, "build it with --weight-streaming")
+        message = "the engine streams no weights, and a weight streaming budget was given"
+        raise UsageError(message, "build it with --weight-streaming")
     if budget < whole and options.cuda_graphs:
-        told = "weights that are streamed while the engine runs cannot be part of a CUDA graph"
-        raise UsageError(told, f"do not use CUDA graphs, or give a budget of {whole} bytes, which is all of them")
+        message = "weights that are streamed while the engine runs cannot be part of a CUDA graph"
+        raise UsageError(message, f"do not use CUDA graphs, or give a budget of {whole} bytes, which is all of them")
     engine.weight_streaming_budget_v2 = min(budget, whole)  # it logs a failure, and keeps what it had
     if engine.weight_streaming_budget_v2 != min(budget, whole):
         raise UsageError(f"TensorRT does not take the weight streaming budget {budget}", "give a larger one")
@@ -396,9 +396,9 @@ def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
                 break
         else:
             return index
-    told = f"no optimization profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}"
+    message = f"no optimization profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}"
     reach = f"the last one reaches from {list(limits[0])} to {list(limits[2])}"
-    raise SignatureError(f"{told}; {reach}", "build the engine with a wider --shape")
+    raise SignatureError(f"{message}; {reach}", "build the engine with a wider --shape")
 
 
 def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
@@ -418,8 +418,8 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
     if not (before.options.refit or before.options.strip_plan):
         raise UsageError("the engine was not built to be refitted", "build it with --refit or --strip-plan")
     if graph.signature != before.signature:
-        told = "the graph has other inputs or outputs than the engine was built for"
-        raise SignatureError(told, "build a new engine from it")
+        message = "the graph has other inputs or outputs than the engine was built for"
+        raise SignatureError(message, "build a new engine from it")
     manifest.validate_machine(before, device.index)
     trt, log = module(before.engine), BuildLog()
     torch.cuda.set_device(device.index)
@@ -449,8 +449,8 @@ def _set_weights(trt: Any, engine: Any, sink: Any, graph: Path, log: BuildLog) -
     refitter = trt.Refitter(engine, sink)
     parser = trt.OnnxParserRefitter(refitter, sink)
     if not parser.refit_from_file(str(graph)):
-        said = parser.get_error(0).desc() if parser.num_errors else "nothing"
-        raise BuilderFailed(f"TensorRT does not take the graph's weights, and said: {said}", _SAME)
+        reason = parser.get_error(0).desc() if parser.num_errors else "nothing"
+        raise BuilderFailed(f"TensorRT does not take the graph's weights, and said: {reason}", _SAME)
     if missing := refitter.get_missing_weights():
         shown = ", ".join(str(name) for name in list(missing)[:4])
         raise BuilderFailed(f"the graph lacks weights of the engine, {len(missing)} in all: {shown}", _SAME)

@@ -75,15 +75,15 @@ def read(engine: Path) -> EngineManifest:
         raise ModelError(f"there is no engine {engine}", "check the path")
     size, again = engine.stat().st_size, "copy it again, with its manifest"
     if size != manifest.bytes:
-        told = f"its manifest says {manifest.bytes}: it is truncated, or another engine"
-        raise ModelError(f"{engine} has {size} bytes and {told}", again)
+        message = f"its manifest says {manifest.bytes}: it is truncated, or another engine"
+        raise ModelError(f"{engine} has {size} bytes and {message}", again)
     if file_digest(engine) != manifest.sha256:
         raise ModelError(f"{engine} is not the engine that its manifest describes", again)
     header = read_header(engine) if manifest.engine == "tensorrt_rtx" else None
     if header and (header.version, header.compute_capabilities) != (manifest.version, manifest.compute_capabilities):
-        said, real = (f"{it.version} for {', '.join(it.compute_capabilities)}" for it in (manifest, header))
+        claim, real = (f"{it.version} for {', '.join(it.compute_capabilities)}" for it in (manifest, header))
         remedy = "the manifest was changed: copy it again, with its engine"
-        raise ModelError(f"the manifest says {said}, and the engine itself {real}", remedy)
+        raise ModelError(f"the manifest says {claim}, and the engine itself {real}", remedy)
     return manifest
 
 

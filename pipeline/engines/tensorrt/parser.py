@@ -98,8 +98,8 @@ def validate_graph(model: "onnx.ModelProto", targets: tuple[str, ...], known: Ca
             where = (
                 f"the engine is to run on {listed} too" if len(lacking) < len(targets) else f"the target is {listed}"
             )
-            told = f"the graph uses {name}, which needs sm{least} or later, and {where}"
-            raise UnsupportedGraph(told, f"omit {listed}, or use another precision")
+            message = f"the graph uses {name}, which needs sm{least} or later, and {where}"
+            raise UnsupportedGraph(message, f"omit {listed}, or use another precision")
 
 
 def _used_types(model: "onnx.ModelProto") -> set[str]:
@@ -140,10 +140,10 @@ def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
         zero = node.input[2] if len(node.input) > 2 else ""
-        asked = _attribute(node, "output_dtype")
-        by_default = node.op_type == "QuantizeLinear" and not zero and not asked
+        output_dtype = _attribute(node, "output_dtype")
+        by_default = node.op_type == "QuantizeLinear" and not zero and not output_dtype
         weights = node.input[0] if node.op_type == "DequantizeLinear" else ""
-        if by_default or "uint8" in (kinds.get(zero), kinds.get(weights), model_file.dtype_name(asked)):
+        if by_default or "uint8" in (kinds.get(zero), kinds.get(weights), model_file.dtype_name(output_dtype)):
             yield f"{node_name(node)} quantizes to uint8", _WHY_TYPES["uint8"]
 
 
@@ -235,8 +235,8 @@ def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilit
             raise UsageError(f"there is no plugin library {text}", "give the path of an .so file")
         registry = trt.get_plugin_registry()
         if registry.load_library(str(Path(text).absolute())) is None:  # a bare name is looked for in system folders
-            told = f"{text} is no library of TensorRT plugins, or lacks libraries that it needs"
-            raise UsageError(told, f"build it for TensorRT {trt.__version__}; `ldd {text}` lists what it needs")
+            message = f"{text} is no library of TensorRT plugins, or lacks libraries that it needs"
+            raise UsageError(message, f"build it for TensorRT {trt.__version__}; `ldd {text}` lists what it needs")
 
 
 class _Refused:

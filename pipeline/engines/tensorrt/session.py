@@ -143,10 +143,10 @@ class TensorRTSession(Session):
         engine = self._opened.engine
         on_host = engine.get_tensor_location(name) == self._trt.TensorLocation.HOST
         dtype = torch_dtype(engine.get_tensor_dtype(name).name)
-        made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
         if not on_host:
-            cuda_allocator.follow(made, cuda_allocator.OUTPUTS)
-        return made
+            cuda_allocator.follow(tensor, cuda_allocator.OUTPUTS)
+        return tensor
 
     def _context(self, shapes: Shapes) -> Context:
         """Get the context for these shapes, made once, as a captured graph belongs to one context."""
@@ -160,8 +160,10 @@ class TensorRTSession(Session):
             outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
             unknown = [name for name, shape in outputs.items() if -1 in shape]
             if unknown and self._by_graph:
-                told = f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold"
-                raise ModelError(told, _WITHOUT_GRAPHS)
+                message = (
+                    f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold"
+                )
+                raise ModelError(message, _WITHOUT_GRAPHS)
             allocators = {name: output_allocator(self._trt, self._device, self._stream) for name in unknown}
             for name, allocator in allocators.items():
                 native.set_output_allocator(name, allocator)

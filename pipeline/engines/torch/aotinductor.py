@@ -87,8 +87,8 @@ class Record(BaseModel, frozen=True):
         ]
         wrong += [f"for a processor with {', '.join(lacking)}, which this one lacks"] if lacking else []
         if wrong:
-            told = f"{path.name} is machine code that was compiled {'; '.join(wrong)}"
-            raise MissingCapability(told, "build the engine here: enginesmith optimize with --engine aotinductor")
+            message = f"{path.name} is machine code that was compiled {'; '.join(wrong)}"
+            raise MissingCapability(message, "build the engine here: enginesmith optimize with --engine aotinductor")
 
 
 def describe_machine(device: Device) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class AOTInductor(Engine):
     """Type that weights and float inputs are cast to; outputs come back in the model's own. float32 casts nothing."""
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
         yield Configuration(cls(dtype=DTYPES[precision]), precision)
 
     @classmethod
@@ -300,8 +300,8 @@ class AOTInductor(Engine):
 def _check_toolkit() -> Availability:
     """Look for the headers of the CUDA toolkit where torch does (``torch.utils.cpp_extension``)."""
     compiler = shutil.which("nvcc")
-    found = str(Path(compiler).parents[1]) if compiler else "/usr/local/cuda"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or found
+    default_home = str(Path(compiler).parents[1]) if compiler else "/usr/local/cuda"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or default_home
     missing = [name for name in _HEADERS if not Path(home, "include", name).is_file()]
     if not missing:
         return Availability(ok=True)
@@ -332,8 +332,8 @@ def _compile(program: Any, path: Path, device: Device) -> None:
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
         except Exception as error:  # what its parts raise has no common class
             first = str(error).strip().partition("\n")[0][:300]
-            told = f"AOTInductor cannot compile the program: {type(error).__name__}: {first}"
-            raise BuilderFailed(told, "the whole trace is in the step's log") from error
+            message = f"AOTInductor cannot compile the program: {type(error).__name__}: {first}"
+            raise BuilderFailed(message, "the whole trace is in the step's log") from error
 
 
 def _call(loader: Any, *tensors: "torch.Tensor") -> "tuple[torch.Tensor, ...]":

@@ -70,8 +70,8 @@ class Eager(Engine):
     """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each operator."""
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
-        chosen = cls(dtype=DTYPES[precision], tf32=asked.eager.tf32)
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        chosen = cls(dtype=DTYPES[precision], tf32=options.eager.tf32)
         yield Configuration(chosen, chosen.arithmetic)
 
     @classmethod
@@ -116,9 +116,9 @@ class Eager(Engine):
         if not availability.ok:
             return availability
         settings = (("TF32", self.tf32), ("replays of CUDA graphs", self.cuda_graphs))
-        asked = [name for name, value in settings if value is True]
-        if device.kind == "cpu" and asked:
-            reason = f"{' and '.join(asked)} can be had on CUDA devices only"
+        features = [name for name, value in settings if value is True]
+        if device.kind == "cpu" and features:
+            reason = f"{' and '.join(features)} can be had on CUDA devices only"
             return unavailable(reason, "use --device cuda, or omit that")
         here = nvidia.cuda_device(device.index) if device.kind == "cuda" else None
         if self.tf32 is True and here and here.compute_capability < _TF32_SINCE:
@@ -282,13 +282,13 @@ class Compiled(Eager):
     """CUDA graphs are a variant of their own, so no mode captures them."""
 
     @classmethod
-    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
-        for each in super().configurations(asked, precision):
-            if asked.eager.compile_mode == "default":
+    def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        for each in super().configurations(options, precision):
+            if options.eager.compile_mode == "default":
                 yield each
             else:
                 engine = each.engine.model_copy(update={"mode": "max-autotune-no-cudagraphs"})
-                yield replace(each, engine=engine, mode=asked.eager.compile_mode)
+                yield replace(each, engine=engine, mode=options.eager.compile_mode)
 
     @classmethod
     def available(cls, device: Device) -> Availability:

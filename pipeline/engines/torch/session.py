@@ -121,8 +121,8 @@ class EagerSession(Session):
                 self._outputs = self.forward(*bound)
         except _RAISED as error:
             spans = self._describe_indices(bound) if "index" in str(error) else ""
-            said = f": integers may be beyond what it takes ({spans})" if spans else " to see where"
-            raise _translate_error(error, remedy=f"run it alone with these inputs{said}") from error
+            hint = f": integers may be beyond what it takes ({spans})" if spans else " to see where"
+            raise _translate_error(error, remedy=f"run it alone with these inputs{hint}") from error
 
     def _describe_indices(self, bound: Tensors) -> str:
         """Describe the integer inputs by their least and greatest values: ``tokens from 0 to 30522``.
@@ -157,11 +157,13 @@ class EagerSession(Session):
                 ]
                 if not parts or not floats:
                     return {}
-                found = torch.autograd.grad(sum(parts[1:], parts[0]), [*floats.values()], allow_unused=True)
+                gradients = torch.autograd.grad(sum(parts[1:], parts[0]), [*floats.values()], allow_unused=True)
         except _RAISED:
             return {}  # an operator without a gradient
         return {
-            name: value.float().cpu().numpy() for name, value in zip(floats, found, strict=True) if value is not None
+            name: value.float().cpu().numpy()
+            for name, value in zip(floats, gradients, strict=True)
+            if value is not None
         }
 
     def perturb(self, feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
@@ -281,8 +283,8 @@ class GraphedSession(EagerSession):
                     graph.capture_end()
         except _RAISED as error:
             first = error.__context__ if isinstance(error.__context__, _RAISED) else error  # then the end fails too
-            told = "CUDA captured no graph of this module, which raised"
-            raise _translate_error(first, told, "run it without CUDA graphs") from error
+            message = "CUDA captured no graph of this module, which raised"
+            raise _translate_error(first, message, "run it without CUDA graphs") from error
         bound.graph = graph
 
     @property
