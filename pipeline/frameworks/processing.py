@@ -60,7 +60,7 @@ class ProcessingRequest(BaseModel, frozen=True):
         if named := next((name for _, name, _ in read if name), None):
             raise UsageError(f"--prepend names an input, {named!r}", "omit it: the only input that fits is taken")
         for word in ("uint8", "nhwc"):
-            if next((value for found, _, value in read if found == word), None) is not None:
+            if next((value for key, _, value in read if key == word), None) is not None:
                 raise UsageError(f"--prepend {word} takes no value", f"write --prepend {word}")
         return {word: value for word, _, value in read}
 
@@ -96,10 +96,10 @@ class ProcessingRequest(BaseModel, frozen=True):
         text = self.before.get("resize")
         if text is None:
             return None
-        found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-        if found is None or not int(found[1]) or (found[2] and not int(found[2])):
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+        if match is None or not int(match[1]) or (match[2] and not int(match[2])):
             raise UsageError(f"cannot read --prepend resize={text}", "write it as resize=224 or resize=HEIGHTxWIDTH")
-        return int(found[1]), int(found[2] or found[1])
+        return int(match[1]), int(match[2] or match[1])
 
     def read_numbers(self, channels: int | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return factors and offsets, one for all channels or one for each: ``raw * factor + offset``.
@@ -134,12 +134,12 @@ def _read_words(texts: Iterable[str], option: str, known: Sequence[str]) -> list
     border = re.compile(rf",(?=(?:{'|'.join((*PREPENDED, *ACTIVATIONS, *SELECTIONS))})(?:[=:,]|$))")
     read: list[tuple[str, str | None, str | None]] = []
     for part in (part.strip() for text in texts for part in border.split(text)):
-        found = _WORD.fullmatch(part)
-        if found is None or found[1] not in known:
+        match = _WORD.fullmatch(part)
+        if match is None or match[1] not in known:
             raise UsageError(f"{option} does not know {part!r}", f"use one of {', '.join(known)}")
-        if any(found[1] == word for word, _, _ in read):
-            raise UsageError(f"{option} {found[1]} is given twice", "give it once")
-        read.append((found[1], found[2], found[3]))
+        if any(match[1] == word for word, _, _ in read):
+            raise UsageError(f"{option} {match[1]} is given twice", "give it once")
+        read.append((match[1], match[2], match[3]))
     return read
 
 
@@ -176,20 +176,20 @@ def _read_selection(word: str, value: str | None) -> tuple[int, Suppression]:
                 "write it as nms=iou:0.5,score:0.25,max:100,boxes:center",
             )
         options[name] = text if name == "boxes" else _read_number(text, f"--append nms={name}")
-    found = Suppression.model_construct(**options)
+    suppression = Suppression.model_construct(**options)
     wrong = (
-        not 0 < found.iou <= 1
-        or found.score < 0
-        or found.max < 1
-        or found.max != int(found.max)
-        or found.boxes not in (None, "corners", "center")
+        not 0 < suppression.iou <= 1
+        or suppression.score < 0
+        or suppression.max < 1
+        or suppression.max != int(suppression.max)
+        or suppression.boxes not in (None, "corners", "center")
     )
     if wrong:
         raise UsageError(
             f"--append nms={value} is out of range",
             "iou is above 0 and at most 1, score 0 or more, max a whole number from 1, boxes corners or center",
         )
-    return int(value or _TOP) if word == "topk" else _TOP, Suppression(**{**options, "max": int(found.max)})
+    return int(value or _TOP) if word == "topk" else _TOP, Suppression(**{**options, "max": int(suppression.max)})
 
 
 class Prepared(BaseModel, frozen=True):
@@ -262,12 +262,12 @@ class Processing(BaseModel, frozen=True):
         )
 
 
-def replace_outputs(outputs: Sequence[_T], reads: Sequence[int], made: Iterable[_T]) -> list[_T]:
+def replace_outputs(outputs: Sequence[_T], reads: Sequence[int], new_values: Iterable[_T]) -> list[_T]:
     """Put what was made in the place of the first output that was read, and drop the others that were."""
     first = reads[0]
-    kept = [[value] if index not in reads else [] for index, value in enumerate(outputs)]
-    kept[first] = list(made)
-    return [value for group in kept for value in group]
+    groups = [[value] if index not in reads else [] for index, value in enumerate(outputs)]
+    groups[first] = list(new_values)
+    return [value for group in groups for value in group]
 
 
 def choose_input(specs: Sequence[TensorSpec], request: ProcessingRequest) -> int:
@@ -424,20 +424,20 @@ def _fit_output(word: Any, outputs: Sequence[TensorSpec], position: int, count: 
             f"omit --append {word}",
         )
     axis = 2 if rank == _TABLE_RANK else 1
-    made: tuple[TensorSpec, ...] = (spec,)
+    specs: tuple[TensorSpec, ...] = (spec,)
     if word == "argmax":
         shape = (*spec.shape[:axis], *spec.shape[axis + 1 :])
-        made = (TensorSpec(name=spec.name, dtype="int64", shape=shape),)
+        specs = (TensorSpec(name=spec.name, dtype="int64", shape=shape),)
     elif word == "topk":
         classes = spec.shape[axis]
         if isinstance(classes, int) and count > classes:
             raise UsageError(f"--append topk={count}: the output {spec} has {classes} classes", f"use topk={classes}")
         shape = (*spec.shape[:axis], count, *spec.shape[axis + 1 :])
         indices = TensorSpec(name=f"{spec.name}_indices", dtype="int64", shape=shape)
-        made = (spec.model_copy(update={"shape": shape}), indices)
+        specs = (spec.model_copy(update={"shape": shape}), indices)
         if any(other.name == indices.name for other in outputs):
             raise UsageError(f"--append topk: the model has an output {indices.name!r} already", "rename it")
-    return Appended(word=word, reads=(position,), made=made, axis=axis, count=count)
+    return Appended(word=word, reads=(position,), made=specs, axis=axis, count=count)
 
 
 def _fit_suppression(outputs: Sequence[TensorSpec], options: Suppression, activation: Any) -> Appended:

@@ -201,8 +201,8 @@ class Answered(NamedTuple):
 def read_calls(folder: Path) -> Iterator[Answered]:
     """Read each case."""
     for index, case in enumerate(read(folder).cases):
-        found = ([read_arrays(folder, what, index, call) for call in range(case.calls)] for what in _WRITTEN)
-        yield Answered(case, *found)
+        arrays = ([read_arrays(folder, what, index, call) for call in range(case.calls)] for what in _WRITTEN)
+        yield Answered(case, *arrays)
 
 
 def feeds_for(
@@ -318,13 +318,13 @@ def save_vector(file: Path, vector: Vector) -> None:
 
 def read_vector(file: Path) -> Vector:
     """Read a test vector as :func:`save_vector` left it."""
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
+    arrays: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
     with np.load(file, allow_pickle=False) as stored:
         for key in stored.files:
             kind, _, name = key.partition(":")
-            found[kind][name] = stored[key]
-    found["range"] = {name: float(value) for name, value in found["range"].items()}
-    return Vector(*found.values())
+            arrays[kind][name] = stored[key]
+    arrays["range"] = {name: float(value) for name, value in arrays["range"].items()}
+    return Vector(*arrays.values())
 
 
 def _file(what: str, index: int, call: int) -> str:

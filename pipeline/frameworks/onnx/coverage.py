@@ -32,16 +32,16 @@ def count_macs(path: Path, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in count_products(view(path, sizes)).items() if count is not None}
 
 
-def count_products(seen: View) -> dict[str, int | None]:
+def count_products(graph: View) -> dict[str, int | None]:
     """Count multiply-adds by product's name in a file that was read already; None where shapes are not known."""
 
     def shape(value: str) -> Shape:
-        if (known := seen.value(value).shape) is None:
+        if (known := graph.value(value).shape) is None:
             raise ValueError(value)
         return known
 
     counts: dict[str, int | None] = {}
-    for name, node in seen.nodes.items():
+    for name, node in graph.nodes.items():
         if is_product(node):
             try:
                 counts[name] = _FORMULAS[node.op_type](node, shape)
@@ -142,25 +142,25 @@ _SCALES = {**dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)), **di
 class _Structure:
     """Makers and readers of every value."""
 
-    def __init__(self, seen: View) -> None:
-        self.seen = seen
-        self.makers = {output: name for name, node in seen.nodes.items() for output in node.output if output}
+    def __init__(self, graph: View) -> None:
+        self.graph = graph
+        self.makers = {output: name for name, node in graph.nodes.items() for output in node.output if output}
         self.readers: dict[str, list[str]] = {}
-        for name, node in seen.nodes.items():
+        for name, node in graph.nodes.items():
             for value in node.input:
                 self.readers.setdefault(value, []).append(name)
 
     def has_dtype(self, value: str, dtypes: tuple[str, ...]) -> bool:
         """Tell whether a value's type is one of these."""
-        return self.seen.value(value).dtype in dtypes
+        return self.graph.value(value).dtype in dtypes
 
     def maker(self, value: str) -> "onnx.NodeProto | None":
         """Return the node that makes a value; None for inputs and initialisers."""
-        return self.seen.nodes[self.makers[value]] if value in self.makers else None
+        return self.graph.nodes[self.makers[value]] if value in self.makers else None
 
     def readers_of(self, node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
         """Yield the nodes that read a node's outputs."""
-        return (self.seen.nodes[name] for output in node.output for name in self.readers.get(output, ()))
+        return (self.graph.nodes[name] for output in node.output for name in self.readers.get(output, ()))
 
     def source(self, value: str, through: tuple[str, ...] = ()) -> str:
         """Return the value that one is made from by nothing but changes of layout, and operators of these types."""
@@ -184,7 +184,7 @@ class _Structure:
         node = self.maker(self.source(value, through))
         if node is not None and node.op_type == "DequantizeLinear":
             value = node.input[0]
-        return _PRECISIONS.get(self.seen.value(value).dtype, _UNKNOWN)
+        return _PRECISIONS.get(self.graph.value(value).dtype, _UNKNOWN)
 
 
 def find_dequantized(nodes: "Iterable[onnx.NodeProto]") -> set[str]:
@@ -220,13 +220,13 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
         return 0
     import networkx
 
-    seen, kinds = structure.seen, _HALF if halves else _NARROW
+    graph, kinds = structure.graph, _HALF if halves else _NARROW
     low = dict.fromkeys(products)
-    for name, node in seen.nodes.items():
+    for name, node in graph.nodes.items():
         if name in low or node.op_type in (*CONVERTERS, "Cast", "Constant"):
             continue
         if halves or executed:  # it reads and writes values of low precision themselves
-            reads = any(structure.has_dtype(value, kinds) for value in node.input if value not in seen.constants)
+            reads = any(structure.has_dtype(value, kinds) for value in node.input if value not in graph.constants)
             is_low = reads and any(structure.has_dtype(value, kinds) for value in node.output)
         else:
             is_low = _is_between_pairs(node, structure, low)
@@ -235,7 +235,7 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
     linked = networkx.Graph()
     linked.add_nodes_from(low)
     for name in low:
-        for value in seen.nodes[name].input:
+        for value in graph.nodes[name].input:
             before = structure.makers.get(value if halves or executed else structure.source(value, CONVERTERS))
             if before in low and (halves or not executed or structure.has_dtype(value, _NARROW)):
                 linked.add_edge(name, before)
@@ -244,7 +244,7 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
 
 def _is_between_pairs(node: "onnx.NodeProto", structure: _Structure, low: "dict[str, None]") -> bool:
     """Tell whether all inputs were dequantised or are in low precision, and all outputs are quantised at once."""
-    given = [value for value in node.input if value and value not in structure.seen.constants]
+    given = [value for value in node.input if value and value not in structure.graph.constants]
     if node.op_type not in _FUSED or not given:
         return False
     for value in given:
@@ -300,14 +300,14 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
         InvalidGraph: the file cannot be read.
         SignatureError: its inputs are no tensors.
     """
-    seen = view(path, sizes)
-    structure, counted, nodes = _Structure(seen), count_products(seen), list(seen.nodes.values())
-    runs_in = {name: _precision(seen.nodes[name], structure, executed) for name in counted}
+    graph = view(path, sizes)
+    structure, counted, nodes = _Structure(graph), count_products(graph), list(graph.nodes.values())
+    runs_in = {name: _precision(graph.nodes[name], structure, executed) for name in counted}
     work: Counter[str] = Counter()
     operators: dict[str, Counter[str]] = {}
     unfused = 0
     for name, macs in counted.items():
-        node = seen.nodes[name]
+        node = graph.nodes[name]
         work[runs_in[name]] += macs or 0
         operators.setdefault(runs_in[name], Counter())[_usual_name(node.op_type)] += macs or 0
         read = structure.stored_precision(node.input[0], through=("Cast",))
@@ -317,7 +317,7 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
     low = QUANTISED if any(precision in QUANTISED for precision in runs_in.values()) else HALF
     lowered = {name for name, precision in runs_in.items() if precision in low}
     quantisers = [node for node in nodes if node.op_type == "QuantizeLinear"]
-    casts = [node for node in nodes if node.op_type == "Cast" and node.input[0] not in seen.constants]
+    casts = [node for node in nodes if node.op_type == "Cast" and node.input[0] not in graph.constants]
     return Coverage(
         total_macs=total,
         macs=shares,
@@ -330,8 +330,8 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
         ),
         unfused=unfused,
         islands=_count_islands(structure, lowered, halves=low == HALF, executed=executed),
-        conversions=sum(node.op_type in CONVERTERS and node.input[0] not in seen.constants for node in nodes),
-        casts=sum(all("float" in seen.value(end).dtype for end in (node.input[0], node.output[0])) for node in casts),
+        conversions=sum(node.op_type in CONVERTERS and node.input[0] not in graph.constants for node in nodes),
+        casts=sum(all("float" in graph.value(end).dtype for end in (node.input[0], node.output[0])) for node in casts),
         reorders=sum(node.op_type in ("ReorderInput", "ReorderOutput", "Transpose") for node in nodes),
         copies=sum(node.op_type in ("MemcpyToHost", "MemcpyFromHost") for node in nodes),
     )
@@ -358,7 +358,7 @@ def _precision(node: "onnx.NodeProto", structure: _Structure, executed: bool) ->
     stored = {structure.stored_precision(origin) for name in operands for origin in structure.origins(name)}
     if len(stored) == 1 and (only := stored.pop()) in _EIGHT_BITS:
         return only
-    return _PRECISIONS.get(structure.seen.value(node.input[0]).dtype, _UNKNOWN)
+    return _PRECISIONS.get(structure.graph.value(node.input[0]).dtype, _UNKNOWN)
 
 
 def _find_unpacked(structure: _Structure, runs_in: Mapping[str, str]) -> dict[str, str]:
@@ -368,7 +368,7 @@ def _find_unpacked(structure: _Structure, runs_in: Mapping[str, str]) -> dict[st
     """
     unpacked = {}
     for name, precision in runs_in.items():
-        for value in structure.seen.nodes[name].input[1:2]:
+        for value in structure.graph.nodes[name].input[1:2]:
             maker = structure.maker(structure.source(value))
             if maker is not None and maker.op_type == "DequantizeLinear":
                 unpacked[maker.input[0]] = precision
@@ -377,13 +377,13 @@ def _find_unpacked(structure: _Structure, runs_in: Mapping[str, str]) -> dict[st
 
 def _weight_shares(structure: _Structure, unpacked: Mapping[str, str]) -> dict[str, float]:
     """Compute shares of parameters; scales and zero points of several dimensions are none."""
-    seen = structure.seen
-    nodes = list(seen.nodes.values())
+    graph = structure.graph
+    nodes = list(graph.nodes.values())
     packed = {node.input[1]: attributes(node) for node in nodes if node.op_type in _PACKED}
     scales = {node.input[i] for node in nodes for i in _SCALES.get(node.op_type, ()) if i < len(node.input)}
     sizes: Counter[str] = Counter()
-    for name in seen.constants - scales:
-        value = seen.value(name)
+    for name in graph.constants - scales:
+        value = graph.value(name)
         if name in packed:
             given = packed[name]
             sizes[f"int{given.get('bits', 4)}"] += given["K"] * given["N"]

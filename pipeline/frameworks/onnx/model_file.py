@@ -128,8 +128,8 @@ def check(path: Path) -> None:
         raise InvalidGraph(message, "export it again") from error
     for tensor in tensors(model):
         if _count(tensor) > 1 and _has_nan(path, tensor):
-            made = (node.output[0] for node in nodes(model) if any(tensor == entry.t for entry in node.attribute))
-            name = next(made, tensor.name)
+            constants = (node.output[0] for node in nodes(model) if any(tensor == entry.t for entry in node.attribute))
+            name = next(constants, tensor.name)
             raise InvalidGraph(f"the weight {name!r} of {path} holds NaN", "train or convert the model again")
 
 
@@ -395,14 +395,14 @@ def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
 def list_empty(model: "onnx.ModelProto") -> set[str]:
     """Name the constants of one dimension that have no elements, of subgraphs, too."""
     stored = {tensor.name: tensor for graph in list_graphs(model) for tensor in graph.initializer}
-    made = {
+    constants = {
         node.output[0]: attribute.t
         for node in nodes(model)
         if node.op_type == "Constant"
         for attribute in node.attribute
         if attribute.HasField("t")
     }
-    return {name for name, tensor in {**stored, **made}.items() if list(tensor.dims) == [0]}
+    return {name for name, tensor in {**stored, **constants}.items() if list(tensor.dims) == [0]}
 
 
 def _is_external(tensor: "onnx.TensorProto") -> bool:

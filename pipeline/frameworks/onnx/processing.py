@@ -122,10 +122,10 @@ def _append(builder: _Builder, step: Appended) -> None:
             raise UsageError(f"--append {step.word}: the output {value.name!r} is an input", "omit --append")
         if any(spec.name == value.name for spec in step.made):
             value.name = builder.names.new(f"{value.name}_core")
-    made = _compute(builder, step, given)
-    for value, spec in zip(made, step.made, strict=True):
+    results = _compute(builder, step, given)
+    for value, spec in zip(results, step.made, strict=True):
         _describe(value, spec)
-    outputs = replace_outputs(list(graph.outputs), step.reads, made)
+    outputs = replace_outputs(list(graph.outputs), step.reads, results)
     graph.outputs.clear()
     graph.outputs.extend(outputs)
 
@@ -165,8 +165,8 @@ def _suppress(builder: _Builder, step: Appended, boxes: "ir.Value", scores: "ir.
     chosen = builder.add("NonMaxSuppression", boxes, scores, *limits, center_point_box=int(center))
     shape = builder.add("Shape", scores)
     zero = builder.add("ConstantOfShape", shape)  # of float32 zeros
-    kept = builder.add("ScatterND", zero, chosen, builder.add("GatherND", scores, chosen))
-    flat = builder.add("Reshape", kept, builder.constant([0, -1]))
+    kept_scores = builder.add("ScatterND", zero, chosen, builder.add("GatherND", scores, chosen))
+    flat = builder.add("Reshape", kept_scores, builder.constant([0, -1]))
     count = builder.add("Gather", shape, builder.constant([2]), axis=0)
     rows = step.made[0].shape[1]
     if isinstance(rows, int):
@@ -185,5 +185,5 @@ def _suppress(builder: _Builder, step: Appended, boxes: "ir.Value", scores: "ir.
         corners = builder.add("Concat", builder.add("Sub", middle, half), builder.add("Add", middle, half), axis=2)
     columns = [builder.add("Unsqueeze", each, last) for each in (best, builder.cast(classes, "float32"))]
     table = builder.add("Concat", corners, *columns, axis=2)
-    found = builder.cast(builder.add("Greater", best, builder.constant(0, np.float32)), "float32")
-    return builder.add("Mul", table, builder.add("Unsqueeze", found, last))
+    mask = builder.cast(builder.add("Greater", best, builder.constant(0, np.float32)), "float32")
+    return builder.add("Mul", table, builder.add("Unsqueeze", mask, last))

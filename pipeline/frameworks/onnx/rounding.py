@@ -89,10 +89,10 @@ class _Builder:
         changed = self._change_numbers(node.op_type, value, 2.0**-10 if half else 0.0)
         changed.type, changed.shape = value.type, value.shape
         ir.convenience.replace_all_uses_with(value, changed, replace_graph_outputs=True)
-        for made in self._made:  # which read the value itself
-            for index, given in enumerate(made.inputs):
+        for new_node in self._made:  # which read the value itself
+            for index, given in enumerate(new_node.inputs):
                 if given is changed:
-                    made.replace_input_with(index, value)
+                    new_node.replace_input_with(index, value)
         self._graph.insert_after(node, self._made)
         value.name, changed.name = f"{value.name}/exact", value.name
 
@@ -101,19 +101,19 @@ class _Builder:
         self._graph.inputs.extend((self._step, self._seed))
 
     def _change_numbers(self, operator: str, value: "ir.Value", least_step: float) -> "ir.Value":
-        found = value if value.dtype == ir.DataType.FLOAT else self._make("Cast", value, to=ir.DataType.FLOAT)
+        floats = value if value.dtype == ir.DataType.FLOAT else self._make("Cast", value, to=ir.DataType.FLOAT)
         extent = self._make("Max", self._extent, self._constant(least_step)) if least_step else self._extent
         change = self._make("Mul", self._make_noise(value), self._make("Mul", self._sign, extent))
         if operator in _BY_ELEMENT:
-            moved = self._make("Add", found, self._make("Mul", change, found))
+            moved = self._make("Add", floats, self._make("Mul", change, floats))
         else:
-            moved = self._change_sum(operator, found, change, extent)
-        return moved if found is value else self._make("Cast", moved, to=value.dtype)
+            moved = self._change_sum(operator, floats, change, extent)
+        return moved if floats is value else self._make("Cast", moved, to=value.dtype)
 
-    def _change_sum(self, operator: str, found: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
-        size = self._make("Abs", found)
+    def _change_sum(self, operator: str, floats: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
+        size = self._make("Abs", floats)
         usable = self._make("Less", size, self._constant(_FILL))  # not so for NaN
-        known = self._make("Where", usable, found, self._constant(0.0))
+        known = self._make("Where", usable, floats, self._constant(0.0))
         if operator in _UP_TO_ONE:
             large = self._make("Greater", size, self._constant(0.5))
             small = self._constant(float(operator in _PROBABILITIES))
@@ -126,7 +126,7 @@ class _Builder:
         beside = moved if operator in _PROBABILITIES else self._make("Mul", moved, known)  # which may move away from 0
         same_sign = self._make("Greater", beside, self._constant(0.0))
         moved = self._make("Where", same_sign, moved, self._make("Div", known, self._constant(_NEARER_TO_0)))
-        return self._make("Where", usable, moved, found)
+        return self._make("Where", usable, moved, floats)
 
     def _make_noise(self, value: "ir.Value") -> "ir.Value":
         """Make sines of mean 0, one for each place of a value."""

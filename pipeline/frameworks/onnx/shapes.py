@@ -93,8 +93,8 @@ def _like_first(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]
 def _rename(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
     operator, inputs, names = _RENAMED[node.op_type]
     outputs = node.output if operator == "LSTM" else node.output[:1]
-    kept = {name: value for name, value in attributes(node).items() if name in names}
-    yield _make(operator, [node.input[index] for index in inputs], outputs, **kept)
+    options = {name: value for name, value in attributes(node).items() if name in names}
+    yield _make(operator, [node.input[index] for index in inputs], outputs, **options)
 
 
 def _replace_window(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
@@ -350,9 +350,9 @@ def _fold_shapes(model: "onnx.ModelProto", shapes: Mapping[str, tuple[int, ...] 
             for item in node.attribute:
                 if item.name == "value" and _may_be_shape(item.t):
                     known[node.output[0]] = onnx.numpy_helper.to_array(item.t)
-        elif (made := _compute(node, known, shapes, model)) is not None:
-            known[node.output[0]] = made
-            value = onnx.numpy_helper.from_array(made)
+        elif (result := _compute(node, known, shapes, model)) is not None:
+            known[node.output[0]] = result
+            value = onnx.numpy_helper.from_array(result)
             node.CopyFrom(onnx.helper.make_node("Constant", [], [node.output[0]], value=value))
             changed = True
     return changed
@@ -378,8 +378,8 @@ def _compute(
         results: Any = ReferenceEvaluator(_alone(node, given, model)).run(None, given)
     except Exception:  # noqa: BLE001 - whatever is wrong with this node, its shape stays unknown
         return None
-    (made,) = results
-    return made if made.size <= _MOST_OF_SHAPE else None
+    (result,) = results
+    return result if result.size <= _MOST_OF_SHAPE else None
 
 
 def _alone(node: "onnx.NodeProto", given: Mapping[str, Any], model: "onnx.ModelProto") -> "onnx.ModelProto":

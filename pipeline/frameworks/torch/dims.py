@@ -47,7 +47,7 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
     deepest = {name for name, value in example.items() if value.ndim == most}
     if tabled := _set_tables_apart(module, first, example, outputs, deepest):
         return tabled
-    found = []
+    candidates = []
     for axes in itertools.islice(_list_axes(example), _MOST_TRIED):
         specs = tuple(
             spec.model_copy(update={"shape": (*value.shape[:axis], BATCH, *value.shape[axis + 1 :])})
@@ -56,16 +56,16 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
             for spec, value, axis in zip(first, example.values(), axes, strict=True)
         )
         if any(axes) and _keeps_rows_apart(module, specs, example, outputs):
-            found.append(specs)
-    if not found:
+            candidates.append(specs)
+    if not candidates:
         for size in dict.fromkeys(value.shape[0] for value in example.values() if value.ndim):
             alike = {name for name, value in example.items() if value.ndim and value.shape[0] == size}
             if tabled := _set_tables_apart(module, first, example, outputs, alike):
                 return tabled
-    if len(found) != 1:
+    if len(candidates) != 1:
         return first, ""
-    told = " ".join(f"--input {spec}" for spec in found[0])
-    return found[0], f"the batch is the dimension along which samples do not change each other's answers: {told}"
+    flags = " ".join(f"--input {spec}" for spec in candidates[0])
+    return candidates[0], f"the batch is the dimension along which samples do not change each other's answers: {flags}"
 
 
 def _set_tables_apart(
@@ -108,14 +108,14 @@ def _keeps_rows_apart(
     """
     if not all(value.numel() for value in example.values()):
         return False
-    one, other, both = list[Tensor](), list[Tensor](), list[Tensor]()
+    first, other, both = list[Tensor](), list[Tensor](), list[Tensor]()
     for spec, value in zip(specs, example.values(), strict=True):
         has, axis = BATCH in spec.shape, spec.batch_axis  # what has no batch is the same for all samples
-        one.append(value.narrow(axis, 0, 1) if has else value)
-        other.append(_change(one[-1]) if has else value)
-        both.append(torch.cat([one[-1], other[-1]], axis) if has else value)
+        first.append(value.narrow(axis, 0, 1) if has else value)
+        other.append(_change(first[-1]) if has else value)
+        both.append(torch.cat([first[-1], other[-1]], axis) if has else value)
     with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
-        together, *alone = (module(*feeds) for feeds in (both, one, other))
+        together, *alone = (module(*feeds) for feeds in (both, first, other))
         for index, rows in enumerate(together):
             single = alone[0][index].shape
             grown = [dim for dim, (size, least) in enumerate(zip(rows.shape, single, strict=True)) if size != least]
@@ -124,8 +124,8 @@ def _keeps_rows_apart(
             apart = rows, rows
             for dim in grown:
                 apart = apart[0].narrow(dim, 0, single[dim]), apart[1].narrow(dim, single[dim], single[dim])
-            told = not rows.is_floating_point() or bool(rows.isfinite().any())
-            if not (told and same_answers(apart, tuple(answers[index] for answers in alone))):
+            comparable = not rows.is_floating_point() or bool(rows.isfinite().any())
+            if not (comparable and same_answers(apart, tuple(answers[index] for answers in alone))):
                 return False
         return len(together) == outputs
     return False
@@ -183,12 +183,12 @@ def infer_dims(
     specs: tuple[TensorSpec, ...],
     example: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor],
-    asked: bool,
+    specs_given: bool,
 ) -> tuple[Signature, list[str]]:
     """Infer the signature by running again with each dynamic dimension changed; return it, and notes for people.
 
     ``outputs`` are those for ``example``. Sizes that are others for other values are dynamic, too. A batch that nobody
-    asked for (``asked`` is false) becomes fixed, with a note, where the model takes or answers one sample alone.
+    asked for (``specs_given`` is false) becomes fixed, with a note, where the model takes or answers one sample alone.
 
     Raises:
         SourceError: a dimension that was asked to be dynamic cannot vary, or outputs cannot have one of their dtypes.
@@ -199,7 +199,9 @@ def infer_dims(
         dims[name][axis] = f"{name}_dim_{axis}"
     for symbol, size in sizes_of(specs, example).items():
         other, shapes = _try_other_size(module, specs, example, symbol, size)
-        alone = not asked and symbol == BATCH and size == 1 and _answers_first_alone(module, specs, example, outputs)
+        alone = (
+            not specs_given and symbol == BATCH and size == 1 and _answers_first_alone(module, specs, example, outputs)
+        )
         if shapes is not None and not alone:
             if [len(shape) for shape in shapes] != [value.ndim for value in outputs.values()]:
                 raise SourceError(
@@ -210,7 +212,7 @@ def infer_dims(
                 for axis, change in enumerate(zip(value.shape, shape, strict=True)):
                     if change[0] != change[1]:
                         dims[name][axis] = symbol if change == (size, other) else f"{name}_dim_{axis}"
-        elif asked:
+        elif specs_given:
             raise SourceError(
                 f"the model runs with {symbol} = {size}, and with no other size that was tried",
                 f"write the number {size} instead of {symbol!r} in --input, or fix the model",
@@ -218,8 +220,8 @@ def infer_dims(
         else:
             fixed = [tuple(size if dim == symbol else dim for dim in spec.shape) for spec in specs]
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
-            told = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
-            notes.append(f"the model {told}, so the dimension is fixed")
+            behaviour = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
+            notes.append(f"the model {behaviour}, so the dimension is fixed")
     results = (
         TensorSpec(name=name, dtype=_dtype_name("output", name, value), shape=tuple(dims[name]))
         for name, value in outputs.items()
@@ -337,7 +339,7 @@ def explain_no_batch(module: Forward, signature: Signature, example: Mapping[str
     if signature.symbols or len(set(lengths.values())) < 2:
         return
     known = ", ".join(f"{name} {length}" for name, length in lengths.items())
-    said = f"the inputs have no batch, as their first sizes differ ({known}): all are fixed, and a call counts as one"
+    note = f"the inputs have no batch, as their first sizes differ ({known}): all are fixed, and a call counts as one"
     halved = {name: example[name].narrow(0, 0, length // 2) for name, length in lengths.items() if length > 1}
     with contextlib.suppress(Exception):
         with torch.inference_mode():
@@ -346,8 +348,8 @@ def explain_no_batch(module: Forward, signature: Signature, example: Mapping[str
         first = {name: (words[lengths[name]],) if name in halved else () for name in example}
         shapes = {spec.name: (*first[spec.name], *spec.shape[len(first[spec.name]) :]) for spec in signature.inputs}
         specs = (spec.model_copy(update={"shape": shapes[spec.name]}) for spec in signature.inputs)
-        said += f"; for others, of which the example has the largest: {' '.join(f'--input {spec}' for spec in specs)}"
-    yield said
+        note += f"; for others, of which the example has the largest: {' '.join(f'--input {spec}' for spec in specs)}"
+    yield note
 
 
 def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:

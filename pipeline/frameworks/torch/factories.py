@@ -132,9 +132,9 @@ def _pt2(source: Source) -> Built:
             "save one with torch.export.save, with the same version of torch",
         ) from error
     specs, names = [], dict[str, str]()  # the file keeps no names of dynamic dimensions, and a symbol for those alike
-    found = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    placeholders = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    given = {name: value for name, value in found.items() if kinds[name] is InputKind.USER_INPUT}
+    given = {name: value for name, value in placeholders.items() if kinds[name] is InputKind.USER_INPUT}
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
             shape = tuple(
@@ -185,10 +185,10 @@ def _hf(source: Source) -> Built:
     with user_errors(f"loading {source.text}", None, remedy):
         module, missing, notes = hugging_face.load_model(transformers, source.target)
     module.eval()
-    made = hugging_face.make_example(module)
-    example = {name: values for name, (values, _) in made.items()}
+    inputs = hugging_face.make_example(module)
+    example = {name: values for name, (values, _) in inputs.items()}
     notes += hugging_face.check_missing(module, example, missing)
-    specs, takes = tuple(spec for _, spec in made.values()), tuple(hugging_face.list_inputs(module))
+    specs, takes = tuple(spec for _, spec in inputs.values()), tuple(hugging_face.list_inputs(module))
     return Built(module, example or None, specs, notes=tuple(notes), takes=takes)
 
 

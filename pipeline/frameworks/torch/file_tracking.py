@@ -174,12 +174,14 @@ _WITH_NUMBERS = ("numpy", "torch")
 
 def list_user_globals() -> dict[str, dict[str, Any]]:
     """List what the user's modules hold under global names, by module: numbers, texts, arrays, and collections."""
-    found = {}
+    globals_by_module = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if Path(str(file)).is_absolute() and name not in _MAIN and not file.startswith((*_FOREIGN, *_OWN_CODE)):
-            found[name] = {key: value for key, value in sorted(vars(module).items()) if _is_plain(key, value)}
-    return found
+            globals_by_module[name] = {
+                key: value for key, value in sorted(vars(module).items()) if _is_plain(key, value)
+            }
+    return globals_by_module
 
 
 def _is_plain(name: str, value: Any) -> bool:

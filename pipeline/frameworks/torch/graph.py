@@ -125,8 +125,8 @@ class _Node(nn.Module):
 
     def forward(self, *values: Tensor | None) -> Tensor | tuple[Tensor, ...]:
         """Return the only output as it is, so that it can be looked at as any module's."""
-        made = self.compute(values)
-        return made[0] if len(self.outputs) == 1 else made
+        results = self.compute(values)
+        return results[0] if len(self.outputs) == 1 else results
 
 
 class GraphModule(nn.Module):
@@ -247,8 +247,8 @@ class GraphModule(nn.Module):
         values: dict[str, Tensor] = dict(zip(self._inputs, tensors, strict=True))
         for path, free in zip(self._paths, self._read_last, strict=True):
             node = self._node(path)
-            made = node(*(self._read(name, values) for name in node.inputs))
-            for name, value in zip(node.outputs, (made,) if isinstance(made, Tensor) else made, strict=False):
+            results = node(*(self._read(name, values) for name in node.inputs))
+            for name, value in zip(node.outputs, (results,) if isinstance(results, Tensor) else results, strict=False):
                 values[name] = value
             for name in free:
                 values.pop(name, None)

@@ -51,12 +51,12 @@ def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], li
             if own
             else f"install a version of transformers that has it, or write {_FACTORY}",
         )
-    module, told = model_class.from_pretrained(
+    module, report = model_class.from_pretrained(
         name, config=config, dtype="float32", output_loading_info=True, **options
     )
-    if surplus := sorted(told["unexpected_keys"]):
+    if surplus := sorted(report["unexpected_keys"]):
         notes.append(f"weights that {type(module).__name__} does not have were left out: {_list_names(surplus)}")
-    return module, sorted(told["missing_keys"]), notes
+    return module, sorted(report["missing_keys"]), notes
 
 
 def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Collection[str]) -> list[str]:
@@ -72,13 +72,13 @@ def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Col
     if not drawn:
         return []
     named, changed = f"{type(module).__name__}: {_list_names(sorted(missing))}", ["the answers"]
-    kept = [value.detach().clone() for value in drawn]
+    copies = [value.detach().clone() for value in drawn]
     with contextlib.suppress(Exception), torch.no_grad():  # it may not run without inputs that only the user knows
         before = _answer(module, example)
         for value in drawn:
             value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)))
         after = _answer(module, example)
-        for value, old in zip(drawn, kept, strict=True):
+        for value, old in zip(drawn, copies, strict=True):
             value.copy_(old)
         changed = [key for key in before if not all(map(torch.equal, before[key], after[key]))]
     if changed:
@@ -92,7 +92,7 @@ def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Col
 
 def _answer(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     leaves = {name: _pytree.tree_leaves(value) for name, value in module(**example).items()}
-    return {name: [leaf for leaf in found if isinstance(leaf, Tensor)] for name, found in leaves.items()}
+    return {name: [leaf for leaf in parts if isinstance(leaf, Tensor)] for name, parts in leaves.items()}
 
 
 def make_example(module: nn.Module) -> Example:
@@ -110,20 +110,20 @@ def _make_example(module: nn.Module) -> Example:
     towers = hasattr(config, "vision_config") and not any(
         hasattr(config, name) for name in ("image_token_id", "image_token_index")
     )
-    made: Example = {}
+    example: Example = {}
     if main == "input_ids" or "input_ids" in needed:
-        made |= _make_text(config)
-    if main == "pixel_values" or "pixel_values" in needed or (towers and made):
-        made |= _make_pictures(config)
+        example |= _make_text(config)
+    if main == "pixel_values" or "pixel_values" in needed or (towers and example):
+        example |= _make_pictures(config)
     if main in ("input_values", "input_features"):
-        made |= _make_sound(config, main)
+        example |= _make_sound(config, main)
     if main == "past_values":
-        made |= _draw(main, ("batch", config.context_length, config.num_input_channels))
-    if main not in made:
+        example |= _draw(main, ("batch", config.context_length, config.num_input_channels))
+    if main not in example:
         return {}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
-        made |= _make_tokens("decoder_input_ids", config, "decoder_sequence")
-    return {name: entry for name, entry in made.items() if name in accepted}
+        example |= _make_tokens("decoder_input_ids", config, "decoder_sequence")
+    return {name: entry for name, entry in example.items() if name in accepted}
 
 
 def list_inputs(module: nn.Module) -> Iterator[str]:
@@ -146,14 +146,14 @@ def explain_unknown(module: nn.Module) -> SourceError:
 
 def _make_text(config: Any) -> Example:
     text = _text_config(config)
-    made = _make_tokens("input_ids", config, "sequence")
-    values, spec = made["input_ids"]
+    example = _make_tokens("input_ids", config, "sequence")
+    values, spec = example["input_ids"]
     others = {"attention_mask": torch.ones_like(values)}
     if getattr(text, "type_vocab_size", 0) > 1:
         others["token_type_ids"] = torch.zeros_like(values)
-    made |= {name: (value, spec.model_copy(update={"name": name})) for name, value in others.items()}
+    example |= {name: (value, spec.model_copy(update={"name": name})) for name, value in others.items()}
     boxes = torch.zeros((*values.shape, 4), dtype=torch.int64)  # left, top, right, bottom in documents' models
-    return made | {"bbox": (boxes, TensorSpec(name="bbox", dtype="int64", shape=(*spec.shape, 4)))}
+    return example | {"bbox": (boxes, TensorSpec(name="bbox", dtype="int64", shape=(*spec.shape, 4)))}
 
 
 def _make_tokens(name: str, config: Any, dimension: str) -> Example:

@@ -133,8 +133,10 @@ class Replacement(nn.Module):
         """Refuse to be moved or cast: ``fn`` is what ``to``, ``half`` and the like do with each tensor."""
         moved = fn(self._place)
         if (moved.device, moved.dtype) != (self._place.device, self._place.dtype):
-            told = f"an engine stays on {self._place.device} with the types that it was built with"
-            raise UsageError(told, "move or cast the other modules, and load the engine with device=… for another one")
+            message = f"an engine stays on {self._place.device} with the types that it was built with"
+            raise UsageError(
+                message, "move or cast the other modules, and load the engine with device=… for another one"
+            )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -159,8 +161,8 @@ class Replacement(nn.Module):
                 self.fallbacks += 1
                 first = self.fallbacks == 1
             if first:
-                told = f"the engine does not take these shapes, so the original module answers: {error.message}"
-                warnings.warn(f"{told}; further such calls are counted (fallbacks) and not told", stacklevel=2)
+                message = f"the engine does not take these shapes, so the original module answers: {error.message}"
+                warnings.warn(f"{message}; further such calls are counted (fallbacks) and not told", stacklevel=2)
         with torch.no_grad():
             return self.original(*arguments, **named)
 
@@ -295,13 +297,13 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         )
     module.outputs = tuple(flat)
     names = _rename_outputs(built.outputs if len(built.outputs) == len(flat) else module.outputs, example)
-    asked = bool(options.inputs or built.inputs)
+    specs_given = bool(options.inputs or built.inputs)
     outputs = dict(zip(names, flat.values(), strict=True))
-    if not asked:
+    if not specs_given:
         specs, moved = choose_specs(module, example, len(outputs))
-    signature, notes = infer_dims(module, specs, example, outputs, asked)
+    signature, notes = infer_dims(module, specs, example, outputs, specs_given)
     notes += [*built.notes, *([moved] if moved else [])]
-    notes += [] if asked else explain_no_batch(module, signature, example)
+    notes += [] if specs_given else explain_no_batch(module, signature, example)
     if others := ", ".join(name for name in built.takes if name not in example):
         notes.append(
             f"inputs that are left out, so that their defaults hold: {others}; --input, for all inputs, adds some"

@@ -126,22 +126,22 @@ def _suppress(step: Appended, boxes: Tensor, scores: Tensor) -> Tensor:
     if step.suppression.boxes == "center":
         half = boxes[..., 2:] / 2
         corners = torch.cat([boxes[..., :2] - half, boxes[..., :2] + half], -1)
-    kept = torch.zeros_like(scores)
+    kept_scores = torch.zeros_like(scores)
     for image in range(len(scores)):
         classes, places = (scores[image] > step.suppression.score).nonzero(as_tuple=True)
         order = scores[image, classes, places].argsort(descending=True, stable=True)
         classes, places = classes[order], places[order]
         chosen = _find_best(_sort_corners(step, corners[image, places]), classes, step.suppression.iou)
         classes, places = classes[chosen], places[chosen]  # those beyond a class's `max` are not among the best `max`
-        kept[image, classes, places] = scores[image, classes, places]
-    flat = kept.flatten(1)
+        kept_scores[image, classes, places] = scores[image, classes, places]
+    flat = kept_scores.flatten(1)
     best, index = flat.sort(dim=1, descending=True, stable=True)
     rows = min(step.suppression.max, flat.shape[1])
     best, index = best[:, :rows], index[:, :rows]
     count = scores.shape[2]
-    found = corners.gather(1, (index % count).unsqueeze(-1).expand(-1, -1, 4))
+    best_corners = corners.gather(1, (index % count).unsqueeze(-1).expand(-1, -1, 4))
     numbers = index.div(count, rounding_mode="floor").to(best.dtype)
-    table = torch.cat([found, best.unsqueeze(-1), numbers.unsqueeze(-1)], -1)
+    table = torch.cat([best_corners, best.unsqueeze(-1), numbers.unsqueeze(-1)], -1)
     return table * (best > 0).unsqueeze(-1)
 
 
@@ -155,10 +155,10 @@ def _sort_corners(step: Appended, corners: Tensor) -> Tensor:
 
 def _find_best(corners: Tensor, classes: Tensor, iou: float) -> Tensor:
     """Return the positions of the boxes that no better one of their class overlaps; the boxes are sorted by score."""
-    kept = torch.empty(0, dtype=torch.int64, device=corners.device)
+    positions = torch.empty(0, dtype=torch.int64, device=corners.device)
     for start in range(0, len(corners), _BLOCK):
         block = torch.arange(start, min(start + _BLOCK, len(corners)), device=corners.device)
-        free = block[~_overlap(corners, classes, kept, block, iou).any(0)]
+        free = block[~_overlap(corners, classes, positions, block, iou).any(0)]
         among = _overlap(corners, classes, free, free, iou).triu(1)
         stays = torch.ones(len(free), dtype=torch.bool, device=corners.device)
         while True:  # what is dropped drops nothing else: from the best on, one more box is settled each time
@@ -166,8 +166,8 @@ def _find_best(corners: Tensor, classes: Tensor, iou: float) -> Tensor:
             if torch.equal(after, stays):
                 break
             stays = after
-        kept = torch.cat([kept, free[stays]])
-    return kept
+        positions = torch.cat([positions, free[stays]])
+    return positions
 
 
 def _overlap(corners: Tensor, classes: Tensor, first: Tensor, second: Tensor, iou: float) -> Tensor:

@@ -70,21 +70,21 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return type(result)(map(change, result)) if type(result) in (tuple, list) else change(result)
 
     def _change(self, value: torch.Tensor, name: str, *, by_element: bool) -> torch.Tensor:
-        found, largest = value.float(), float(value.abs().max())
+        floats, largest = value.float(), float(value.abs().max())
         numbers = None
         if not largest < _LEAST_FILL:  # NaN, infinity, or what may fill masked places
-            sizes = found.abs()
+            sizes = floats.abs()
             numbers = sizes.isfinite() & (sizes < find_fill([sizes.cpu().numpy()]))
             largest = float(sizes.where(numbers, 0).max())
         step = self._step * max(1.0, 2 * torch.finfo(value.dtype).eps / abs(self._step))
         noise = torch.randn(value.shape, generator=self._generator, device=value.device).mul_(step)
         if by_element:
-            moved = noise.mul_(found).add_(found)
+            moved = noise.mul_(floats).add_(floats)
         elif name in _UP_TO_ONE:
-            inwards = torch.where(found.abs() > 0.5, -found.sign(), float(name in _PROBABILITIES))
-            moved = noise.add_(inwards, alpha=_INWARDS * abs(step)).add_(found)
-            moved = torch.where(moved * found < 0, found / _NEARER_TO_0, moved)
+            inwards = torch.where(floats.abs() > 0.5, -floats.sign(), float(name in _PROBABILITIES))
+            moved = noise.add_(inwards, alpha=_INWARDS * abs(step)).add_(floats)
+            moved = torch.where(moved * floats < 0, floats / _NEARER_TO_0, moved)
         else:
-            moved = noise.mul_(largest).add_(found)
-            moved = torch.where(moved * found <= 0, found / _NEARER_TO_0, moved)
+            moved = noise.mul_(largest).add_(floats)
+            moved = torch.where(moved * floats <= 0, floats / _NEARER_TO_0, moved)
         return moved.to(value.dtype) if numbers is None else torch.where(numbers, moved.to(value.dtype), value)

@@ -391,16 +391,16 @@ def read_example(artifact: Artifact) -> dict[str, Array]:
 
 def _split_tied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Split a state into entries with memory of their own, and those that share an earlier entry's, by name."""
-    seen: dict[tuple[Any, ...], str] = {}
+    names_by_place: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
     unique: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in seen:
-            tied[name] = seen[place]
+        if value.numel() and place in names_by_place:
+            tied[name] = names_by_place[place]
         else:
-            seen[place] = name
+            names_by_place[place] = name
             storage = value.untyped_storage().data_ptr()
             unique[name] = value.clone() if storage in storages else value.contiguous()
             storages.add(storage)

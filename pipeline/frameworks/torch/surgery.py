@@ -95,16 +95,16 @@ class Attention(nn.Module):
 
 def find_frozen(model: nn.Module, names: Collection[str]) -> set[str]:
     """Find the parameters that are frozen, by names from before any attention was replaced."""
-    found = set(names)
+    frozen_names = set(names)
     for path, module in model.named_modules():
         if isinstance(module, Attention):
             prefix = f"{path}." if path else ""
             for part in ("q_proj", "k_proj", "v_proj"):
-                if found & {f"{prefix}in_proj_weight", f"{prefix}{part}_weight"}:
-                    found.add(f"{prefix}{part}.weight")
-                if f"{prefix}in_proj_bias" in found:
-                    found.add(f"{prefix}{part}.bias")
-    return found
+                if frozen_names & {f"{prefix}in_proj_weight", f"{prefix}{part}_weight"}:
+                    frozen_names.add(f"{prefix}{part}.weight")
+                if f"{prefix}in_proj_bias" in frozen_names:
+                    frozen_names.add(f"{prefix}{part}.bias")
+    return frozen_names
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -135,14 +135,14 @@ class Replaced:
         """Put back attention that has no part among the modules ``used``; return what is still replaced."""
         modules = dict(model.named_modules(remove_duplicate=False))
         parts = {path: set(modules[path].modules()) for path in self.attention}
-        kept = {path: old for path, old in self.attention.items() if not parts[path].isdisjoint(used)}
+        attention = {path: old for path, old in self.attention.items() if not parts[path].isdisjoint(used)}
         for path, old in self.attention.items():
-            if path not in kept:
+            if path not in attention:
                 put_module(model, path, old)
-        still = [path for path in self.encoders if _has_below(path, kept)]
+        still = [path for path in self.encoders if _has_below(path, attention)]
         for path in self.encoders:
             setattr(modules[path], _NESTED, path not in still)
-        return Replaced(kept, tuple(still))
+        return Replaced(attention, tuple(still))
 
 
 def replace(model: nn.Module, paths: Iterable[str]) -> Replaced:

@@ -57,11 +57,11 @@ def find(node: "ir.Node", opset: int) -> Callable[[Sequence[Tensor | None]], tup
             compute = _MADE[node.op_type](node, opset)
     if compute is None:
         raise refuse(node)
-    made = compute
+    function = compute
 
     def run(values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        found = made(*values)
-        return found if isinstance(found, tuple) else (found,)
+        result = function(*values)
+        return result if isinstance(result, tuple) else (result,)
 
     return run
 

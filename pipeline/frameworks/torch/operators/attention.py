@@ -24,11 +24,11 @@ def _attention(node: "ir.Node", opset: int) -> Compute:
             key, value = (_split_heads(each, key_heads) for each in (key, value))
         added = _add_masks(query.new_zeros(query.shape[-2], key.shape[-2]), mask, causal=causal)
         if softcap:
-            made = _attend_capped(query, key, value, added, scale, softcap)
+            answer = _attend_capped(query, key, value, added, scale, softcap)
         else:
             groups = query.shape[1] != key.shape[1]
-            made = F.scaled_dot_product_attention(query, key, value, added, scale=scale, enable_gqa=groups)
-        return made.transpose(1, 2).flatten(2) if merged else made
+            answer = F.scaled_dot_product_attention(query, key, value, added, scale=scale, enable_gqa=groups)
+        return answer.transpose(1, 2).flatten(2) if merged else answer
 
     return compute
 
@@ -81,9 +81,9 @@ def _rotary_embedding(
     cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     parts = cosines * first - sines * second, sines * first + cosines * second
-    made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    made = torch.cat((made, rest), -1)
-    return made.transpose(1, 2).flatten(2) if merged else made
+    result = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    result = torch.cat((result, rest), -1)
+    return result.transpose(1, 2).flatten(2) if merged else result
 
 
 PLAIN: dict[str, Compute] = {"RotaryEmbedding": _rotary_embedding}

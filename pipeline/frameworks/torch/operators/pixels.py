@@ -25,15 +25,15 @@ def _depth_to_space(x: Tensor, *, blocksize: int = 1, mode: str = "DCR") -> Tens
         return F.pixel_shuffle(x, blocksize)
     batch, channels, height, width = x.shape
     parts = x.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width)
-    made = parts.permute(0, 3, 4, 1, 5, 2)
-    return made.reshape(batch, channels // blocksize**2, height * blocksize, width * blocksize)
+    blocks = parts.permute(0, 3, 4, 1, 5, 2)
+    return blocks.reshape(batch, channels // blocksize**2, height * blocksize, width * blocksize)
 
 
 def _space_to_depth(x: Tensor, *, blocksize: int = 1) -> Tensor:
     batch, channels, height, width = x.shape
     parts = x.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize)
-    made = parts.permute(0, 3, 5, 1, 2, 4)
-    return made.reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
+    blocks = parts.permute(0, 3, 5, 1, 2, 4)
+    return blocks.reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
 
 
 def _resize(node: "ir.Node", opset: int) -> Compute:
@@ -63,8 +63,8 @@ def _resize(node: "ir.Node", opset: int) -> Compute:
         if mode == "cubic":
             if x.ndim != 4 or wanted[:2] != list(x.shape[:2]) or (place == "pytorch_half_pixel" and 1 in wanted[2:]):
                 raise refuse(node, "cubic over other axes than two of pixels, or to a single one")
-            made: Tensor = torch.ops.aten.upsample_bicubic2d(x, wanted[2:], place == "align_corners", *factors[2:])
-            return made
+            result: Tensor = torch.ops.aten.upsample_bicubic2d(x, wanted[2:], place == "align_corners", *factors[2:])
+            return result
         for axis in range(x.ndim):
             if wanted[axis] != x.shape[axis] or factors[axis] != 1:
                 nearest = "ceil" if old and factors[axis] < 1 else rounding  # as ONNX Runtime rounds

@@ -26,9 +26,9 @@ def _gemm(node: "ir.Node", opset: int) -> Compute:
     turn_first, turn_second = read_int(node, "transA", 0), read_int(node, "transB", 0)
 
     def compute(first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-        made = (first.t() if turn_first else first) @ (second.t() if turn_second else second)
-        made = made if alpha == 1 else alpha * made
-        return made if bias is None else made + (bias if beta == 1 else beta * bias)
+        product = (first.t() if turn_first else first) @ (second.t() if turn_second else second)
+        product = product if alpha == 1 else alpha * product
+        return product if bias is None else product + (bias if beta == 1 else beta * bias)
 
     return compute
 
@@ -119,20 +119,20 @@ def _pool(node: "ir.Node", opset: int) -> Compute:
 
     def compute_largest(x: Tensor) -> Tensor:
         function: Any = (F.max_pool1d, F.max_pool2d)[rank - 1]
-        made: Tensor = function(padded(x, -math.inf), kernel, strides, 0, steps, ceil)
+        result: Tensor = function(padded(x, -math.inf), kernel, strides, 0, steps, ceil)
         for axis in range(rank if ceil else 0):  # no window begins in the padding at the end
             most = -(-(x.shape[2 + axis] + pads[axis]) // strides[axis])
-            made = made.narrow(2 + axis, 0, min(made.shape[2 + axis], most))
-        return made
+            result = result.narrow(2 + axis, 0, min(result.shape[2 + axis], most))
+        return result
 
     def compute_mean(x: Tensor) -> Tensor:
         function: Any = (F.avg_pool1d, F.avg_pool2d)[rank - 1]
         whole = padded(x, 0.0)
-        made: Tensor = function(whole, kernel, strides, 0, ceil)
+        result: Tensor = function(whole, kernel, strides, 0, ceil)
         if whole is x or padding_counts:
-            return made
+            return result
         counted: Tensor = function(padded(torch.ones_like(x[:1, :1]), 0.0), kernel, strides, 0, ceil)
-        return made / counted
+        return result / counted
 
     return compute_largest if largest else compute_mean
 

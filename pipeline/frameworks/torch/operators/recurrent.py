@@ -30,14 +30,14 @@ def _recurrent(node: "ir.Node", opset: int) -> Compute:
         size, batch = state.shape[2], x.shape[1]
         zeros = x.new_zeros(ways, batch, size)
         starts = (zeros if first is None else first, zeros if cell is None else cell)
-        made = []
+        results = []
         for way in range(ways):
             back = direction == "reverse" or way == 1
             own = (weight[way], state[way], None if bias is None else bias[way])
             begin = tuple(each[way] for each in starts)
             outputs, *last = _LAYERS[kind](x.flip(0) if back else x, *own, *begin, before)
-            made.append((outputs.flip(0) if back else outputs, *last))
-        joined = tuple(torch.stack(each) for each in zip(*made, strict=True))
+            results.append((outputs.flip(0) if back else outputs, *last))
+        joined = tuple(torch.stack(each) for each in zip(*results, strict=True))
         return (joined[0].movedim(0, 1), *joined[1:])
 
     return compute
@@ -58,8 +58,8 @@ def _lstm(
     x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, hidden: Tensor, cell: Tensor, before: bool
 ) -> tuple[Tensor, ...]:
     flat = _weights(weight, state, bias, (0, 2, 3, 1))  # i o f c → i f g o
-    made, last, kept = torch.lstm(x, (hidden[None], cell[None]), flat, True, 1, 0.0, False, False, False)
-    return made, last[0], kept[0]
+    outputs, last, last_cell = torch.lstm(x, (hidden[None], cell[None]), flat, True, 1, 0.0, False, False, False)
+    return outputs, last[0], last_cell[0]
 
 
 def _gru(
@@ -67,8 +67,8 @@ def _gru(
 ) -> tuple[Tensor, ...]:
     if not before:
         flat = _weights(weight, state, bias, (1, 0, 2))  # z r h → r z n
-        made, last = torch.gru(x, hidden[None], flat, True, 1, 0.0, False, False, False)
-        return made, last[0]
+        answers, last = torch.gru(x, hidden[None], flat, True, 1, 0.0, False, False, False)
+        return answers, last[0]
     halves = weight.new_zeros(2, weight.shape[0]) if bias is None else bias.reshape(2, -1)
     given, size, outputs = x @ weight.t() + halves.sum(0), hidden.shape[1], []
     for step in given:
@@ -84,8 +84,8 @@ def _rnn(
     x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, hidden: Tensor, cell: Tensor, before: bool
 ) -> tuple[Tensor, ...]:
     flat = _weights(weight, state, bias, (0,))
-    made, last = torch.rnn_tanh(x, hidden[None], flat, True, 1, 0.0, False, False, False)
-    return made, last[0]
+    outputs, last = torch.rnn_tanh(x, hidden[None], flat, True, 1, 0.0, False, False, False)
+    return outputs, last[0]
 
 
 _LAYERS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}

@@ -43,8 +43,8 @@ def _average(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _norm(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    made: Tensor = torch.linalg.vector_norm(x if x.is_floating_point() else x.double(), 2, axes, keep)
-    return made  # whose gradient at 0 is 0
+    norms: Tensor = torch.linalg.vector_norm(x if x.is_floating_point() else x.double(), 2, axes, keep)
+    return norms  # whose gradient at 0 is 0
 
 
 def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -93,17 +93,17 @@ def _layer_norm(node: "ir.Node", opset: int) -> Compute:
 
     def compute(x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = x.shape[axis % x.ndim :]
-        made = F.layer_norm(x, shape, None, None, epsilon) * scale
-        return made if bias is None else made + bias
+        result = F.layer_norm(x, shape, None, None, epsilon) * scale
+        return result if bias is None else result + bias
 
     return compute
 
 
 def _group_norm(x: Tensor, scale: Tensor, bias: Tensor, *, num_groups: int = 1, epsilon: float = 1e-5) -> Tensor:
-    made = F.group_norm(x, num_groups, eps=epsilon)
+    result = F.group_norm(x, num_groups, eps=epsilon)
     if scale.numel() != x.shape[1]:  # opset 18 has one for each group
         scale, bias = (each.repeat_interleave(x.shape[1] // num_groups) for each in (scale, bias))
-    return made * _by_channel(scale, x.ndim) + _by_channel(bias, x.ndim)
+    return result * _by_channel(scale, x.ndim) + _by_channel(bias, x.ndim)
 
 
 def _rms_norm(x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5) -> Tensor:

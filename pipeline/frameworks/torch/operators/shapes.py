@@ -23,10 +23,10 @@ from enginesmith.pipeline.frameworks.torch.operators.attributes import (
 def _torch_type(number: int) -> torch.dtype:
     kind = str(ir.DataType(number).name).lower()
     names = {"float": "float32", "double": "float64"}
-    found = getattr(torch, names.get(kind, kind), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, names.get(kind, kind), None)
+    if not isinstance(dtype, torch.dtype):
         raise ModelError(f"Cast to {kind} has no form in torch here", "omit --recover")
-    return found
+    return dtype
 
 
 def _cast(node: "ir.Node", opset: int) -> Compute:
@@ -97,8 +97,8 @@ def _split(node: "ir.Node", opset: int) -> Compute:
 
     def compute(x: Tensor, split: Tensor | None = None) -> tuple[Tensor, ...]:
         sizes = fixed if split is None else list_sizes(split)
-        made: tuple[Tensor, ...] = torch.split(x, sizes or -(-x.shape[axis] // count), axis)
-        return made
+        parts: tuple[Tensor, ...] = torch.split(x, sizes or -(-x.shape[axis] // count), axis)
+        return parts
 
     return compute
 
@@ -234,8 +234,8 @@ def _top_k(
     largest: int = 1,
     sorted: int = 1,  # noqa: A002 - ONNX's name
 ) -> tuple[Tensor, ...]:
-    found = x.topk(int(count.reshape(()).item()), axis, bool(largest), bool(sorted))
-    return found.values, found.indices
+    top = x.topk(int(count.reshape(()).item()), axis, bool(largest), bool(sorted))
+    return top.values, top.indices
 
 
 def _arg(function: Callable[..., Tensor]) -> Make:
