@@ -240,7 +240,7 @@ def _count_threads(device: Device) -> int:
 
 
 def memory_probe(device: Device, size: int, figure: str) -> Probe:
-    """Copy ``size`` bytes in each thread, or only read them, as an engine does its weights; go piece by piece.
+    """Make a probe that copies ``size`` bytes in each thread, or only reads them, as engines read weights, by pieces.
 
     Bytes read and bytes written both count.
     """
@@ -254,8 +254,8 @@ def memory_probe(device: Device, size: int, figure: str) -> Probe:
         pieces = itertools.cycle(list(zip(source, target, strict=True)))
         return (lambda: next(pieces)[0].sum()) if reads else (lambda: torch.Tensor.copy_(*next(pieces)))
 
-    one, all_of_them = (f"{size / _MIB:g} MiB" for size in (piece, count * piece))
-    pieces = f"the next {one} of {all_of_them}" if count > 1 else f"the same {one}"
+    piece_text, whole_text = (f"{size / _MIB:g} MiB" for size in (piece, count * piece))
+    pieces = f"the next {piece_text} of {whole_text}" if count > 1 else f"the same {piece_text}"
     calls = tuple(make() for _ in range(_count_threads(device)))
     timer = time_by_events if device.kind == "cuda" else time_by_host
     how = f"torch {'sums up' if reads else 'copies'} {pieces}"

@@ -42,8 +42,9 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
 
     def with_sqnr(self, min_sqnr_db: float | None) -> Self:
         """Put an SQNR, if one was asked for, in the place of the first two."""
-        asked = {} if min_sqnr_db is None else {"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0}
-        return self.model_copy(update=asked)
+        if min_sqnr_db is None:
+            return self
+        return self.model_copy(update={"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0})
 
     @property
     def row_tolerance(self) -> float:

@@ -137,8 +137,10 @@ def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: 
     least = math.ceil(round(1 / max_drop, 6)) if max_drop and own and own.counts else 0
     if all(count >= least for count in counts.values()):
         return ""
-    told = " and ".join(f"{count} for {name}" for name, count in counts.items())
-    return f"a drop of {max_drop:g} is less than one sample: there are {told}, and it needs at least {least} for each"
+    listing = " and ".join(f"{count} for {name}" for name, count in counts.items())
+    return (
+        f"a drop of {max_drop:g} is less than one sample: there are {listing}, and it needs at least {least} for each"
+    )
 
 
 def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None, seed: int = 0) -> Quality:
@@ -217,16 +219,16 @@ def _place_scores(outputs: Feeds, labels: Labels, chosen: str | None) -> Feeds:
 
     These have the name of the greatest scores, or that of the classes if the metric names it.
     """
-    made = dict(outputs)
+    results = dict(outputs)
     pairs = [(pair, pair[1] == f"{pair[0]}_indices") for pair in itertools.permutations(outputs, 2)]
     for (values, indices), named in sorted(pairs, key=lambda entry: not entry[1]):
         name, other = (indices, values) if chosen == indices else (values, indices)
         its = _labels_for(name, labels)
         given = outputs[values], outputs[indices]
-        if {values, indices} <= made.keys() and its is not None and classes.are_greatest(*given, its, single=named):
-            made[name] = classes.place_scores(*given, its)
-            del made[other]
-    return made
+        if {values, indices} <= results.keys() and its is not None and classes.are_greatest(*given, its, single=named):
+            results[name] = classes.place_scores(*given, its)
+            del results[other]
+    return results
 
 
 def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
@@ -292,8 +294,8 @@ def parse_metric(text: str) -> tuple[str, str | None]:
 def name_output(text: str, keys: Sequence[str], outputs: Iterable[str]) -> str:
     """Name the output whose labels are asked for by its own name, where a metric of enginesmith's names none itself."""
     own, output = find_own(parse_metric(text)[0]), parse_metric(text)[1]
-    asked = own is not None and output is None and len(keys) == 1 and keys[0] in outputs
-    return f"{text}:{keys[0]}" if asked else text
+    names_output = own is not None and output is None and len(keys) == 1 and keys[0] in outputs
+    return f"{text}:{keys[0]}" if names_output else text
 
 
 def sign_of(text: str) -> float:
@@ -385,10 +387,10 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Labels, rows: in
         what = f"the shape {list(values.shape)}" if values.size else f"{type(returned).__name__} {returned!r:.40}"
         raise DataError(f"the metric {name} returned {what}; {given}", expected)
     if not (finite := np.isfinite(values)).all():
-        told = f"the metric {name} returned NaN or infinity"
+        problem = f"the metric {name} returned NaN or infinity"
         if values.ndim:  # more samples do not change that of one
-            raise SampleError(f"{told}, first for {{}}; {given}", expected, int(np.argmin(finite)))
-        raise MetricError(f"{told}; {given}", expected)
+            raise SampleError(f"{problem}, first for {{}}; {given}", expected, int(np.argmin(finite)))
+        raise MetricError(f"{problem}; {given}", expected)
     return values
 
 

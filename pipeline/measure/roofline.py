@@ -78,14 +78,16 @@ def _time_memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> t
     What fits into the caches may be there from the inference before. Of a result that does not, the rest is written to
     memory and read again.
     """
-    bandwidth, cached, kept = limits.memory_bandwidth, limits.cache_bandwidth, limits.cache_bytes
-    if kept is None or (bandwidth is None and cached is None):
-        no_cache = limits.reasons.get("cache_bytes") if kept is None else None
+    bandwidth, cached, cache_bytes = limits.memory_bandwidth, limits.cache_bandwidth, limits.cache_bytes
+    if cache_bytes is None or (bandwidth is None and cached is None):
+        no_cache = limits.reasons.get("cache_bytes") if cache_bytes is None else None
         reasons.setdefault("memory_ms", no_cache or limits.reasons.get("copy_bandwidth", "no bandwidth was measured"))
         return None
     ways = [(0.0, "")]
     if bandwidth:
-        moved = max(0, work.least_bytes - kept) + sum(2 * max(0, size - kept) for size in work.large_intermediates)
+        moved = max(0, work.least_bytes - cache_bytes) + sum(
+            2 * max(0, size - cache_bytes) for size in work.large_intermediates
+        )
         words = f"{format_si(moved, 'B')} that no cache holds at {format_si(bandwidth.per_second, 'B/s')}"
         ways.append((1e3 * moved / bandwidth.per_second, words))
     if cached:
@@ -156,17 +158,17 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         InvalidGraph: the file cannot be read.
         SignatureError: its inputs are no tensors.
     """
-    seen = view(path, sizes)
+    graph = view(path, sizes)
     covered = coverage.compute_coverage(path, sizes, executed=executed)
     flops = {name: round(2 * share * covered.total_macs) for name, share in covered.macs.items()}
     if "fp32" in flops and arithmetic != "fp32":
         flops[arithmetic] = flops.pop("fp32") + flops.get(arithmetic, 0)
     reasons = {}
-    if any(node.op_type == "If" for node in seen.nodes.values()):
+    if any(node.op_type == "If" for node in graph.nodes.values()):
         reasons["flops"] = "both branches of If are counted, and one of them runs"
     if covered.unknown_products:
         reasons["flops"] = f"{covered.unknown_products} products of unknown size are left out"
-    least, unknown = _count_least_bytes(path, seen, _HALF.get(arithmetic, "float32"))
+    least, unknown = _count_least_bytes(path, graph, _HALF.get(arithmetic, "float32"))
     if unknown:
         reasons["least_bytes"] = f"{', '.join(unknown[:3])} and others of unknown size are left out"
     launches = None  # operators of loops and branches may never run, and do not count
@@ -178,49 +180,49 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         batch=batch,
         flops=flops,
         least_bytes=least,
-        large_intermediates=_list_large_results(path, seen) if executed else (),
+        large_intermediates=_list_large_results(path, graph) if executed else (),
         launches=launches,
         reasons=reasons,
     )
 
 
-def _count_least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, list[str]]:
+def _count_least_bytes(path: Path, graph: View, float32_as: str) -> tuple[int, list[str]]:
     """Add up bytes of weights and inputs as far as they are read, and of outputs; name those of unknown size."""
     signature = model_file.signature(path)
     readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in seen.nodes.values():
+    for node in graph.nodes.values():
         for name in dict.fromkeys(node.input):
             readers.setdefault(name, []).append(node)
     total, unknown = 0, []
-    for name in sorted({spec.name for spec in signature.inputs} | seen.constants):
-        value = seen.value(name)
-        cast = name in seen.constants and value.dtype == "float32"
+    for name in sorted({spec.name for spec in signature.inputs} | graph.constants):
+        value = graph.value(name)
+        cast = name in graph.constants and value.dtype == "float32"
         size = value_bytes(replace(value, dtype=float32_as) if cast else value)
         if size is None:
             unknown.append(name)
         else:
-            total += max((_count_read_bytes(node, name, size, seen) for node in readers.get(name, ())), default=0)
-    outputs = {spec.name: value_bytes(seen.value(spec.name)) for spec in signature.outputs}
+            total += max((_count_read_bytes(node, name, size, graph) for node in readers.get(name, ())), default=0)
+    outputs = {spec.name: value_bytes(graph.value(spec.name)) for spec in signature.outputs}
     unknown += [name for name, size in outputs.items() if size is None]
     return total + sum(filter(None, outputs.values())), unknown
 
 
-def _count_read_bytes(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
+def _count_read_bytes(node: "onnx.NodeProto", name: str, size: int, graph: View) -> int:
     if node.op_type in _LOOKING:
         return 0
     if node.op_type in _PICKING and name not in list(node.input)[1:]:
-        picked = value_bytes(seen.value(node.output[0]))
+        picked = value_bytes(graph.value(node.output[0]))
         return size if picked is None else min(size, picked)
     return size
 
 
-def _list_large_results(path: Path, seen: View) -> tuple[int, ...]:
+def _list_large_results(path: Path, graph: View) -> tuple[int, ...]:
     outputs = {spec.name for spec in model_file.signature(path).outputs}
-    made = {name for node in seen.nodes.values() if node.op_type not in _VIEWS for name in node.output}
+    results = {name for node in graph.nodes.values() if node.op_type not in _VIEWS for name in node.output}
     large: dict[str, int] = {}
-    for node in seen.nodes.values():
-        for name in made.intersection(node.input) - outputs:
-            size = value_bytes(seen.value(name)) or 0
-            if size > _LARGE_BYTES and _count_read_bytes(node, name, size, seen) == size:
+    for node in graph.nodes.values():
+        for name in results.intersection(node.input) - outputs:
+            size = value_bytes(graph.value(name)) or 0
+            if size > _LARGE_BYTES and _count_read_bytes(node, name, size, graph) == size:
                 large[name] = size
     return tuple(sorted(large.values(), reverse=True))

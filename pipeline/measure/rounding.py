@@ -42,10 +42,12 @@ class UnstableNumbers:
     def find(self, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
         """Find them in one call, as :func:`find_unstable` does."""
         self._sizes.update({name: value.size for name, value in answer.items()})
-        found = find_unstable(self._perturb, feeds, answer, self.unsteady) if self._looking else {}
-        self._looking = self._looking and (bool(found) or any(value.dtype.kind != "f" for value in answer.values()))
-        self._counts.update({name: int((bits >= FINE).sum()) for name, bits in found.items()})
-        return found
+        unstable_bits = find_unstable(self._perturb, feeds, answer, self.unsteady) if self._looking else {}
+        self._looking = self._looking and (
+            bool(unstable_bits) or any(value.dtype.kind != "f" for value in answer.values())
+        )
+        self._counts.update({name: int((bits >= FINE).sum()) for name, bits in unstable_bits.items()})
+        return unstable_bits
 
     def describe(self) -> list[str]:
         """Say how many there are in all calls, output by output."""

@@ -84,7 +84,7 @@ def pair_rows(table: Table, calls: Sequence[tuple[Feeds, Feeds]], tolerance: flo
     whole = [_drop_repeated(sample) for call in calls for sample, _ in _iterate_samples(table, *call)]
     columns = [[sample[position] for sample in whole] for position in range(len(table.outputs))]
     scales = [_measure_scales(np.concatenate(column)) for column in columns]
-    found: dict[str, list[tuple[Array, Array]]] = {name: [] for name in table.outputs}
+    pairs_by_output: dict[str, list[tuple[Array, Array]]] = {name: [] for name in table.outputs}
     paired = rows = 0
     for reference, actual in calls:
         for ours, theirs in _iterate_samples(table, reference, actual):
@@ -93,8 +93,8 @@ def pair_rows(table: Table, calls: Sequence[tuple[Feeds, Feeds]], tolerance: flo
             paired += len(near)
             rows += len(ours[0]) + len(theirs[0])
             for position, name in enumerate(table.outputs):
-                found[name].append((ours[position][near[:, 0]], theirs[position][near[:, 1]]))
-    return Paired(found, _EVEN * paired / rows if rows else 1.0)
+                pairs_by_output[name].append((ours[position][near[:, 0]], theirs[position][near[:, 1]]))
+    return Paired(pairs_by_output, _EVEN * paired / rows if rows else 1.0)
 
 
 def _iterate_samples(table: Table, reference: Feeds, actual: Feeds) -> Iterator[tuple[list[Array], list[Array]]]:

@@ -269,13 +269,13 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
         if width <= settings.precision and (launch >= _LAUNCHES or not several):
             return Stop(cause="precise", precision=settings.precision)
         noisy = any(interval.too_noisy for interval in intervals)
-        asked, spent = settings.time_limit_seconds, time.monotonic() - begun + starting / 2
+        time_limit, spent = settings.time_limit_seconds, time.monotonic() - begun + starting / 2
         enough, ended = launch >= LEAST_LAUNCHES or not several, time.monotonic() + starting > settings.ends_at
-        if ended and not (enough and spent > asked):
+        if ended and not (enough and spent > time_limit):
             return Stop(cause="whole run")
         extension = settings.noisy_extension if noisy and several and not ended else 1
-        if ended or not several or (enough and spent > extension * asked):
-            return Stop(cause="time limit", seconds=extension * asked, extension=extension)
+        if ended or not several or (enough and spent > extension * time_limit):
+            return Stop(cause="time limit", seconds=extension * time_limit, extension=extension)
         if launch == settings.launches:
             return Stop(cause="launches", launches=launch)
         progress(f"launch {launch + 1}; so far {_describe_width('median', width)}")

@@ -164,10 +164,10 @@ def measure_on_cuda(
         primed()
         _settle(device)
         context = FigureOrReason(*used_bytes(device))
-        seen = _measure_session(engine, artifact, device, feeds, ledger)
+        phases = _measure_session(engine, artifact, device, feeds, ledger)
     facts = engine.facts(artifact) if artifact.kind == "engine" else None
     return CudaPhases(
-        **seen,
+        **phases,
         outset=outset,
         primed=context,
         engine_weights=facts.weights_bytes if facts else None,
@@ -266,35 +266,35 @@ def _settle(device: Device) -> None:
     torch.cuda.empty_cache()
 
 
-def count_inputs(seen: CudaPhases) -> int:
+def count_inputs(phases: CudaPhases) -> int:
     """Count the bytes that inputs take of torch's allocator; an engine may keep them elsewhere."""
-    bound = seen.bound.allocated - seen.loaded.allocated
-    if not seen.account.taken:
+    bound = phases.bound.allocated - phases.loaded.allocated
+    if not phases.account.taken:
         return bound
-    return min(bound, seen.feeds) if seen.noted_inputs else 0
+    return min(bound, phases.feeds) if phases.noted_inputs else 0
 
 
-def split_peak(seen: CudaPhases) -> PeakParts | None:
+def split_peak(phases: CudaPhases) -> PeakParts | None:
     """Compute weights, activations and peak by the allocator; None where it does not count the engine."""
-    if not seen.counted:
+    if not phases.counted:
         return None
-    base = seen.start.allocated
-    weights = seen.loaded.allocated - base
-    running = _over_start(seen, seen.run)
-    return PeakParts(weights, max(0, running - weights), max(seen.load.allocated - base, running))
+    base = phases.start.allocated
+    weights = phases.loaded.allocated - base
+    running = _over_start(phases, phases.run)
+    return PeakParts(weights, max(0, running - weights), max(phases.load.allocated - base, running))
 
 
-def _over_start(seen: CudaPhases, calls: AllocatorBytes) -> int:
+def _over_start(phases: CudaPhases, calls: AllocatorBytes) -> int:
     """Compute the most that calls had allocated over what was there before loading, without inputs and workspaces."""
-    return calls.allocated - seen.start.allocated - count_inputs(seen) - seen.libraries
+    return calls.allocated - phases.start.allocated - count_inputs(phases) - phases.libraries
 
 
-def _explain_missing(seen: CudaPhases) -> dict[str, str]:
-    """Say of each lens that shows nothing why."""
-    reasons = {"process": seen.process.reason} if seen.process.bytes is None else {}
-    if seen.outset.bytes is None or seen.primed.bytes is None:
-        reasons["context"] = seen.outset.reason or seen.primed.reason
-    if not seen.counted:
+def _explain_missing(phases: CudaPhases) -> dict[str, str]:
+    """Explain, for each lens without a figure, why there is none."""
+    reasons = {"process": phases.process.reason} if phases.process.bytes is None else {}
+    if phases.outset.bytes is None or phases.primed.bytes is None:
+        reasons["context"] = phases.outset.reason or phases.primed.reason
+    if not phases.counted:
         reasons["allocator"] = "the engine allocates by itself, and only the device's own figure is known"
     return reasons
 
@@ -310,10 +310,10 @@ Figure = tuple[int, str, str]
 """Bytes, where they come from, what they mean."""
 
 
-def list_lenses(seen: CudaPhases) -> dict[str, Lens]:
+def list_lenses(phases: CudaPhases) -> dict[str, Lens]:
     """List every figure that there is, with its source and what it means."""
-    figures = _list_allocator_figures(seen) | _list_device_figures(seen)
-    weights, activations = seen.engine_weights, seen.engine_activations
+    figures = _list_allocator_figures(phases) | _list_device_figures(phases)
+    weights, activations = phases.engine_weights, phases.engine_activations
     if weights is not None and activations is not None:
         both = f"weights ({format_bytes(weights)}), and activations ({format_bytes(activations)})"
         note = f"{both} at the largest shape it was built for"
@@ -321,58 +321,58 @@ def list_lenses(seen: CudaPhases) -> dict[str, Lens]:
     return {name: Lens(bytes=size, source=source, note=note) for name, (size, source, note) in figures.items()}
 
 
-def _list_allocator_figures(seen: CudaPhases) -> dict[str, Figure]:
-    parts = split_peak(seen)
+def _list_allocator_figures(phases: CudaPhases) -> dict[str, Figure]:
+    parts = split_peak(phases)
     if parts is None:
         return {}
-    asked = max(seen.load.requested, seen.run.requested - seen.libraries) - seen.start.requested
-    inputs = seen.noted_inputs if seen.account.taken else seen.bound.requested - seen.loaded.requested
-    running = seen.run.requested - seen.libraries - inputs
-    requested = max(seen.load.requested, running) - seen.start.requested
-    reserved = max(seen.load.reserved, seen.run.reserved) - seen.start.reserved
+    requested_peak = max(phases.load.requested, phases.run.requested - phases.libraries) - phases.start.requested
+    inputs = phases.noted_inputs if phases.account.taken else phases.bound.requested - phases.loaded.requested
+    running = phases.run.requested - phases.libraries - inputs
+    requested = max(phases.load.requested, running) - phases.start.requested
+    reserved = max(phases.load.reserved, phases.run.reserved) - phases.start.reserved
     rounded = "the peak of what was asked for, as in allocator; blocks are rounded up from that"
-    kept = "the most that it took from the driver, with what it keeps back or is between blocks"
-    ended = seen.ended.allocated - seen.start.allocated - seen.libraries
+    reserve_note = "the most that it took from the driver, with what it keeps back or is between blocks"
+    ended = phases.ended.allocated - phases.start.allocated - phases.libraries
     figures = {
         "allocator": (parts.peak, _TORCH, "the peak; inputs and workspaces of libraries are not in it"),
-        "load_peak": (seen.load.allocated - seen.start.allocated, _TORCH, "the most while the session was loaded"),
-        "first_call_peak": (_over_start(seen, seen.first), _TORCH, "the most during the first call"),
-        "steady_peak": (_over_start(seen, seen.steady), _TORCH, f"the most during {STEADY_CALLS} more calls"),
+        "load_peak": (phases.load.allocated - phases.start.allocated, _TORCH, "the most while the session was loaded"),
+        "first_call_peak": (_over_start(phases, phases.first), _TORCH, "the most during the first call"),
+        "steady_peak": (_over_start(phases, phases.steady), _TORCH, f"the most during {STEADY_CALLS} more calls"),
         "allocator_requested": (requested, _TORCH, rounded),
-        "allocator_reserved": (reserved, _TORCH, kept),
+        "allocator_reserved": (reserved, _TORCH, reserve_note),
         "allocator_current": (ended, _TORCH, "after the last call"),
-        "allocator_closed": (seen.closed.allocated - seen.start.allocated, _TORCH, _describe_return(seen)),
+        "allocator_closed": (phases.closed.allocated - phases.start.allocated, _TORCH, _describe_return(phases)),
     }
-    if seen.libraries:
-        figures["allocator_libraries"] = (seen.libraries, _TORCH, _WORKSPACES)
+    if phases.libraries:
+        figures["allocator_libraries"] = (phases.libraries, _TORCH, _WORKSPACES)
     # the peak is split by the ledger where the engine asked it, else by the phase that took it
     source = _LEDGER
-    if seen.account.taken:
-        tags = dict(seen.account.peak_by_tag)
-        if (rest := asked - seen.account.peak) > 0:
+    if phases.account.taken:
+        tags = dict(phases.account.peak_by_tag)
+        if (rest := requested_peak - phases.account.peak) > 0:
             tags[UNTAGGED] = tags.get(UNTAGGED, 0) + rest
     else:
         source = f"{_TORCH}, by the phase that took it"
-        if seen.load.allocated > seen.run.allocated - seen.libraries:
-            tags = {WEIGHTS: seen.load.allocated - seen.start.allocated}
+        if phases.load.allocated > phases.run.allocated - phases.libraries:
+            tags = {WEIGHTS: phases.load.allocated - phases.start.allocated}
         else:
-            tags = {WEIGHTS: parts.weights, TRANSFERS: count_inputs(seen), ACTIVATIONS: parts.activations}
+            tags = {WEIGHTS: parts.weights, TRANSFERS: count_inputs(phases), ACTIVATIONS: parts.activations}
     return figures | {
         f"allocator_{tag}": (size, source, f"at the time of the peak: {_TAGS.get(tag, tag)}")
         for tag, size in tags.items()
     }
 
 
-def _describe_return(seen: CudaPhases) -> str:
-    account = seen.account
+def _describe_return(phases: CudaPhases) -> str:
+    account = phases.account
     wrong = {"given back twice": account.double_frees, "given back and never taken": account.unknown_frees}
-    said = [f"{count} {what}" for what, count in wrong.items() if count]
-    said += [f"{format_bytes(seen.leaked)} that the engine took and did not give back"] if seen.leaked else []
-    return "left after the session was closed" + (f": {', '.join(said)}" if said else "")
+    problems = [f"{count} {what}" for what, count in wrong.items() if count]
+    problems += [f"{format_bytes(phases.leaked)} that the engine took and did not give back"] if phases.leaked else []
+    return "left after the session was closed" + (f": {', '.join(problems)}" if problems else "")
 
 
-def _list_device_figures(seen: CudaPhases) -> dict[str, Figure]:
-    start, ended = seen.start, seen.ended
+def _list_device_figures(phases: CudaPhases) -> dict[str, Figure]:
+    start, ended = phases.start, phases.ended
     reserved, allocated = ended.reserved - start.reserved, ended.allocated - start.allocated
     outside = ended.device - start.device - reserved
     other = (
@@ -385,26 +385,26 @@ def _list_device_figures(seen: CudaPhases) -> dict[str, Figure]:
         f"({format_bytes(allocated)} in blocks in use, {format_bytes(reserved - allocated)} kept back or between "
         f"blocks) and {other}"
     )
-    most = f"the most over that before loading; {seen.sampled.words()}"
+    most = f"the most over that before loading; {phases.sampled.words()}"
     brought = (
         "kernels, handles and CUDA graphs that loading and running brought, and memory taken past it; an engine whose "
         "allocations are counted one by one captures no CUDA graph meanwhile, so that only deployed has its graph"
     )
     figures = {
         "device": (ended.device - start.device, _DRIVER, used),
-        "device_peak": (seen.sampled.peak - start.device, _DRIVER, most),
+        "device_peak": (phases.sampled.peak - start.device, _DRIVER, most),
         "device_closed": (
-            seen.closed.device - start.device,
+            phases.closed.device - start.device,
             _DRIVER,
             "used once the session was closed, over before loading",
         ),
         "modules": (outside, f"{_DRIVER} less {_TORCH}", brought),
     }
-    if seen.process.bytes is not None:
+    if phases.process.bytes is not None:
         note = "after the last call: context, libraries and all that was taken"
-        figures["process"] = (seen.process.bytes, "NVML, this process", note)
-    if seen.outset.bytes is not None and seen.primed.bytes is not None:
+        figures["process"] = (phases.process.bytes, "NVML, this process", note)
+    if phases.outset.bytes is not None and phases.primed.bytes is not None:
         note = "the CUDA context and libraries, before anything was loaded; not in the peak"
-        size = seen.primed.bytes - seen.outset.bytes - start.reserved
+        size = phases.primed.bytes - phases.outset.bytes - start.reserved
         figures["context"] = (size, "NVML, before and after the libraries were started", note)
     return figures

@@ -277,13 +277,13 @@ def _nothing(progress: Progress) -> None:
     pass
 
 
-def _explain_crash(said: str, gap: int | None, limit_bytes: int) -> str:
-    """Say why a crash under a limit is taken for lack of memory; empty where nothing speaks for it."""
-    if oom.says_out_of_memory(said) or "MemoryError" in said:
+def _explain_crash(log_text: str, gap: int | None, limit_bytes: int) -> str:
+    """Explain why a crash under a limit counts as lack of memory; empty where there is no evidence for that."""
+    if oom.says_out_of_memory(log_text) or "MemoryError" in log_text:
         return "it ended itself when an allocation failed"
     if gap is None or gap > max(_NEAR_BYTES, limit_bytes // 20):
         return ""
-    if any(words in said.lower() for words in _THREADS):
+    if any(words in log_text.lower() for words in _THREADS):
         return "it ended itself when there was no room for a thread's stack"
     return f"it crashed with {gap} bytes left below its limit"
 

@@ -47,10 +47,10 @@ def measure_memory(
     ``memory_limit_bytes`` is what loading and running may add to the loaded libraries.
     """
     progress(f"memory of {candidate.id} at batch {batch}")
-    seen: ResidentPhases | CudaPhases | OutOfMemory
+    phases: ResidentPhases | CudaPhases | OutOfMemory
     row: dict[str, Any] = {"device": str(candidate.device), "batch": batch}
     try:
-        seen = run_limited(
+        phases = run_limited(
             _measure,
             candidate,
             feeds,
@@ -60,15 +60,15 @@ def measure_memory(
             limit_bytes=memory_limit_bytes,
             timeout_seconds=time_limit_seconds,
         )
-        if isinstance(seen, ResidentPhases):
+        if isinstance(phases, ResidentPhases):
             unknown = dict.fromkeys(("deployment_bytes", "device_bytes", "deployments_per_device"), ON_CPU)
-            return MemoryRow(**row, **seen.summarize(), reasons=unknown)
-        if isinstance(seen, CudaPhases):
-            figures = seen.summarize()
+            return MemoryRow(**row, **phases.summarize(), reasons=unknown)
+        if isinstance(phases, CudaPhases):
+            figures = phases.summarize()
             taken = measure_deployment(candidate, feeds, log_folder, time_limit_seconds, memory_limit_bytes).summarize()
             both = {name: taken.pop(name, {}) | figures.pop(name) for name in ("lenses", "reasons")}
             return MemoryRow(**row, **figures, **taken, **both)
-        row, reason = {**row, "failure": seen.message, "oom": seen}, seen.message
+        row, reason = {**row, "failure": phases.message, "oom": phases}, phases.message
     except EnginesmithError as error:
         reason = str(error)
         row |= {} if isinstance(error, MissingCapability) else {"failure": reason}

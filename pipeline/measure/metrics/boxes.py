@@ -25,14 +25,14 @@ def _match_boxes(output: Array, labels: Array) -> Array:
     """Match what was found in each image with what there is: lists of pycocotools' records, one of each class."""
     coco, evaluation = import_library("pycocotools.coco"), import_library("pycocotools.cocoeval")
     truth = [_box(place, box[0], box[1:]) for place, image in enumerate(labels) for box in image if box[0] >= 0]
-    found = [
+    detections = [
         _box(place, box[5], box[:4]) | {"score": float(box[4])}
         for place, image in enumerate(_find_boxes(output))
         for box in image
     ]
     classes = sorted({each["category_id"] for each in truth})
     sides = []
-    for boxes in (truth, found):
+    for boxes in (truth, detections):
         side = coco.COCO()
         side.dataset = {
             "images": [{"id": place} for place in range(len(labels))],
@@ -91,17 +91,17 @@ def _suppress(boxes: Array) -> Array:
     """Keep the best of boxes that overlap, of one image and class by class; [boxes, 4 + classes] → [boxes, 6]."""
     half = boxes[:, 2:4] / 2
     corners = np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
-    kept: list[NDArray[np.float64]] = []
+    selection: list[NDArray[np.float64]] = []
     for number, scores in enumerate(boxes[:, _BOX_SIDES:].T):
         order = np.argsort(-scores, kind="stable")
         order = order[scores[order] > _LEAST_SCORE][: 3 * _MOST_BOXES]
-        most = len(kept) + _MOST_BOXES
-        while len(order) and len(kept) < most:
+        most = len(selection) + _MOST_BOXES
+        while len(order) and len(selection) < most:
             best, order = order[0], order[1:]
-            kept.append(np.array([*corners[best], scores[best], number]))
+            selection.append(np.array([*corners[best], scores[best], number]))
             order = order[_overlap(corners[best], corners[order]) <= _OVERLAP]
-    kept.sort(key=lambda box: -box[_BOX_SIDES])
-    return np.array(kept).reshape(-1, _BOX_SIDES + 2)
+    selection.sort(key=lambda box: -box[_BOX_SIDES])
+    return np.array(selection).reshape(-1, _BOX_SIDES + 2)
 
 
 def _overlap(box: Array, others: Array) -> NDArray[np.float64]:
@@ -124,10 +124,10 @@ def _join_detections(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tu
         }
         scores, numbers = ([key for key, array in others.items() if array.dtype.kind in kinds] for kinds in ("f", "iu"))
         names = [*corners, *scores, *numbers] if len(corners) == len(scores) == len(numbers) == 1 else ()
-    found = [outputs[key] for key in names if key in outputs]
-    if [array.ndim for array in found] != [3, 2, 2] or any(array.shape != found[0].shape[:2] for array in found[1:]):
+    arrays = [outputs[key] for key in names if key in outputs]
+    if [array.ndim for array in arrays] != [3, 2, 2] or any(array.shape != arrays[0].shape[:2] for array in arrays[1:]):
         return outputs, labels
-    columns = [found[0], *(array[:, :, np.newaxis] for array in found[1:])]
+    columns = [arrays[0], *(array[:, :, np.newaxis] for array in arrays[1:])]
     return put_first(outputs, names, np.concatenate(columns, axis=2, dtype=np.float64)), labels
 
 

@@ -101,14 +101,14 @@ def _count_confusions(output: Array, labels: Array) -> Array:
     all are probabilities. Whole numbers are the classes themselves.
     """
     if output.dtype.kind in _WHOLE:
-        found = output.reshape(labels.shape).astype(np.int64)
-        classes = 1 + max(1, int(found.max()), int(labels[_is_counted(labels)].max()))
+        answers = output.reshape(labels.shape).astype(np.int64)
+        classes = 1 + max(1, int(answers.max()), int(labels[_is_counted(labels)].max()))
     else:
         classes = max(2, output.shape[1])
-        found = _is_there(output[:, 0]).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
-    truth = labels.reshape(found.shape).astype(np.int64)
+        answers = _is_there(output[:, 0]).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
+    truth = labels.reshape(answers.shape).astype(np.int64)
     counted = _is_counted(truth) & (truth < classes)
-    pairs = zip(truth, found, counted, strict=True)
+    pairs = zip(truth, answers, counted, strict=True)
     counts = [np.bincount(wanted[use] * classes + given[use], minlength=classes**2) for wanted, given, use in pairs]
     return np.asarray(counts).reshape(-1, classes, classes)
 
@@ -171,8 +171,8 @@ def _compute_auroc(joined: Array) -> float:
     if scores.shape[1] > 2:
         ranks = torch.stack([_rank(column) for column in _find_odds(scores.double()).T], dim=1)
         return float(functional.multiclass_auroc(ranks, truth, scores.shape[1]))
-    one = scores[:, 0] if scores.shape[1] == 1 else scores[:, 1] - scores[:, 0]
-    return float(functional.binary_auroc(_rank(one), truth))
+    margin = scores[:, 0] if scores.shape[1] == 1 else scores[:, 1] - scores[:, 0]
+    return float(functional.binary_auroc(_rank(margin), truth))
 
 
 def _find_odds(scores: Any) -> Any:

@@ -68,8 +68,8 @@ def _compute_ndcg(output: Array, labels: Array) -> Samples:
     """Compute the normalized discounted cumulative gain of each query (Järvelin and Kekäläinen, 2002)."""
     functional, torch = import_library("torchmetrics.functional.retrieval"), import_library("torch")
     pairs = zip(output.astype(np.float64), labels.reshape(output.shape).astype(np.int64), strict=True)
-    one = functional.retrieval_normalized_dcg
-    return np.asarray([float(one(torch.from_numpy(scores), torch.from_numpy(gains))) for scores, gains in pairs])
+    score = functional.retrieval_normalized_dcg
+    return np.asarray([float(score(torch.from_numpy(scores), torch.from_numpy(gains))) for scores, gains in pairs])
 
 
 def _are_relevances(output: Array, labels: Array) -> bool:

@@ -73,8 +73,8 @@ def _count_entities(output: Array, labels: Array) -> Array:
     counts = []
     for given, wanted in zip(output.argmax(axis=-1), labels.astype(np.int64), strict=True):
         used = wanted >= 0
-        found, truth = (set(entities([_name_tag(int(tag)) for tag in tags[used]])) for tags in (given, wanted))
-        counts.append((len(found & truth), len(found), len(truth)))
+        predictions, truth = (set(entities([_name_tag(int(tag)) for tag in tags[used]])) for tags in (given, wanted))
+        counts.append((len(predictions & truth), len(predictions), len(truth)))
     return np.asarray(counts)
 
 
@@ -84,8 +84,8 @@ def _name_tag(number: int) -> str:
 
 
 def _score_entities(counts: Array) -> float:
-    right, found, wanted = counts.sum(axis=0)
-    return float(2 * right / (found + wanted)) if found + wanted else math.nan
+    right, predictions, wanted = counts.sum(axis=0)
+    return float(2 * right / (predictions + wanted)) if predictions + wanted else math.nan
 
 
 def _are_tags(output: Array, labels: Array) -> bool:
@@ -102,10 +102,10 @@ def _judge_answers(output: Array, labels: Array, score: str) -> Samples:
     squad = import_library("torchmetrics.functional.text").squad
     judged = []
     for scores, answers in zip(output.astype(np.float64), labels.reshape(len(labels), -1, 2), strict=True):
-        found = {"prediction_text": _write_span(*_find_span(scores)), "id": ""}
+        prediction = {"prediction_text": _write_span(*_find_span(scores)), "id": ""}
         texts = [_write_span(*answer) for answer in answers.astype(int) if answer[0] >= 0]
         wanted = {"answers": {"answer_start": [0] * len(texts), "text": texts}, "id": ""}
-        judged.append(float(squad([found], [wanted])[score]) / 100)
+        judged.append(float(squad([prediction], [wanted])[score]) / 100)
     return np.asarray(judged)
 
 

@@ -90,11 +90,11 @@ class InputSpace:
     @functools.cached_property
     def bounds(self) -> dict[str, tuple[float, float]]:
         """The least and the greatest number of each input, over all samples."""
-        found = {}
+        limits = {}
         for spec in self.signature.inputs:
             numbers = _finite(np.concatenate([feeds[spec.name].reshape(-1) for feeds in self.samples]))
-            found[spec.name] = float(numbers.min()), float(numbers.max())
-        return found
+            limits[spec.name] = float(numbers.min()), float(numbers.max())
+        return limits
 
 
 def _finite(values: Array) -> Array:
@@ -148,12 +148,12 @@ def _same_row_shapes(feeds: Feeds, other: Feeds, names: Iterable[str]) -> bool:
 
 def _walk_sizes(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
     """Vary each dimension alone, then go to all corners, then draw sizes at random, each set once."""
-    usual, seen = space.usual_sizes(), set[tuple[int, ...]]()
+    usual, past_sizes = space.usual_sizes(), set[tuple[int, ...]]()
     for sizes in itertools.chain(_single_sizes(space), _corners(space), _random_sizes(space, rng)):
         key = tuple(sizes.values())
-        if key in seen or sizes == usual or not _fits(space, sizes):
+        if key in past_sizes or sizes == usual or not _fits(space, sizes):
             continue
-        seen.add(key)
+        past_sizes.add(key)
         yield Attempt("sizes", format_sizes(sizes), make_feeds(space, sizes, rng), True)
 
 

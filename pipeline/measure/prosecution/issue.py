@@ -165,9 +165,9 @@ def _list_inputs(finding: "Finding", feeds: Feeds) -> Iterator[str]:
         families = finding.right_on.items()
         listed = (f"{walk} ({'; '.join(notes)})" if walk in _LISTED_FAMILIES else walk for walk, notes in families)
         yield f"Other inputs{of} were answered right: {', '.join(listed)}.\n"
-    for told, wrong in (("wrong, too", True), ("right", False)):
-        if kinds := [kind for kind, seen in finding.elsewhere.items() if seen == wrong]:
-            yield f"With other numbers in the same shapes, the result is {told}: {', '.join(kinds)}.\n"
+    for outcome, wrong in (("wrong, too", True), ("right", False)):
+        if kinds := [kind for kind, was_wrong in finding.elsewhere.items() if was_wrong == wrong]:
+            yield f"With other numbers in the same shapes, the result is {outcome}: {', '.join(kinds)}.\n"
 
 
 def _explain_files(evidence: "Evidence") -> Iterator[str]:
@@ -208,7 +208,7 @@ def _write_graph(model: "onnx.ModelProto") -> Iterator[str]:
 def _compare(evidence: "Evidence") -> list[_Difference]:
     """Compare the outputs that differ."""
     found = evidence.found or {}
-    made = []
+    differences = []
     for name, expected in evidence.expected.items():
         if name not in found:
             continue
@@ -216,8 +216,8 @@ def _compare(evidence: "Evidence") -> list[_Difference]:
         apart, span = measure_distance(expected, given)
         each = _Difference(name, expected, given, apart, span, evidence.tolerance)
         if each.apart.size and each.wrong.any():
-            made.append(each)
-    return made
+            differences.append(each)
+    return differences
 
 
 def _to_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:

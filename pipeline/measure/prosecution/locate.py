@@ -136,9 +136,9 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
     with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
         places = (Path(scratch, str(number)) for number in itertools.count())
 
-        def fails(kept: Sequence[int]) -> bool:
+        def fails(nodes: Sequence[int]) -> bool:
             try:
-                part, feeds = reduction.take_nodes(model, kept, values)
+                part, feeds = reduction.take_nodes(model, nodes, values)
                 return bool(is_wrong(known.engine, part, feeds, precision, known.device, next(places)))
             except ModelError:
                 return False
@@ -146,8 +146,8 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         everything = list(range(len(model.graph.node)))
         if not fails(everything):
             return None
-        kept = reduction.shrink(len(everything), fails, known.seconds)
-        part, feeds = reduction.take_nodes(model, kept, values)
+        nodes = reduction.shrink(len(everything), fails, known.seconds)
+        part, feeds = reduction.take_nodes(model, nodes, values)
         with open_engine(known.engine, part, known.device, next(places)) as answer:
             found = answer(feeds)
     expected = reduction.compute(part, feeds)
@@ -158,7 +158,7 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         found=found,
         reference=f"the same graph, computed by {describe_software(simulation())}",
         tolerance=find_tolerance(precision),
-        nodes=_name_nodes(model, kept),
+        nodes=_name_nodes(model, nodes),
         whole=len(everything),
     )
 
@@ -207,8 +207,8 @@ def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> Reduced | None
     )
 
 
-def _name_nodes(model: "onnx.ModelProto", kept: Sequence[int]) -> tuple[str, ...]:
-    return tuple(f"{node.op_type} {node.name}".strip() for node in (model.graph.node[at] for at in kept))
+def _name_nodes(model: "onnx.ModelProto", nodes: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f"{node.op_type} {node.name}".strip() for node in (model.graph.node[at] for at in nodes))
 
 
 # What a report says beside the nodes

@@ -103,7 +103,7 @@ def record_values(model: "onnx.ModelProto", feeds: Feeds) -> dict[str, Array]:
 
 
 def take_nodes(
-    model: "onnx.ModelProto", kept: Sequence[int], values: Feeds
+    model: "onnx.ModelProto", positions: Sequence[int], values: Feeds
 ) -> tuple["onnx.ModelProto", dict[str, Array]]:
     """Make a graph of some nodes, and the feeds for it.
 
@@ -115,10 +115,10 @@ def take_nodes(
     import onnx
     from onnx import helper
 
-    nodes, others = [model.graph.node[at] for at in kept], set(range(len(model.graph.node))) - set(kept)
+    nodes, others = [model.graph.node[at] for at in positions], set(range(len(model.graph.node))) - set(positions)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    made = {name for node in nodes for name in node.output if name}
-    read = list(dict.fromkeys(name for node in nodes for name in model_file.list_reads(node) if name not in made))
+    results = {name for node in nodes for name in node.output if name}
+    read = list(dict.fromkeys(name for node in nodes for name in model_file.list_reads(node) if name not in results))
     if missing := [name for name in read if name not in weights and name not in values]:
         raise ModelError(f"the value of {missing[0]} is not known")
     wanted = {name for at in others for name in model_file.list_reads(model.graph.node[at])}
@@ -142,20 +142,20 @@ def _describe(name: str, value: Array, shape: Sequence[int | None]) -> "onnx.Val
 
 def shrink(count: int, fails: Callable[[Sequence[int]], bool], seconds: float) -> list[int]:
     """Look for a smallest part of so many nodes that still fails, as the whole does; stop after so many seconds."""
-    kept, parts, end = list(range(count)), 2, time.monotonic() + seconds
-    while len(kept) >= 2 and time.monotonic() < end:
-        size = math.ceil(len(kept) / parts)
-        chunks = [kept[at : at + size] for at in range(0, len(kept), size)]
-        rests = [[node for node in kept if node not in chunk] for chunk in map(set, chunks)] if parts > 2 else []
+    nodes, parts, end = list(range(count)), 2, time.monotonic() + seconds
+    while len(nodes) >= 2 and time.monotonic() < end:
+        size = math.ceil(len(nodes) / parts)
+        chunks = [nodes[at : at + size] for at in range(0, len(nodes), size)]
+        rests = [[node for node in nodes if node not in chunk] for chunk in map(set, chunks)] if parts > 2 else []
         smaller = next((trial for trial in (*chunks, *rests) if time.monotonic() < end and fails(trial)), None)
         if smaller is not None:
             parts = 2 if len(smaller) <= size else max(parts - 1, 2)
-            kept = smaller
-        elif parts >= len(kept):
+            nodes = smaller
+        elif parts >= len(nodes):
             break
         else:
-            parts = min(len(kept), 2 * parts)
-    return kept
+            parts = min(len(nodes), 2 * parts)
+    return nodes
 
 
 # Find the nodes that make a graph wrong by the values of another one
@@ -251,13 +251,13 @@ def _is_transposed(value: Array, other: Array) -> bool:
 
 def _walk_back(model: "onnx.ModelProto", makers: Mapping[str, int], right: set[str], names: Iterable[str]) -> set[str]:
     """List values and those that they are computed of, up to the right ones."""
-    seen, waiting = set[str](), [name for name in names if name in makers]
+    value_names, waiting = set[str](), [name for name in names if name in makers]
     while waiting:
-        if (name := waiting.pop()) not in seen:
-            seen.add(name)
+        if (name := waiting.pop()) not in value_names:
+            value_names.add(name)
             reads = model_file.list_reads(model.graph.node[makers[name]])
             waiting += [each for each in reads if each in makers and each not in right]
-    return seen
+    return value_names
 
 
 def _mends(
@@ -280,8 +280,8 @@ def _order_suspects(
 
     def rank(at: int) -> tuple[bool, bool, bool, int]:
         node = model.graph.node[at]
-        made = [values[name] for name in node.output if name in values]
-        numbers = any(value.dtype.kind == "f" and value.size >= min(2, size) for value in made)
+        results = [values[name] for name in node.output if name in values]
+        numbers = any(value.dtype.kind == "f" and value.size >= min(2, size) for value in results)
         return at in cleared, node.op_type in _HELPERS, not numbers, at
 
     return sorted(nodes, key=rank)
@@ -323,10 +323,10 @@ def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Itera
         if at not in reached and not names.isdisjoint(model_file.list_reads(node)):
             reached.add(at)
             names.update(node.output)
-    needed, kept = set(outputs), set[int]()
+    needed, selection = set(outputs), set[int]()
     for at in range(len(model.graph.node) - 1, -1, -1):
         node = model.graph.node[at]
         if at in reached and not needed.isdisjoint(node.output):
-            kept.add(at)
+            selection.add(at)
             needed.update(model_file.list_reads(node))
-    return sorted(kept)
+    return sorted(selection)

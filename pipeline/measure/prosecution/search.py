@@ -131,8 +131,8 @@ class InputSearch:
             progress(f"{attempt.walk}: {attempt.note}")
             self.attempts += 1
             self.walked[attempt.walk] = self.walked.get(attempt.walk, 0) + 1
-            if found := self.examine(attempt):
-                return found
+            if disagreement := self.examine(attempt):
+                return disagreement
         return None
 
     def _attempts(self) -> Iterator[Attempt]:

@@ -131,6 +131,6 @@ def open_engine(engine: Engine, model: "onnx.ModelProto", device: Device, place:
     signature = model_file.signature(path)
     graph = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=signature)
     effect = engine.build(BuildRequest(graph, built, device))
-    made = Artifact(kind="engine", path=built / effect.file, sha256="", bytes=0, signature=signature)
-    with engine.load(made, device) as session:
+    artifact = Artifact(kind="engine", path=built / effect.file, sha256="", bytes=0, signature=signature)
+    with engine.load(artifact, device) as session:
         yield session.run
