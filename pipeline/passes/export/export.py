@@ -291,14 +291,14 @@ def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
         raise _explain(error, loaded.signature, _REMEDY_PROGRAM) from error
     shapes_of = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[str, str] = {}
-    found = [
+    input_shapes = [
         [
             size if isinstance(size, int) else symbols.setdefault(str(size), str(wanted))
             for size, wanted in zip(shapes_of[name], spec.shape, strict=True)
         ]
         for name, spec in zip(program.graph_signature.user_inputs, loaded.signature.inputs, strict=True)
     ]
-    _check_inputs(found, loaded.signature)
+    _check_inputs(input_shapes, loaded.signature)
     return program
 
 

@@ -70,10 +70,10 @@ def _differ(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[st
         except _FAILURES:
             return False  # such sizes are not for this module
         try:
-            found: Any = program.module(check_guards=False)(*feeds)
+            answers: Any = program.module(check_guards=False)(*feeds)
         except _FAILURES:
             return True
-    return any(not _are_close(value.numpy(), wanted) for value, wanted in zip(found, expected, strict=True))
+    return any(not _are_close(value.numpy(), wanted) for value, wanted in zip(answers, expected, strict=True))
 
 
 def _are_close(value: Any, wanted: Any) -> bool:

@@ -227,8 +227,8 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
     """
     if reduce == "mean":
         ones = [op.ConstantOfShape(op.Shape(value), value=ir.tensor([1], dtype=self.dtype)) for value in (self, src)]
-        for one, value in zip(ones, (self, src), strict=True):
-            one.dtype, one.shape = value.dtype, value.shape
+        for tensor, value in zip(ones, (self, src), strict=True):
+            tensor.dtype, tensor.shape = value.dtype, value.shape
         total = core.aten_scatter_reduce(self, dim, index, src, "sum", include_self)
         count = core.aten_scatter_reduce(ones[0], dim, index, ones[1], "sum", include_self)
         total.dtype = self.dtype

@@ -174,13 +174,13 @@ class Evaluator:
 
     def _run(self, loaded: LoadedModel, batch: Batch) -> tuple[tuple[Tensor, ...], float]:
         """Run one pass for both, unless the loss runs the module in a way of its own."""
-        seen: list[tuple[Tensor, ...]] = []
-        hook = loaded.module.register_forward_hook(lambda module, given, values: seen.append(values))
+        outputs: list[tuple[Tensor, ...]] = []
+        hook = loaded.module.register_forward_hook(lambda module, given, values: outputs.append(values))
         try:
             loss = self._loss(loaded.module, self.work.models.teacher.module, batch)
         finally:
             hook.remove()
-        return seen[0] if seen else loaded.module(*batch.inputs.values()), float(loss)
+        return outputs[0] if outputs else loaded.module(*batch.inputs.values()), float(loss)
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def find_statistics(loaded: LoadedModel, samples: Iterable[Batch]) -> None:
 
     One that is given single values per channel, which have no variance, keeps its own.
     """
-    kept, momenta = norms(loaded), dict[_BatchNorm, float | None]()
+    batch_norms, momenta = norms(loaded), dict[_BatchNorm, float | None]()
 
     def begin(norm: _BatchNorm, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         value = (*given, *named.values())[0]
@@ -200,12 +200,12 @@ def find_statistics(loaded: LoadedModel, samples: Iterable[Batch]) -> None:
             norm.momentum = None  # a plain mean over the batches
         norm.train(several)
 
-    hooks = [norm.register_forward_pre_hook(begin, with_kwargs=True) for norm in kept]
+    hooks = [norm.register_forward_pre_hook(begin, with_kwargs=True) for norm in batch_norms]
     try:
-        for batch in samples if kept else ():
+        for batch in samples if batch_norms else ():
             loaded.module(*batch.inputs.values())
     finally:
-        for hook, norm in zip(hooks, kept, strict=True):
+        for hook, norm in zip(hooks, batch_norms, strict=True):
             hook.remove()
             norm.momentum = momenta.get(norm, norm.momentum)
             norm.eval()

@@ -209,8 +209,8 @@ def _try_plan(work: Work, plan: TrainingPlan, evaluator: Evaluator) -> float:
     tried = _train_alone(work, plan)
     if not all(math.isfinite(tried.advance()) for _ in range(plan.steps)):
         return math.inf
-    seen = batches.within_memory(evaluator.evaluate)
-    return seen[0][0].loss if seen and math.isfinite(seen[0][0].loss) else math.inf
+    results = batches.within_memory(evaluator.evaluate)
+    return results[0][0].loss if results and math.isfinite(results[0][0].loss) else math.inf
 
 
 def _choose_augmentation(work: Work, samples: Batch) -> Augmentation | None:
@@ -335,8 +335,8 @@ def _evaluate_start(work: Work, plan: TrainingPlan) -> tuple[Evaluator, Verdict,
     smaller: TrainingPlan | None = plan.model_copy(update={"judged_at_once": plan.micro_batch})
     while smaller is not None:
         evaluator = Evaluator(work, smaller)
-        if seen := batches.within_memory(functools.partial(evaluator.evaluate, statistics=False)):
-            return evaluator, *seen[0]
+        if results := batches.within_memory(functools.partial(evaluator.evaluate, statistics=False)):
+            return evaluator, *results[0]
         fewer = smaller.model_copy(update={"judged": smaller.judged // 2}) if smaller.judged > 1 else None
         smaller = shrink_evaluation(smaller) or fewer
     raise batches.does_not_fit(0, work.options.memory_bytes)
@@ -453,13 +453,13 @@ class _Run:
 
     def _verdict(self) -> Verdict:
         """Evaluate the average; in smaller parts from here on where memory ran out."""
-        while not (seen := batches.within_memory(self._evaluator.evaluate)):
+        while not (results := batches.within_memory(self._evaluator.evaluate)):
             smaller = shrink_evaluation(self._progress.plan)
             if smaller is None:
                 raise batches.does_not_fit(0, self._work.options.memory_bytes)
             self._follow(smaller)
             self._evaluator = Evaluator(self._work, smaller)  # the old one's answers of the teacher are of larger parts
-        verdict, self._time.evaluation_seconds = seen[0]
+        verdict, self._time.evaluation_seconds = results[0]
         return verdict
 
     def _say(self, loss: float) -> None:

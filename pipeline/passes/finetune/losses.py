@@ -47,16 +47,16 @@ that hardly vary in the samples looked at, as those of a class that is not in th
 @contextmanager
 def tap(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, Tensor]]:
     """Collect, within the block, values that modules returned when they were last called, by path; tensors only."""
-    seen: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
 
     def keep(path: str, module: nn.Module, given: Any, value: Any) -> None:
         if isinstance(value, Tensor):
-            seen.pop(path, None)  # so that the order is that of the last calls
-            seen[path] = value
+            values.pop(path, None)  # so that the order is that of the last calls
+            values[path] = value
 
     hooks = [model.get_submodule(path).register_forward_hook(functools.partial(keep, path)) for path in paths]
     try:
-        yield seen
+        yield values
     finally:
         for hook in hooks:
             hook.remove()
@@ -110,7 +110,7 @@ def _describe(name: str, kind: Any, value: Tensor) -> Target:
     target = Target(name=name, kind=kind, scale=_scale(value))
     if kind != "values":
         return target
-    found: list[tuple[float, int, list[float]]] = []
+    candidates: list[tuple[float, int, list[float]]] = []
     for axis in range(1, value.ndim):
         if 1 < value.shape[axis] <= _MOST_UNLIKE:
             rows = value.masked_fill(~value.isfinite(), math.nan).movedim(axis, 0).flatten(1)
@@ -119,8 +119,8 @@ def _describe(name: str, kind: Any, value: Tensor) -> Target:
             spread = spread.nan_to_num(float(spread.nan_to_num(0.0).max()))  # of an index that is always masked
             least = min(_LEAST_SPREAD, _LEAST_SHARE * float(spread.max()))
             spread = spread.clamp_min(max(least, _LEAST_SCALE))
-            found.append((float(spread.max() / spread.min()), axis, spread.tolist()))
-    ratio, place, scales = max(found, default=(0.0, 0, []))
+            candidates.append((float(spread.max() / spread.min()), axis, spread.tolist()))
+    ratio, place, scales = max(candidates, default=(0.0, 0, []))
     return target if ratio < _UNLIKE else target.model_copy(update={"axis": place, "scales": tuple(scales)})
 
 
@@ -150,9 +150,9 @@ def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) ->
 
 
 def _seen(model: LoadedModel, batch: Batch) -> Mapping[str, Tensor]:
-    with tap(model.module.model, [path for path, _ in model.module.model.named_modules() if path]) as seen:
+    with tap(model.module.model, [path for path, _ in model.module.model.named_modules() if path]) as values:
         model.module(*batch.inputs.values())
-    return seen
+    return values
 
 
 def _blocks(model: nn.Module) -> set[str]:

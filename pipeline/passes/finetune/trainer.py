@@ -63,13 +63,13 @@ def learning_rate(plan: TrainingPlan, step: int, options: RecoverOptions) -> flo
 def norms(loaded: LoadedModel) -> list[_BatchNorm]:
     """List batch norms that keep statistics, but for those all of whose parameters the user froze."""
     model = loaded.module.model
-    frozen, found = find_frozen(model, loaded.frozen), list[_BatchNorm]()
+    frozen, batch_norms = find_frozen(model, loaded.frozen), list[_BatchNorm]()
     for path, norm in model.named_modules():
         if isinstance(norm, _BatchNorm) and norm.track_running_stats:
             own = {name for name, _ in norm.named_parameters(path, recurse=False)}
             if not own or own - frozen:
-                found.append(norm)
-    return found
+                batch_norms.append(norm)
+    return batch_norms
 
 
 @torch.no_grad()
@@ -81,9 +81,9 @@ def update_average(average: NamedForward, module: NamedForward, decay: float, st
     if moving:  # a few kernels on CUDA for all of them
         means, values = zip(*moving, strict=True)
         torch._foreach_lerp_(means, values, weight)
-    for kept, now in zip(average.buffers(), module.buffers(), strict=True):
-        if 0 not in kept.stride() or kept.numel() <= 1:
-            kept.copy_(now)
+    for buffer, now in zip(average.buffers(), module.buffers(), strict=True):
+        if 0 not in buffer.stride() or buffer.numel() <= 1:
+            buffer.copy_(now)
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,11 @@ def _compute_bounds(graph: "ir.Graph", largest: Mapping[str, float]) -> "dict[ir
         degree = _find_degree(node, degrees)
         for value in node.outputs:
             degrees[value] = degree
-            seen = largest.get(value.name or "", 0.0)
+            magnitude = largest.get(value.name or "", 0.0)
             if node.op_type == "Exp":
-                _note(bounds, value, math.exp(min(WIDER * math.log(seen), 700.0)) if seen > 1 else seen)
+                _note(bounds, value, math.exp(min(WIDER * math.log(magnitude), 700.0)) if magnitude > 1 else magnitude)
             else:
-                _note(bounds, value, seen if node.op_type in _BOUNDED else seen * WIDER**degree)
+                _note(bounds, value, magnitude if node.op_type in _BOUNDED else magnitude * WIDER**degree)
     return bounds
 
 
@@ -136,7 +136,7 @@ def _find_guard(node: "ir.Node") -> float:
     if node.op_type not in ("Add", "Max", "Clip"):
         return 0.0
     pairs = [(node.inputs[0], node.inputs[1])] if len(node.inputs) > 1 else []
-    pairs += [(other, one) for one, other in pairs if node.op_type != "Clip"]
+    pairs += [(second, first) for first, second in pairs if node.op_type != "Clip"]
     for value, constant in pairs:
         number = _read_number(constant)
         if number is not None and value is not None and (node.op_type != "Add" or _may_be_zero(value)):

@@ -68,13 +68,13 @@ def lower(
     judged = judge(model.graph, model.opset_imports.get("", 1), target.name.lower(), keep, largest)
     low = judged.low | choose(model.graph, judged)
     order = [node for node in model.graph if node in low]
-    kept = {node.name or "": reason for node, reason in judged.kept.items()}
-    kept |= {node.name or "": _CHEAP for node in judged.free if node not in low}
+    reasons = {node.name or "": reason for node, reason in judged.kept.items()}
+    reasons |= {node.name or "": _CHEAP for node in judged.free if node not in low}
     _fit_scales(model.graph, low, target)
     retyper = _Retyper(model.graph, Judged({node: judged.slots[node] for node in order}), target)
     retyper.run()
     names = tuple(node.name or "" for node in order if node.graph is not None)
-    return Lowered(dtype, names, kept, tuple(retyper.casts), tuple(retyper.clips))
+    return Lowered(dtype, names, reasons, tuple(retyper.casts), tuple(retyper.clips))
 
 
 def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
@@ -200,14 +200,16 @@ class _Retyper:
         """Insert a Cast right after the value's maker; before it a Clip, if a mask is cast."""
         maker = value.producer()
         name = self._names.new(f"{value.name}_{_SHORT[dtype.name]}")
-        made = [self._clip(value, name)] if mask else []
-        made.append(new_node("Cast", [made[0].outputs[0] if made else value], {"to": dtype.value}, name, dtype, value))
+        nodes = [self._clip(value, name)] if mask else []
+        nodes.append(
+            new_node("Cast", [nodes[0].outputs[0] if nodes else value], {"to": dtype.value}, name, dtype, value)
+        )
         if maker is not None:
-            self._graph.insert_after(maker, made)
+            self._graph.insert_after(maker, nodes)
         elif self._first is not None:
-            self._graph.insert_before(self._first, made)
+            self._graph.insert_before(self._first, nodes)
         self.casts.append(name)
-        return made[-1].outputs[0]
+        return nodes[-1].outputs[0]
 
     def _clip(self, value: "ir.Value", name: str) -> "ir.Node":
         """Clip a mask to the range of the type that it is cast to."""

@@ -69,14 +69,16 @@ def _find_type(parameters: "Sequence[onnx.defs.OpSchema.FormalParameter]", index
 
 
 def find_dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
-    """Find DequantizeLinear nodes that read what a QuantizeLinear makes, seen through nodes that move it."""
+    """Find the DequantizeLinear nodes behind a QuantizeLinear, also behind nodes that only move its values."""
     waiting = list(node.outputs)
     for value in waiting:
         for reader, index in value.uses():
             if reader.op_type == DEQUANTISE:
                 yield reader
             elif index == 0:
-                waiting += [made for made in reader.outputs if made.dtype == value.dtype and made not in waiting]
+                waiting += [
+                    output for output in reader.outputs if output.dtype == value.dtype and output not in waiting
+                ]
 
 
 # The numbers of float16: up to 65504, and none that is smaller than 6.1e-5 with all its bits.
@@ -354,8 +356,8 @@ def choose(graph: "ir.Graph", judged: Judged) -> "dict[ir.Node, None]":
         if node.op_type == QUANTISE:
             halves = [vertices.get(dequantiser, SOURCE) for dequantiser in find_dequantisers(node)]
             network.add_value(vertices.get(node, SOURCE), halves)
-    kept, linked = network.source_side(), network.connected_to_sink()
-    low = {node: None for node in judged.free if vertices[node] not in kept and vertices[node] in linked}
+    float_vertices, linked = network.source_side(), network.connected_to_sink()
+    low = {node: None for node in judged.free if vertices[node] not in float_vertices and vertices[node] in linked}
     _save_casts(low, judged)
     return low
 

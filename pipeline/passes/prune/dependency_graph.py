@@ -87,11 +87,11 @@ class ForwardHooks(TorchFunctionMode):
 
     def note_weights(self, outputs: Sequence[Tensor]) -> None:
         """Note the weights that outputs depend on."""
-        waiting, seen = [value.grad_fn for value in outputs], set[Any]()
+        waiting, functions = [value.grad_fn for value in outputs], set[Any]()
         while waiting:
-            if (function := waiting.pop()) is None or function in seen:
+            if (function := waiting.pop()) is None or function in functions:
                 continue
-            seen.add(function)
+            functions.add(function)
             self._weights.add(id(getattr(function, "variable", None)))
             waiting += [before for before, _ in function.next_functions]
 
@@ -111,11 +111,11 @@ class ForwardHooks(TorchFunctionMode):
         self._running.append(module)
         self.called.add(module)
 
-    def _leave(self, module: nn.Module, given: Any, made: Any) -> None:
+    def _leave(self, module: nn.Module, given: Any, outputs: Any) -> None:
         self._running.pop()
         if not self._recording or not torch.is_grad_enabled() or self.left:
             return
-        values = [value for value in _tensors(made) if value.is_floating_point()]
+        values = [value for value in _tensors(outputs) if value.is_floating_point()]
         before = any(value.requires_grad for value in (*_tensors(given), *module.parameters()))
         if values and before and not any(value.requires_grad for value in values):
             self.left[Event("an operation without a gradient", self._names.get(module, ""), "")] = None

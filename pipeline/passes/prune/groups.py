@@ -45,16 +45,16 @@ def find_groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], di
     """
     groups: list[Group] = []
     whole: dict[str, str] = {}
-    seen: set[Any] = set()
+    layers: set[Any] = set()
     for layer in list(graph.module2node):
-        if layer in seen or layer in graph.IGNORED_LAYERS_IN_TRACING:
+        if layer in layers or layer in graph.IGNORED_LAYERS_IN_TRACING:
             continue
         if not isinstance(layer, (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)):
             continue
         root, traced = graph._module2name[layer], None
         try:
             traced = _trace_group(graph, layer)
-            seen |= {dep.target.module for dep, _ in traced if graph.is_out_channel_pruning_fn(dep.handler)}
+            layers |= {dep.target.module for dep, _ in traced if graph.is_out_channel_pruning_fn(dep.handler)}
             groups.append(_make_group(graph, parts, _reroot(graph, traced), root))
         except Unprunable as reason:
             whole[root] = f"{reason}{through(traced)}"
@@ -155,15 +155,15 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
     attributes: list[Attribute] = []
     modules: list[str] = []
     for item in items:
-        made = list(_slices(item, parts, units))
-        slices += made
-        if made and isinstance(item.module, nn.Module):
+        new_slices = list(_slices(item, parts, units))
+        slices += new_slices
+        if new_slices and isinstance(item.module, nn.Module):
             modules.append(item.name)
-        elif made and isinstance(norm := parts.modules.get(owner := item.name.rpartition(".")[0]), nn.RMSNorm):
+        elif new_slices and isinstance(norm := parts.modules.get(owner := item.name.rpartition(".")[0]), nn.RMSNorm):
             if len(norm.normalized_shape) != 1:
                 raise Unprunable(f"{owner} normalizes over more than the channels")
             modules.append(owner)  # torch_pruning knows its weight only
-        elif not made and isinstance(item.module, _NORMS):  # it has no weights, and its size is a number only
+        elif not new_slices and isinstance(item.module, _NORMS):  # it has no weights, and its size is a number only
             sizes = {len(unit) for unit in units}
             if len(sizes) != 1 or item.indices != item.roots:
                 raise Unprunable(f"{item.name} has no weights, and its channels are not those of one layer")
@@ -312,8 +312,10 @@ def split_into_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
         for part in group.slices:
             indices = (tuple(index for channel in unit for index in part.indices[channel]) for unit in units)
             slices.append(replace(part, indices=tuple(indices)))
-        made = replace(group, unit="head", channels=units, slices=tuple(slices))
-        ways += [replace(made, attributes=attributes) for attributes in _attributes(made, parts, heads, size)]
+        head_group = replace(group, unit="head", channels=units, slices=tuple(slices))
+        ways += [
+            replace(head_group, attributes=attributes) for attributes in _attributes(head_group, parts, heads, size)
+        ]
     return tuple(ways)
 
 

@@ -140,12 +140,12 @@ def _record_readers(model: nn.Module, removals: Sequence[Removal]) -> Iterator[l
         if part.side == "makes" and leaf == "weight" and path in rows:
             rows[path].update(removal.along(part))
 
-    def record(removed: tuple[int, ...], layer: nn.Module, given: tuple[Any, ...], made: Any) -> None:
-        if given and isinstance(made, Tensor) and made.is_floating_point():
+    def record(removed: tuple[int, ...], layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        if given and isinstance(output, Tensor) and output.is_floating_point():
             weight = layer.get_parameter("weight").detach()
-            noise = float(given[0].abs().max() * weight.abs().flatten(1).sum(1).max()) if made.numel() else 0.0
+            noise = float(given[0].abs().max() * weight.abs().flatten(1).sum(1).max()) if output.numel() else 0.0
             axis = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
-            records.append(_Read(made.detach(), noise * _ROUNDING, axis, removed))
+            records.append(_Read(output.detach(), noise * _ROUNDING, axis, removed))
 
     hooks = [
         modules[path].register_forward_hook(functools.partial(record, tuple(removed)))
@@ -163,8 +163,8 @@ def _read_alike(before: _Read, after: _Read) -> bool:
     """Compare what a layer made, along the rows that are left."""
     expected = before.value
     if expected.shape != after.value.shape:
-        kept = [row for row in range(expected.shape[before.axis]) if row not in set(before.removed)]
-        expected = expected.index_select(before.axis, torch.tensor(kept, dtype=torch.long))
+        rows = [row for row in range(expected.shape[before.axis]) if row not in set(before.removed)]
+        expected = expected.index_select(before.axis, torch.tensor(rows, dtype=torch.long))
     if expected.shape != after.value.shape:  # a layer in groups, whose rows are counted in another way
         return True
     return _are_alike(expected, after.value, before.noise)
@@ -381,17 +381,17 @@ def find_prunable(model: nn.Module, run: Run, options: PruneOptions, progress: P
     progress("following the model's values")
     traced, whole = _trace_groups(model, run)
     parts = Parts(model)
-    kept = protect_groups(traced, [*parts.modules, *parts.canonical], options.protect)
-    whole |= kept
+    protected_groups = protect_groups(traced, [*parts.modules, *parts.canonical], options.protect)
+    whole |= protected_groups
     groups, known = [], dict[tuple[str, ...], int]()
     for group in traced:
-        if group.root in kept:
+        if group.root in protected_groups:
             continue
-        made = _in_heads(model, run, parts, group, known, options.heads) if is_attention(group) else group
-        if isinstance(made, str):
-            whole[group.root] = made
+        candidate = _in_heads(model, run, parts, group, known, options.heads) if is_attention(group) else group
+        if isinstance(candidate, str):
+            whole[group.root] = candidate
         else:
-            groups.append(made)
+            groups.append(candidate)
     progress(f"trying to take channels out of {len(groups)} groups")
     good, bad = keep_verified(model, run, groups)
     whole |= bad
@@ -460,15 +460,15 @@ def _in_heads(
 
 def _describe(removal: Removal, step: int, importance: str) -> PrunedGroup:
     group, gone = removal.group, set(removal.units)
-    kept = tuple(unit for unit in range(group.units) if unit not in gone)
+    units = tuple(unit for unit in range(group.units) if unit not in gone)
     return PrunedGroup(
         step=step,
         root=group.root,
         members=removal.members,
         unit=group.unit,
         before=group.units,
-        after=len(kept),
-        kept=kept,
+        after=len(units),
+        kept=units,
         importance=importance,
     )
 

@@ -157,8 +157,8 @@ def cut(model: nn.Module, removals: Sequence[Removal]) -> None:
             gone.setdefault((part.tensor, axis), set()).update(removal.along(part))
     for (name, axis), indices in sorted(gone.items()):
         old = parts.get(name)
-        kept = torch.tensor([index for index in range(old.shape[axis]) if index not in indices], dtype=torch.long)
-        new = old.detach().index_select(axis, kept.to(old.device))
+        positions = torch.tensor([index for index in range(old.shape[axis]) if index not in indices], dtype=torch.long)
+        new = old.detach().index_select(axis, positions.to(old.device))
         parts.put(name, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
     for removal in removals:
         for path in removal.group.modules:
@@ -206,14 +206,14 @@ def mask_units(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
     """Mask the units within the block: no layer reads them, as its weights for them are 0."""
     parts = Parts(model)
     slices = [(part, removal) for removal in removals for part in removal.group.slices if part.side == "reads"]
-    kept = {part.tensor: parts.get(part.tensor) for part, _ in slices}
+    originals = {part.tensor: parts.get(part.tensor) for part, _ in slices}
     try:
         with torch.no_grad():
-            for name, value in kept.items():
+            for name, value in originals.items():
                 parts.put(name, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
             for part, removal in slices:
                 parts.get(part.tensor).index_fill_(part.axis, torch.tensor(removal.along(part), dtype=torch.long), 0.0)
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in originals.items():
             parts.put(name, value)

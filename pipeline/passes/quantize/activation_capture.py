@@ -75,8 +75,8 @@ def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
     model = model_file.read(path)
     known = {value.name for value in (*model.graph.input, *model.graph.output)}
     missing = [name for name in dict.fromkeys(values) if name not in known]
-    made = {name for node in model.graph.node for name in node.output}
-    if unknown := [name for name in missing if name not in made]:
+    node_outputs = {name for node in model.graph.node for name in node.output}
+    if unknown := [name for name in missing if name not in node_outputs]:
         raise ModelError(f"{path.name} computes no value {unknown[0]!r} in its main graph, so it cannot be read out")
     for name in missing:
         model.graph.output.add().name = name
@@ -154,11 +154,11 @@ def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
             plain = node.op_type in CONVOLUTIONS or not node.attributes.get_int("transA", 0)
             if data is not None and data.name in floats and factor is not None and _is_constant(factor) and plain:
                 channels.setdefault(str(data.name), 1 if node.op_type in CONVOLUTIONS else -1)
-    found = label(model, find(model))
-    for value, labels in found.values.items():
+    channel_labels = label(model, find(model))
+    for value, labels in channel_labels.values.items():
         mixed = value.name in histograms and any(use.node.op_type in _MIXING for use in value.uses())
         axis = find_axis(labels)
-        if mixed and axis is not None and not found.fixed[labels].all():
+        if mixed and axis is not None and not channel_labels.fixed[labels].all():
             channels.setdefault(str(value.name), axis)
     return CalibrationPoints(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
 

@@ -56,17 +56,17 @@ def add_layerwise_error(
         difference = ir.node("Sub", [rounded, exact])
         floating.graph.append(difference)
         error = difference.outputs[0]
-        made: list[tuple[ir.Node, str, tuple[str, ...]]] = [
+        reductions: list[tuple[ir.Node, str, tuple[str, ...]]] = [
             (ir.node("ReduceSumSquare", [exact], {"keepdims": 0}), SIGNAL, ()),
             (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
         ]
         if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
             sums = _sum_by_channel(floating.graph, group, error, len(exact.shape))
-            made.append((sums, SUM, (f"{group.name}/channels",)))
+            reductions.append((sums, SUM, (f"{group.name}/channels",)))
             size = ir.node("Size", [error])
             floating.graph.append(size)
-            made.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
-        for node, what, shape in made:
+            reductions.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
+        for node, what, shape in reductions:
             floating.graph.append(node)
             value = node.outputs[0]
             value.name = output_name(group, what)
@@ -165,21 +165,21 @@ class _Switches:
         self, given: "Sequence[ir.Value]", rounded: "ir.Value", exact: "ir.Value", reader: "ir.Node | None" = None
     ) -> "ir.Value":
         """Return the rounded value where one of the switches is on; without a reader, for the end of the graph."""
-        made: list[ir.Node] = []
+        nodes: list[ir.Node] = []
         condition = given[0] if given else None
         for switch in given[1:]:
-            made.append(ir.node("Or", [condition, switch]))
-            condition = made[-1].outputs[0]
+            nodes.append(ir.node("Or", [condition, switch]))
+            condition = nodes[-1].outputs[0]
         if condition is None and reader is not None:
             return exact
-        made.append(
+        nodes.append(
             ir.node("Identity", [exact]) if condition is None else ir.node("Where", [condition, rounded, exact])
         )
         if reader is None:
-            self._graph.extend(made)
+            self._graph.extend(nodes)
         else:
-            self._graph.insert_before(reader, made)
-        return made[-1].outputs[0]
+            self._graph.insert_before(reader, nodes)
+        return nodes[-1].outputs[0]
 
     def finish(self) -> None:
         """Add the input."""
@@ -237,8 +237,8 @@ def _compare(exact: Array, answer: Array) -> float:
     known = np.isfinite(exact)
     if exact.shape != answer.shape or not np.isfinite(answer[known]).all():
         return 1.0
-    wanted, found = (exact, answer) if known.all() else (exact[known], answer[known])
-    error = np.subtract(found, wanted, dtype=np.float64).ravel()
+    wanted, values = (exact, answer) if known.all() else (exact[known], answer[known])
+    error = np.subtract(values, wanted, dtype=np.float64).ravel()
     return min(1.0, float(error @ error) / max(float(np.square(wanted, dtype=np.float64).sum()), 1e-30))
 
 
@@ -252,8 +252,8 @@ class _Copy:
 
     def copy(self, value: "ir.Value") -> "ir.Value | None":
         """Copy what makes the output; None where nothing in it is quantised."""
-        made = self._copy_value(value, outermost=True)
-        return made if self._quantised else None
+        result = self._copy_value(value, outermost=True)
+        return result if self._quantised else None
 
     def _copy_value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
         if value.name in self._made:
@@ -311,14 +311,14 @@ def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, 
     name = str(value.name) if value is not None else ""
     known = ranges.tensors.get(name)
     channels = layers.find_channel_statistics(node, ranges) if value is not None else None
-    if channels is not None and (found := _describe_outliers(np.asarray(channels.amax))):
-        count, largest, middle = found
+    if channels is not None and (outliers := _describe_outliers(np.asarray(channels.amax))):
+        count, largest, middle = outliers
         share = f"{count} of {len(channels.amax)} channels"
         words = f"activations to {_write(largest)} in {share}, and to {_write(middle)} in the middle one"
         return "uneven activations", words
     weight = edit.read_constant(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
-    if weight is not None and (found := _describe_outliers(_input_channels(node, weight.numpy()))):
-        count, largest, middle = found
+    if weight is not None and (outliers := _describe_outliers(_input_channels(node, weight.numpy()))):
+        count, largest, middle = outliers
         return "uneven weights", (
             f"weights of {count} input channels are up to {largest / middle:.0f} times as large as those of the middle "
             "one, and an output channel has one scale"

@@ -83,9 +83,9 @@ class Assignment:
                 f"the assignment names ranges by {' and '.join(named)}", f"name one of {', '.join(METHODS)}"
             )
         low = precision.partition("+")[0]
-        kept = frozenset(name for name, width in given.items() if width != low)
-        floating = frozenset(name for name in kept if given[name] == "fp32")
-        return cls(methods[0] if methods else method, signed, corrected, kept, floating, why)
+        wide_groups = frozenset(name for name, width in given.items() if width != low)
+        floating = frozenset(name for name in wide_groups if given[name] == "fp32")
+        return cls(methods[0] if methods else method, signed, corrected, wide_groups, floating, why)
 
 
 class Precision(PrecisionPass, GraphPass):
@@ -107,13 +107,13 @@ class Precision(PrecisionPass, GraphPass):
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make the one for a variant's precision, by its engine's rules where the recipe has none."""
-        asked = options["quantisation"]
+        quantisation = options["quantisation"]
         values = {
             "precision": request.precision,
             "placement": request.placement,
-            "method": "mse" if asked.ranges == "auto" else asked.ranges,
-            "weight_bits": asked.weight_bits or request.weight_bits,
-            "bias_correction": asked.bias_correction,
+            "method": "mse" if quantisation.ranges == "auto" else quantisation.ranges,
+            "weight_bits": quantisation.weight_bits or request.weight_bits,
+            "bias_correction": quantisation.bias_correction,
         }
         return (cls.model_validate(values),)
 

@@ -302,9 +302,9 @@ def _grow(
     if count <= failed:
         return None
     why = f"the {count} most sensitive groups" if count > 1 else "the most sensitive group"
-    kept = fixed | {group.name for group in ranked[:count]}
+    float_groups = fixed | {group.name for group in ranked[:count]}
     why = f"{why} in floating point"
-    return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, kept, why, nearest.corrected)
+    return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, float_groups, why, nearest.corrected)
 
 
 def _rank(groups: Sequence[GroupFact], impacts: Mapping[str, float]) -> list[GroupFact]:
@@ -339,10 +339,10 @@ def _give_back(
     smallest = min(sensitive, key=lambda trial: len(trial.kept))
     groups = forms[smallest.form]
     total = sum(group.macs for group in groups)
-    kept = [group for group in groups if group.name in smallest.kept and group.name not in fixed]
-    kept.sort(key=lambda group: (-group.macs, group.name))
-    back = kept[: len(kept) // 2] if not before else kept[:1]
-    if len(kept) < 2 or sum(group.macs for group in back) < _WORTHWHILE_SHARE * total:
+    candidates = [group for group in groups if group.name in smallest.kept and group.name not in fixed]
+    candidates.sort(key=lambda group: (-group.macs, group.name))
+    back = candidates[: len(candidates) // 2] if not before else candidates[:1]
+    if len(candidates) < 2 or sum(group.macs for group in back) < _WORTHWHILE_SHARE * total:
         return None
     left = frozenset(smallest.kept) - {group.name for group in back}
     why = f"{len(back)} of them quantized after all, for their work"
@@ -365,6 +365,8 @@ def _speed_up(trials: Sequence[Trial], forms: Groups) -> Candidate | None:
         why = f"{kind} in floating point, for speed"
         worthwhile = _LEAST_SHARE * total <= work[kind] <= _MAIN_SHARE * total
         if len(work) > 1 and worthwhile and why not in tried and len(tried) < _MOST_KINDS:
-            kept = frozenset(fastest.kept) | {group.name for group in groups if group.kind == kind}
-            return Candidate("speed", fastest.form, fastest.signed, fastest.method, kept, why, fastest.corrected)
+            float_groups = frozenset(fastest.kept) | {group.name for group in groups if group.kind == kind}
+            return Candidate(
+                "speed", fastest.form, fastest.signed, fastest.method, float_groups, why, fastest.corrected
+            )
     return None

@@ -75,14 +75,18 @@ class _Limits:
     """Labels that stay, as it is not known where a Clip cuts."""
 
     @classmethod
-    def find(cls, found: ChannelLabels, ranges: Ranges | None) -> Self:
-        smallest, largest = np.full(found.count, 1 / _LARGEST_FACTOR), np.full(found.count, _LARGEST_FACTOR)
-        for product, read in found.readers:
-            seen = _by_channel(product.data, product.inputs, ranges)
-            if seen is not None and seen.max() > 0:  # none grows beyond the largest; one that was never alive stays
-                np.maximum.at(smallest, read, np.where(seen > 0, seen / seen.max(), 1))
-        clipped, gone = np.zeros(found.count, bool), []
-        for clip, passed in found.clips:
+    def find(cls, channel_labels: ChannelLabels, ranges: Ranges | None) -> Self:
+        smallest, largest = (
+            np.full(channel_labels.count, 1 / _LARGEST_FACTOR),
+            np.full(channel_labels.count, _LARGEST_FACTOR),
+        )
+        for product, read in channel_labels.readers:
+            magnitudes = _by_channel(product.data, product.inputs, ranges)
+            # no channel grows beyond the largest, and one that was never alive stays
+            if magnitudes is not None and magnitudes.max() > 0:
+                np.maximum.at(smallest, read, np.where(magnitudes > 0, magnitudes / magnitudes.max(), 1))
+        clipped, gone = np.zeros(channel_labels.count, bool), []
+        for clip, passed in channel_labels.clips:
             channels, bound = passed.reshape(-1), _bound(clip)
             if bound == np.inf:
                 continue
@@ -104,23 +108,25 @@ class _Limits:
 class _Equalizer:
     """Equalises sets of channels: all those that one product reads and that can be scaled."""
 
-    def __init__(self, found: ChannelLabels, every: Sequence[Product], ranges: Ranges | None) -> None:
-        self._found, self._limits = found, _Limits.find(found, ranges)
-        self._factors = np.ones(found.count)
+    def __init__(self, channel_labels: ChannelLabels, every: Sequence[Product], ranges: Ranges | None) -> None:
+        self._found, self._limits = channel_labels, _Limits.find(channel_labels, ranges)
+        self._factors = np.ones(channel_labels.count)
         self._magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
         for product in every:
             weights = product.weights()
             largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
             self._magnitudes[product.node] = np.ascontiguousarray(largest, np.float64)
-        written = np.zeros(found.count, bool)
-        for _, channels in found.writers:
+        written = np.zeros(channel_labels.count, bool)
+        for _, channels in channel_labels.writers:
             written[channels] = True
-        for _, channels in found.sources:
+        for _, channels in channel_labels.sources:
             written[channels] = False
-        free = written & ~found.fixed
-        wanted = [each for each in {tuple(np.unique(read[free[read]])): None for _, read in found.readers} if each]
+        free = written & ~channel_labels.fixed
+        wanted = [
+            each for each in {tuple(np.unique(read[free[read]])): None for _, read in channel_labels.readers} if each
+        ]
         left = [np.array(each)[~self._limits.clipped[list(each)]] for each in wanted]
-        self.sets = [_ChannelSet.find(found, each) for each in left if each.size]
+        self.sets = [_ChannelSet.find(channel_labels, each) for each in left if each.size]
         self.clipped = sum(len(each) < len(whole) for each, whole in zip(left, wanted, strict=True))
 
     def settle(self, each: "_ChannelSet") -> float:
@@ -185,10 +191,10 @@ class _ChannelSet:
     readers: list[_Part]
 
     @classmethod
-    def find(cls, found: ChannelLabels, labels: Array) -> Self:
+    def find(cls, channel_labels: ChannelLabels, labels: Array) -> Self:
         """Find the products of these labels."""
         sides: list[list[_Part]] = []
-        for products_ in (found.writers, found.readers):
+        for products_ in (channel_labels.writers, channel_labels.readers):
             sides.append([])
             for product, theirs in products_:
                 channels = np.flatnonzero(np.isin(theirs, labels))

@@ -115,9 +115,9 @@ class _Labelling:
     def tie(self, labels: Labels, axes: Iterable[int]) -> Labels:
         """Make the labels along these axes equal, and leave one of them."""
         for axis in axes:
-            one = labels.max(axis, keepdims=True)
-            self.equate(one, labels)
-            labels = one
+            common_labels = labels.max(axis, keepdims=True)
+            self.equate(common_labels, labels)
+            labels = common_labels
         return labels
 
     def tie_broadcast(self, labels: Labels, value: "ir.Value | None") -> Labels:
@@ -127,9 +127,9 @@ class _Labelling:
         labels = self.tie(labels, range(extra)).reshape(labels.shape[extra:])
         return self.tie(labels, (axis for axis, size in enumerate(sizes) if size == 1))
 
-    def equate(self, one: Labels, other: Labels) -> None:
+    def equate(self, first: Labels, second: Labels) -> None:
         """Make labels equal; both broadcast to one shape."""
-        self._equal.append((one, other))
+        self._equal.append((first, second))
 
     def take_constant(self, node: "ir.Node", index: int, labels: Labels) -> None:
         """Have a constant scaled along with channels."""
@@ -209,27 +209,27 @@ class _Labelling:
 
     def _settle(self) -> ChannelLabels:
         """Give equal labels the smallest of them."""
-        found = self._found
+        channel_labels = self._found
         pairs = [np.stack(np.broadcast_arrays(*pair)).reshape(2, -1) for pair in self._equal]
         every = np.concatenate([*pairs, np.zeros((2, 0), int)], axis=1)
-        one, other = every[:, (every != _UNREAD).all(axis=0)]
-        smallest = np.arange(found.count)
-        while (smallest[one] != smallest[other]).any():
-            least = np.minimum(smallest[one], smallest[other])
-            for side in (one, other):
+        first, second = every[:, (every != _UNREAD).all(axis=0)]
+        smallest = np.arange(channel_labels.count)
+        while (smallest[first] != smallest[second]).any():
+            least = np.minimum(smallest[first], smallest[second])
+            for side in (first, second):
                 np.minimum.at(smallest, smallest[side], least)
             smallest = smallest[smallest]
         while (smallest[smallest] != smallest).any():
             smallest = smallest[smallest]
         settled = np.append(smallest, _FIXED)  # the last is where -1 points to
         return ChannelLabels(
-            count=found.count,
+            count=channel_labels.count,
             fixed=smallest == _FIXED,
-            readers=[(product, settled[labels]) for product, labels in found.readers],
-            writers=[(product, settled[labels]) for product, labels in found.writers],
-            constants=[(node, index, settled[labels]) for node, index, labels in found.constants],
-            clips=[(node, settled[labels]) for node, labels in found.clips],
-            sources=[(value, settled[labels]) for value, labels in found.sources],
+            readers=[(product, settled[labels]) for product, labels in channel_labels.readers],
+            writers=[(product, settled[labels]) for product, labels in channel_labels.writers],
+            constants=[(node, index, settled[labels]) for node, index, labels in channel_labels.constants],
+            clips=[(node, settled[labels]) for node, labels in channel_labels.clips],
+            sources=[(value, settled[labels]) for value, labels in channel_labels.sources],
             values={
                 value: settled[self._labels[value]]
                 for value in (*self._graph.inputs, *(value for node in self._graph for value in node.outputs))
@@ -258,7 +258,7 @@ def _find_rule(node: "ir.Node") -> _Rule | None:
 
 def _find_scalable(graph: "ir.Graph", products: "Mapping[ir.Node, Product]") -> "set[ir.Value]":
     """Find values that come from a product or a constant through nothing but what passes factors on."""
-    found: set[ir.Value] = set()
+    values: set[ir.Value] = set()
     for node in graph:
         rule = _find_rule(node)
         if node in products:
@@ -266,17 +266,17 @@ def _find_scalable(graph: "ir.Graph", products: "Mapping[ir.Node, Product]") -> 
         elif node.op_type in ("Mul", *_NORMALISATIONS):
             scalable = not node.domain and (
                 _find_factor(node) is not None
-                or (node.op_type == "Mul" and any(_is_only_for(value, found) for value in node.inputs))
+                or (node.op_type == "Mul" and any(_is_only_for(value, values) for value in node.inputs))
             )
         elif rule is None:
             scalable = False
         else:
             carriers = range(len(node.inputs)) if rule.carriers is None else rule.carriers
             inputs = [node.inputs[index] for index in carriers if index < len(node.inputs)]
-            scalable = all(value in found or edit.is_factor(value) for value in inputs)
+            scalable = all(value in values or edit.is_factor(value) for value in inputs)
         if scalable:
-            found.update(node.outputs)
-    return found
+            values.update(node.outputs)
+    return values
 
 
 def _is_only_for(value: "ir.Value | None", scalable: "Iterable[ir.Value]") -> bool:
@@ -374,10 +374,10 @@ def _move_through_mul(labelling: _Labelling, node: "ir.Node") -> _Moved:
             return {1 - factor: labels}
         labelling.take_constant(node, factor, labels)
         return {}
-    one, other = node.inputs
+    first, other = node.inputs
     sizes = dims(node.outputs[0])
     wide = [index for index, value in enumerate(node.inputs) if dims(value) == sizes]
-    if one is other or not wide:
+    if first is other or not wide:
         return None
     if len(wide) == 2:
         wide = [index for index in wide if _is_only_for(node.inputs[index], labelling.scalable)]
@@ -433,17 +433,17 @@ def _move_through_reshape(labelling: _Labelling, node: "ir.Node") -> _Moved:
     if not theirs:
         return None
     shape = [1] * len(theirs)
-    kept = [[axis for axis, size in enumerate(sizes) if size != 1] for sizes in (ours, theirs)]
-    groups = group_axes([ours[axis] for axis in kept[0]], [theirs[axis] for axis in kept[1]])
-    labels = labels.reshape([labels.shape[axis] for axis in kept[0]])
+    real_axes = [[axis for axis, size in enumerate(sizes) if size != 1] for sizes in (ours, theirs)]
+    groups = group_axes([ours[axis] for axis in real_axes[0]], [theirs[axis] for axis in real_axes[1]])
+    labels = labels.reshape([labels.shape[axis] for axis in real_axes[0]])
     inner: list[int] = []
     for mine, other in groups:
         part = [labels.shape[axis] for axis in mine]
         if all(size == 1 for size in part):
             inner += [1] * len(other)
             continue
-        sizes = [size for axis in mine if isinstance(size := ours[kept[0][axis]], int)]
-        targets = [size for axis in other if isinstance(size := theirs[kept[1][axis]], int)]
+        sizes = [size for axis in mine if isinstance(size := ours[real_axes[0][axis]], int)]
+        targets = [size for axis in other if isinstance(size := theirs[real_axes[1][axis]], int)]
         known = len(sizes) == len(mine) and len(targets) == len(other)
         if not known or math.prod(sizes) != math.prod(targets):
             return None
@@ -454,7 +454,7 @@ def _move_through_reshape(labelling: _Labelling, node: "ir.Node") -> _Moved:
         labels = np.broadcast_to(labels, whole)
         inner += targets
     labels = labels.reshape(inner)
-    for axis, size in zip(kept[1], labels.shape, strict=True):
+    for axis, size in zip(real_axes[1], labels.shape, strict=True):
         shape[axis] = size
     return {0: labels.reshape(shape)}
 
@@ -466,14 +466,14 @@ def group_axes(ours: Sequence[int | str | None], theirs: Sequence[int | str | No
     starts = list(ends)
     while all(starts):
         starts = [start - 1 for start in starts]
-        one, other = ours[starts[0]], theirs[starts[1]]
-        while isinstance(one, int) and isinstance(other, int) and one != other:
-            side = 0 if one < other else 1
+        our_size, their_size = ours[starts[0]], theirs[starts[1]]
+        while isinstance(our_size, int) and isinstance(their_size, int) and our_size != their_size:
+            side = 0 if our_size < their_size else 1
             starts[side] -= 1
             size = (ours, theirs)[side][starts[side]] if starts[side] >= 0 else None
-            grown = size * (one, other)[side] if isinstance(size, int) else None
-            one, other = (grown, other) if side == 0 else (one, grown)
-        if one is None or one != other:
+            grown = size * (our_size, their_size)[side] if isinstance(size, int) else None
+            our_size, their_size = (grown, their_size) if side == 0 else (our_size, grown)
+        if our_size is None or our_size != their_size:
             break
         groups.insert(0, (range(starts[0], ends[0]), range(starts[1], ends[1])))
         ends = list(starts)

@@ -288,7 +288,7 @@ class _Smoother:
             shape = [1] * len(dims(value))
             shape[axis] = len(channels)
             self._insert(
-                value, (1 / choice.factors).reshape(shape), readers[0].node, [(one.node, 0) for one in readers]
+                value, (1 / choice.factors).reshape(shape), readers[0].node, [(reader.node, 0) for reader in readers]
             )
             for product in weights:
                 product.scale(inputs=choice.factors)
@@ -317,24 +317,24 @@ class _Smoother:
 
     def _find_readings(self, nodes: "set[ir.Node]") -> list[_Reading]:
         """Find what these products read, where something is known of it."""
-        found = []
+        readings = []
         for (value, axis), readers in self._read_by.items():
             weights = {product.weight: product.grouped() for product in readers if product.node in nodes}
             statistics = self._statistics(value, axis, readers[0].inputs) if weights else None
             if statistics is not None:
                 read = self._read[readers[0].node]
-                found.append(_Reading([*weights.values()], statistics, read, self._find_before(value, axis, read)))
-        return found
+                readings.append(_Reading([*weights.values()], statistics, read, self._find_before(value, axis, read)))
+        return readings
 
     def _find_before(
         self, value: "ir.Value", place: int, read: Labels
     ) -> "list[tuple[ChannelStatistics, Labels, Array]]":
         """Find values that channels come from, with their labels, and the gain of noise on the way from there."""
-        found: list[tuple[ChannelStatistics, Labels, Array]] = []
+        sources: list[tuple[ChannelStatistics, Labels, Array]] = []
         square = np.array(self._ranges.channels[str(value.name)].mean_square)
         for before, there in self._found.values.items():
             if before is value:
-                return found
+                return sources
             axis, theirs = find_axis(there), there.reshape(-1)
             if axis is None or (statistics := self._statistics(before, axis, theirs.size)) is None:
                 continue
@@ -342,8 +342,8 @@ class _Smoother:
                 of_label = np.full(self._found.count, np.inf)  # mean square of what has this label there
                 of_label[theirs] = np.maximum(statistics.mean_square, _TINY)
                 averaged = _count_places(before, axis) / _count_places(value, place)  # as a mean evens noise out
-                found.append((statistics, theirs, square / of_label[read] / max(1.0, averaged)))
-        return found
+                sources.append((statistics, theirs, square / of_label[read] / max(1.0, averaged)))
+        return sources
 
     def _sum_errors(self, readings: "Sequence[_Reading]", channels: Labels, factors: Array) -> float:
         """Estimate the error in all products of these readings where channels are divided by factors."""
@@ -450,11 +450,13 @@ class Smooth(GraphPass):
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one for activations in few bits, or for weights in int4, where the recipe wants it."""
-        asked = options["quantisation"]
-        if KINDS[request.precision].calibrated and asked.smooth is not None:
-            yield cls(alpha=None if asked.smooth == "auto" else asked.smooth, insert=asked.smooth_insert)
-        if request.precision == "int4-weights" and asked.awq:
-            yield cls(mode="awq", insert=asked.smooth_insert)
+        quantisation = options["quantisation"]
+        if KINDS[request.precision].calibrated and quantisation.smooth is not None:
+            yield cls(
+                alpha=None if quantisation.smooth == "auto" else quantisation.smooth, insert=quantisation.smooth_insert
+            )
+        if request.precision == "int4-weights" and quantisation.awq:
+            yield cls(mode="awq", insert=quantisation.smooth_insert)
 
     @property
     def step_name(self) -> str:

@@ -82,8 +82,8 @@ def two_of_four(weight: Array, axis: int) -> Array:
     Of equal ones the first stay. The length of the axis is a multiple of four.
     """
     along = np.moveaxis(weight, axis, -1)
-    kept = np.empty(along.shape, bool)
-    flat, out = np.ascontiguousarray(along).reshape(-1, GROUP), kept.reshape(-1, GROUP)
+    mask = np.empty(along.shape, bool)
+    flat, out = np.ascontiguousarray(along).reshape(-1, GROUP), mask.reshape(-1, GROUP)
     for start in range(0, len(flat), _ROWS):
         magnitudes = np.abs(flat[start : start + _ROWS].astype(np.float32))
         before = np.zeros(magnitudes.shape, np.int8)  # neighbours that come first
@@ -92,7 +92,7 @@ def two_of_four(weight: Array, axis: int) -> Array:
             before[:, second] += ahead
             before[:, first] += ~ahead
         out[start : start + _ROWS] = before < KEPT
-    return np.moveaxis(kept, -1, axis)
+    return np.moveaxis(mask, -1, axis)
 
 
 def holds(nonzero: Array, axis: int) -> bool:
@@ -117,11 +117,11 @@ class Threshold:
     def mask(self, weight: Array) -> tuple[Array, "Threshold"]:
         """Mark elements that stay with True, and return the threshold for the next weight, with the ties left."""
         magnitudes = np.abs(weight.astype(np.float32))
-        kept = magnitudes > self.magnitude
+        mask = magnitudes > self.magnitude
         equal = np.flatnonzero(magnitudes == self.magnitude)
         gone = equal[: self.ties]
-        kept.flat[equal[self.ties :]] = True
-        return kept, Threshold(self.magnitude, self.ties - len(gone))
+        mask.flat[equal[self.ties :]] = True
+        return mask, Threshold(self.magnitude, self.ties - len(gone))
 
 
 def threshold(weights: Sequence[Callable[[], Array]], ratio: float) -> Threshold:
@@ -311,7 +311,7 @@ class Sparsified:
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
-def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
+def sparsify(model: "ir.Model", sparsity: Sparsity) -> Sparsified:
     """Put a pattern into every weight that can have it, in place, and mark the graph.
 
     A graph that is marked 2:4 stays so, whatever else becomes zero in it. Each weight is computed when it is written.
@@ -321,36 +321,36 @@ def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
         UsageError: a protected name that there is none of, or all of them are protected.
     """
     weights = find(model)
-    done = Sparsified(weights=len(weights), left=_left_dense(weights, asked))
+    done = Sparsified(weights=len(weights), left=_left_dense(weights, sparsity))
     chosen = [weight for weight in weights if weight.name not in done.left]
     if not chosen:
-        raise _refusal(weights, asked, done.left)
+        raise _refusal(weights, sparsity, done.left)
     done.done = len(chosen)
     bound: Threshold | None = None  # holds for all weights, where there is one for all
-    if asked.pattern != "2:4" and asked.scope == "global":
-        bound = threshold([weight.numbers for weight in chosen], asked.ratio)
+    if sparsity.pattern != "2:4" and sparsity.scope == "global":
+        bound = threshold([weight.numbers for weight in chosen], sparsity.ratio)
     for weight in weights:
         array = weight.numbers()
-        kept = None
+        mask = None
         if weight.name not in done.left:
-            if asked.pattern == "2:4":
-                kept = two_of_four(array, weight.axis)
+            if sparsity.pattern == "2:4":
+                mask = two_of_four(array, weight.axis)
             elif bound is not None:
-                kept, bound = bound.mask(array)
+                mask, bound = bound.mask(array)
             else:
-                kept, _ = threshold([weight.numbers], asked.ratio).mask(array)
-            _apply(weight.value, kept)
-        _count(done, array, kept)
+                mask, _ = threshold([weight.numbers], sparsity.ratio).mask(array)
+            _apply(weight.value, mask)
+        _count(done, array, mask)
     marks: MutableMapping[str, str] = model.metadata_props
     if marks.get(KEY) != TWO_OF_FOUR:
-        marks[KEY] = str(asked)
+        marks[KEY] = str(sparsity)
     return done
 
 
-def _left_dense(weights: Sequence[Candidate], asked: Sparsity) -> dict[str, str]:
+def _left_dense(weights: Sequence[Candidate], sparsity: Sparsity) -> dict[str, str]:
     """Explain, by name, why weights stay dense."""
     protected: set[str] = set()
-    for pattern in asked.protect:
+    for pattern in sparsity.protect:
         chosen = {weight.name for weight in weights if any(_fits(name, pattern) for name in weight.names)}
         if not chosen:
             known = sorted({name for weight in weights for name in weight.names})
@@ -360,7 +360,7 @@ def _left_dense(weights: Sequence[Candidate], asked: Sparsity) -> dict[str, str]
                 f"did you mean {' or '.join(near)}?" if near else "take names from `enginesmith inspect`",
             )
         protected |= chosen
-    reasons = ((weight.name, weight.structured if asked.pattern == "2:4" else weight.reason) for weight in weights)
+    reasons = ((weight.name, weight.structured if sparsity.pattern == "2:4" else weight.reason) for weight in weights)
     return {name: PROTECTED if name in protected else why for name, why in reasons if why or name in protected}
 
 
@@ -369,7 +369,7 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or ("*" in pattern and fnmatchcase(name, pattern))
 
 
-def _refusal(weights: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) -> InvalidGraph | UsageError:
+def _refusal(weights: Sequence[Candidate], sparsity: Sparsity, left: dict[str, str]) -> InvalidGraph | UsageError:
     if not weights:
         return InvalidGraph(
             "the graph has no weight that can be sparse: no Conv, Gemm or MatMul with a constant one",
@@ -377,17 +377,17 @@ def _refusal(weights: Sequence[Candidate], asked: Sparsity, left: dict[str, str]
         )
     if set(left.values()) == {PROTECTED}:
         return UsageError(
-            f"all {len(left)} weights of the graph are protected, and none is left to be {asked}", "protect less"
+            f"all {len(left)} weights of the graph are protected, and none is left to be {sparsity}", "protect less"
         )
     reasons = "; ".join(list(dict.fromkeys(left.values()))[:_REASONS])
-    return InvalidGraph(f"no weight of the graph can be {asked}: {reasons}", "protect less, or take another pattern")
+    return InvalidGraph(f"no weight of the graph can be {sparsity}: {reasons}", "protect less, or take another pattern")
 
 
-def _apply(value: "ir.Value", kept: Array) -> None:
+def _apply(value: "ir.Value", mask: Array) -> None:
     """Zero an initialiser where it is not kept; until then one bit an element is remembered."""
-    given, name, bits = value.const_value, value.name, np.packbits(kept)
+    given, name, bits = value.const_value, value.name, np.packbits(mask)
     assert given is not None
-    shape, count = kept.shape, kept.size
+    shape, count = mask.shape, mask.size
 
     def compute() -> "ir.TensorProtocol":
         stays = np.unpackbits(bits, count=count).astype(bool).reshape(shape)
@@ -397,15 +397,15 @@ def _apply(value: "ir.Value", kept: Array) -> None:
     value.const_value = ir.LazyTensor(compute, dtype=given.dtype, shape=ir.Shape(shape), name=name)
 
 
-def _count(done: Sparsified, weight: Array, kept: Array | None) -> None:
+def _count(done: Sparsified, weight: Array, mask: Array | None) -> None:
     if weight.dtype.kind not in "fV" and weight.dtype.name != "bfloat16":
         return
     values = weight.astype(np.float32).reshape(-1)
     done.elements += values.size
     done.signal += float(np.dot(values, values))
     zero = values == 0
-    if kept is not None:
-        gone = values[~kept.reshape(-1)]
+    if mask is not None:
+        gone = values[~mask.reshape(-1)]
         done.noise += float(np.dot(gone, gone))
-        zero |= ~kept.reshape(-1)
+        zero |= ~mask.reshape(-1)
     done.zeros += int(zero.sum())
