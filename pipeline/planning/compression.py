@@ -125,9 +125,9 @@ def compress(resolved: ResolvedRecipe, dense_plan: DensePlan) -> tuple[list[Vari
     """
     recipe = resolved.recipe
     graphs = [variant for variant in dense_plan.variants if variant.engine.consumes == "onnx"]
-    made = passes_for("sparsity", recipe)
+    passes = passes_for("sparsity", recipe)
     sparse = [
-        _plan_sparse(recipe, pattern, step, dense_plan) for pattern, step in zip(recipe.sparsities, made, strict=True)
+        _plan_sparse(recipe, pattern, step, dense_plan) for pattern, step in zip(recipe.sparsities, passes, strict=True)
     ]
     variants = [transform.variant(variant) for transform in sparse for variant in graphs]
     steps = [step for transform in sparse for step in transform.steps()]
@@ -143,10 +143,10 @@ def compress(resolved: ResolvedRecipe, dense_plan: DensePlan) -> tuple[list[Vari
 
 def _plan_pruned(resolved: ResolvedRecipe, target: PruneTarget, dense_plan: DensePlan) -> CompressedModel:
     steps = list(pruning_steps(resolved, target))
-    made = steps[-1].id
-    steps += _reference_steps(made, target.slug, baseline("torch"))
+    pruned_step = steps[-1].id
+    steps += _reference_steps(pruned_step, target.slug, baseline("torch"))
     transform = PlanTransform(
-        target.slug, {LOAD: made, REFERENCE: REFERENCE.with_change(target.slug)}, dense_plan.shared
+        target.slug, {LOAD: pruned_step, REFERENCE: REFERENCE.with_change(target.slug)}, dense_plan.shared
     )
     again = (*dense_plan.to_graph, *dense_plan.to_engines)
     return CompressedModel(tuple(steps), again, transform, steps[-1].id, prune=str(target))
@@ -182,10 +182,10 @@ def _pruning_turn(
 ) -> Iterator[Step]:
     """Prune once; a latency is searched for before, as a chain of trials each of which knows those before it."""
     recipe = resolved.recipe
-    asked = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
+    fields = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
     needs: dict[str, StepRef] = {"model": last, REFERENCE: REFERENCE}
     if target.kind != "latency":
-        yield Step(name, Prune.model_validate(asked), needs)
+        yield Step(name, Prune.model_validate(fields), needs)
         return
     measured = _measured_on(resolved, target)
     engine = measured.engine
@@ -193,7 +193,7 @@ def _pruning_turn(
     way = ToEngine(engine=engine, device=measured.device, passes=tuple(graph_passes(recipe, "torch")))
     dense = Step(StepRef(name.kind, *name.subject, DENSE), DenseEngine(way=way), {"model": last, **shapes})
     yield dense
-    wanted = PruneToLatency.model_validate(asked)
+    wanted = PruneToLatency.model_validate(fields)
     trial = TryLatency(prune=wanted, way=way, seconds=min(_TRIAL_SECONDS, recipe.measure.seconds))
     before: dict[str, StepRef] = {}
     for index in range(1, _TRIALS + 1):
@@ -216,17 +216,17 @@ def _measured_on(resolved: ResolvedRecipe, target: PruneTarget) -> Variant:
     ]
     names = dict.fromkeys(variant.engine.name for variant in able)
     if len(names) != 1:
-        told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
+        problem = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
         raise UsageError(
-            f"--prune {target} is measured on one engine that takes graphs and runs here, and {told}",
+            f"--prune {target} is measured on one engine that takes graphs and runs here, and {problem}",
             f"give --engine {DEFAULT_ENGINES[0]}, or --prune macs=-50%",
         )
     return able[0]
 
 
-def _plan_sparse(recipe: Recipe, pattern: Sparsity, made: Pass, dense_plan: DensePlan) -> CompressedModel:
-    name = StepRef(made.step_name, changes=(pattern.slug,))
-    steps = [Step(name, Transform(step=made), {"model": dense_plan.graph})]
+def _plan_sparse(recipe: Recipe, pattern: Sparsity, sparsify_pass: Pass, dense_plan: DensePlan) -> CompressedModel:
+    name = StepRef(sparsify_pass.step_name, changes=(pattern.slug,))
+    steps = [Step(name, Transform(step=sparsify_pass), {"model": dense_plan.graph})]
     if recipe.trains:
         steps.append(train_sparse_step(recipe, name, dense_plan.graph))
         name = steps[-1].id

@@ -44,8 +44,8 @@ class VariantName:
     def _printed(self) -> str:
         limit = f"ws{self.workspace}" if self.workspace else ""
         graphs = "graphs" if self.graphs else ""
-        made = (self.engine, self.precision, self.quantizer, limit, self.target, self.mode, graphs)
-        words = (*made, *self.changes, "" if self.number is None else str(self.number))
+        parts = (self.engine, self.precision, self.quantizer, limit, self.target, self.mode, graphs)
+        words = (*parts, *self.changes, "" if self.number is None else str(self.number))
         return "-".join(filter(None, words))
 
 

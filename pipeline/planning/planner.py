@@ -84,14 +84,16 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     if any(engine_class(name).needs_shapes for name in engines):
         steps.append(shapes_step(recipe))
     graphs = recipe.graph_modes("both" if recipe.where.kind == "cuda" else "off")
-    asked = list(list_variants(resolved, recipe.engines, here=here, graphs=graphs))
+    candidates = list(list_variants(resolved, recipe.engines, here=here, graphs=graphs))
     if recipe.variants == "found":  # what promises most for the least time comes first
-        asked.sort(key=lambda each: (each.engine.consumes == "torch", each.lowering is not None, each.name.quantizer))
+        candidates.sort(
+            key=lambda each: (each.engine.consumes == "torch", each.lowering is not None, each.name.quantizer)
+        )
     original = baseline_variant(resolved)
     if own := quality_step(recipe, original, original.name, for_search=True):
         steps.append(own)  # what searches compare their trials with
         first.add(own.id)
-    planned = [_engine_steps(resolved, variant, graph, verified, original.name) for variant in asked]
+    planned = [_engine_steps(resolved, variant, graph, verified, original.name) for variant in candidates]
     dense, to_engines = [variant for variant, _ in planned], [step for _, more in planned for step in more]
     shared = frozenset((SHAPES, *([own.id] if own else ())))
     again = planned
@@ -107,7 +109,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
         _check_buildable(engines, recipe.where)
-        if any(variant.name.quantizer == "nncf" for variant in asked):
+        if any(variant.name.quantizer == "nncf" for variant in candidates):
             require_nncf()
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
@@ -126,7 +128,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True, kept: Collection[str] =
             kept,
         )
         built_from |= {step.id: step.inputs["model"] for step in steps if isinstance(step.task, Tune)}
-    for variant in list_references(resolved, [variant.id for variant in asked]):
+    for variant in list_references(resolved, [variant.id for variant in candidates]):
         checked, more = _engine_steps(resolved, variant, graph, verified, original.name)
         variants.append(checked)
         steps += more
@@ -231,9 +233,9 @@ def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...],
     recipe = resolved.recipe
     runtime = baseline("onnx")
     steps, checks, parent = [], [], LOAD
-    for made in graph_passes(recipe, "torch" if resolved.source.is_torch else "onnx"):
-        name = StepRef("pass", made.step_name) if made.stage == "request" else StepRef(made.step_name)
-        steps.append(Step(name, Transform(step=made), {"model": parent}))
+    for graph_pass in graph_passes(recipe, "torch" if resolved.source.is_torch else "onnx"):
+        name = StepRef("pass", graph_pass.step_name) if graph_pass.stage == "request" else StepRef(graph_pass.step_name)
+        steps.append(Step(name, Transform(step=graph_pass), {"model": parent}))
         checks.append(verify_step(recipe, name, name, runtime, Device(), resolved.find_threshold(runtime)))
         parent = name
     return parent, tuple(check.id for check in checks), [*steps, *checks]
@@ -253,14 +255,14 @@ def _engine_steps(
     if takes_module:
         graph, checks = LOAD, ()
     if variant.lowering:
-        made = lower_precision(resolved, built, graph, quality_step(recipe, built, baseline, for_search=True))
-        graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
-        steps += made.steps
+        lowered = lower_precision(resolved, built, graph, quality_step(recipe, built, baseline, for_search=True))
+        graph, checks, threshold = lowered.graph, (*checks, *lowered.checks), KINDS[variant.lowering].threshold
+        steps += lowered.steps
         own = {
-            "calibration": made.calibration,
-            "assignment": made.assignment,
-            "search": made.search,
-            "recovered": made.recovered,
+            "calibration": lowered.calibration,
+            "assignment": lowered.assignment,
+            "search": lowered.search,
+            "recovered": lowered.recovered,
         }
     build = build_step(built, graph)
     steps.append(build)
@@ -308,7 +310,7 @@ def measurements(
     ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module; ``again`` is
     new for measurements made anew.
     """
-    asked, engine, device = recipe.measure, variant.engine, variant.device
+    options, engine, device = recipe.measure, variant.engine, variant.device
     needs: dict[str, StepRef] = {"model": variant.artifact, REFERENCE: REFERENCE}
     if variant.compared:
         needs[VERIFIED] = variant.compared
@@ -322,11 +324,11 @@ def measurements(
 
     if baseline and (quality := quality_step(recipe, variant, baseline)):
         steps["quality"] = replace(quality, inputs={**needs, **quality.inputs})
-    if asked.memory:
-        add("memory", Memory(engine=engine, device=device, limit_bytes=asked.memory_limit_bytes, again=again))
-    if asked.limits and (counted := variant.artifact if engine.shows_graph else graph):
+    if options.memory:
+        add("memory", Memory(engine=engine, device=device, limit_bytes=options.memory_limit_bytes, again=again))
+    if options.limits and (counted := variant.artifact if engine.shows_graph else graph):
         add("work", CountWork(engine=engine, device=device), counted)
-    if asked.profile:
+    if options.profile:
         profile = ProfileVariant(variant=variant.id, engine=engine, device=device, again=again)
         add("profile", profile, wants=graph if engine.consumes == "onnx" else None)
     refs: dict[str, Any] = {name: step.id for name, step in steps.items()}
@@ -345,8 +347,8 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName, *, for
     if for_search and recipe.data and recipe.budgets.max_drop is not None:
         data, options, kind = recipe.data, recipe.options_for("choice"), "choice"
     most = max(recipe.batch) if variant.engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
-    if asked := recipe.ranges.get("batch"):
-        most = asked.max
+    if batch_range := recipe.ranges.get("batch"):
+        most = batch_range.max
     task = Quality(
         engine=variant.engine.exact() if variant.name == baseline else variant.engine,
         device=variant.device,
@@ -372,12 +374,12 @@ def _latency_step(ref: StepRef, recipe: Recipe, variants: Sequence[Variant], aga
         variants[0],
         *(variant for variant in variants[1:] if device.kind in variant.engine.kinds and not variant.unavailable),
     ]
-    asked = recipe.measure
+    options = recipe.measure
     settings = LatencySettings(
-        precision=asked.precision,
+        precision=options.precision,
         time_limit_seconds=measuring_seconds(recipe),
-        concurrency=tuple(sorted(set(asked.concurrency))),
-        memory_limit_bytes=asked.memory_limit_bytes,
+        concurrency=tuple(sorted(set(options.concurrency))),
+        memory_limit_bytes=options.memory_limit_bytes,
         seed=recipe.seed,
     )
     task = Latency(
@@ -386,7 +388,7 @@ def _latency_step(ref: StepRef, recipe: Recipe, variants: Sequence[Variant], aga
         settings=settings,
         batches=len(recipe.batch),
         dense={variant.id: variant.dense for variant in variants if variant.dense},
-        most=recipe.largest_batch if asked.sweep else None,
+        most=recipe.largest_batch if options.sweep else None,
         again=again,
     )
     needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}

@@ -69,8 +69,8 @@ def lower_precision(resolved: ResolvedRecipe, variant: Variant, graph: StepRef, 
     trained = variant.name.quantizer == "qat"
     if variant.name.quantizer and not trained:
         return _lower_by_nncf(resolved, variant, graph)
-    asked = recipe.quantisation.placement
-    placement = (variant.engine if asked == "auto" else engine_class(asked)).placement
+    choice = recipe.quantisation.placement
+    placement = (variant.engine if choice == "auto" else engine_class(choice)).placement
     request = PrecisionRequest(name, placement, variant.engine.weight_bits(variant.device))
     given = _prepare_graph(resolved, request, graph)
     (step,) = passes_for("precision", recipe, request=request)
@@ -142,10 +142,10 @@ def _lower_by_nncf(resolved: ResolvedRecipe, variant: Variant, graph: StepRef) -
         keep=recipe.quantisation.keep,
         external_data_bytes=recipe.export.external_data_bytes,
     )
-    made = StepRef("precision", variant.precision, variant.name.quantizer, preset, f"w{bits}")
-    check = verify_step(recipe, made, made, simulation(), Device(), KINDS["int8"].threshold)
-    steps = (*steps, Step(made, task, {"model": graph, REFERENCE: REFERENCE}), check)
-    return Lowered(made, (*checks, check.id), steps, calibration=made)
+    name = StepRef("precision", variant.precision, variant.name.quantizer, preset, f"w{bits}")
+    check = verify_step(recipe, name, name, simulation(), Device(), KINDS["int8"].threshold)
+    steps = (*steps, Step(name, task, {"model": graph, REFERENCE: REFERENCE}), check)
+    return Lowered(name, (*checks, check.id), steps, calibration=name)
 
 
 def feeder(recipe: Recipe) -> Feeder:
@@ -169,16 +169,16 @@ def _convert_opset(
 
 def _prepare_graph(resolved: ResolvedRecipe, request: PrecisionRequest, graph: StepRef) -> Lowered:
     """Plan the passes that make a float graph easier to quantise, each followed by ranges of its own."""
-    recipe, (converted, checks, made_before) = resolved.recipe, _convert_opset(resolved, request, graph)
+    recipe, (converted, checks, conversion_steps) = resolved.recipe, _convert_opset(resolved, request, graph)
     ranges = _calibrate(recipe, converted, StepRef("calibrate", *([converted] if converted != graph else [])))
-    prepared = Lowered(converted, checks, (*made_before, ranges), ranges.id)
+    prepared = Lowered(converted, checks, (*conversion_steps, ranges), ranges.id)
     for step in passes_for("rescale", recipe, request=request):
         before = prepared.graph
         name = StepRef(step.step_name) if before == graph else StepRef(step.step_name, before)
-        made = Step(name, Transform(step=step), {"model": before, "ranges": prepared.calibration})
+        transform = Step(name, Transform(step=step), {"model": before, "ranges": prepared.calibration})
         check = verify_step(recipe, name, name, simulation(), Device(), "fp32")
         ranges = _calibrate(recipe, name, StepRef("calibrate", name))
-        steps = (*prepared.steps, made, check, ranges)
+        steps = (*prepared.steps, transform, check, ranges)
         prepared = Lowered(name, (*prepared.checks, check.id), steps, ranges.id)
     return prepared
 
@@ -269,8 +269,8 @@ def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) ->
         (RESCALED, "rescale", {"equalise": True, "smooth": "auto"}),
         (MULTIPLIED, "multiply", {"smooth": "auto", "smooth_insert": True}),
     ):
-        asked = recipe.model_copy(update={"quantisation": given.model_copy(update=options)})
-        if steps := tuple(passes_for("rescale", asked, request=request)):
+        new_recipe = recipe.model_copy(update={"quantisation": given.model_copy(update=options)})
+        if steps := tuple(passes_for("rescale", new_recipe, request=request)):
             task = Rescale(
                 steps=steps,
                 calibration=_calibrate_task(recipe),

@@ -58,8 +58,8 @@ def prosecute_variant_steps(
             wanted.add(ref)
             waiting += steps[ref].sources
     left_out = set(late).difference(plan.leading_to([variant.artifact]))
-    made = [replace(each, search=False, as_it_was=True) for each in steps.values() if each.id in wanted]
-    return (*(replace(each, unavailable=NO_TIME) if each.id in left_out else each for each in made), step)
+    new_steps = [replace(each, search=False, as_it_was=True) for each in steps.values() if each.id in wanted]
+    return (*(replace(each, unavailable=NO_TIME) if each.id in left_out else each for each in new_steps), step)
 
 
 def _without_rivals(step: Step) -> Step:
@@ -92,15 +92,15 @@ def prosecute_step(
     needs = {"model": variant.artifact, GIVEN: given, REFERENCE: reference}
     optional, stages = dict[str, StepRef](), list[GraphStage]()
     for number, ref in enumerate(chain):
-        role, made = f"graph {number}", by_id[ref]
+        role, graph_step = f"graph {number}", by_id[ref]
         stage = GraphStage(
-            role=role, name=str(ref), precision=kind if _lowers(made) else resolved.find_threshold(runtime)
+            role=role, name=str(ref), precision=kind if _lowers(graph_step) else resolved.find_threshold(runtime)
         )
-        if isinstance(made.task, Transform):
-            takes = {each: f"{role}: {each}" for each in (*made.inputs, *made.optional_inputs)}
-            stage = stage.model_copy(update={"task": made.task, "takes": takes})
-            needs |= {takes[each]: source for each, source in made.inputs.items()}
-            optional |= {takes[each]: source for each, source in made.optional_inputs.items()}
+        if isinstance(graph_step.task, Transform):
+            takes = {each: f"{role}: {each}" for each in (*graph_step.inputs, *graph_step.optional_inputs)}
+            stage = stage.model_copy(update={"task": graph_step.task, "takes": takes})
+            needs |= {takes[each]: source for each, source in graph_step.inputs.items()}
+            optional |= {takes[each]: source for each, source in graph_step.optional_inputs.items()}
         needs[role] = ref
         stages.append(stage)
     if variant.verified:
@@ -157,5 +157,5 @@ def _changes_answers(step: Step) -> bool:
 
 
 def _lowers(step: Step) -> bool:
-    made = step.task.step if isinstance(step.task, Transform) else None
-    return made is None or made.stage == "precision"
+    graph_pass = step.task.step if isinstance(step.task, Transform) else None
+    return graph_pass is None or graph_pass.stage == "precision"

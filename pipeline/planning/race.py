@@ -72,21 +72,21 @@ def plan_race(
     ]
     quick = [variant for variant in racing if variant not in slow]
     race = _race_step(recipe, StepRef(RACE), racing, choices, kept)
-    made = [*steps, *(step for name, step in choices.items() if name in {variant.id for variant in quick})]
+    all_steps = [*steps, *(step for name, step in choices.items() if name in {variant.id for variant in quick})]
     if slow and quick:
         first = _race_step(recipe, StepRef(RACE, "first"), quick, choices, kept, slow, _cast(recipe, original, slow))
         gate = next((step for variant in slow if (step := _pruned_choice(original, variant, judge))), None)
-        made = _defer(made, [original, *quick], slow, first, gate, recipe.budgets.max_drop)
+        all_steps = _defer(all_steps, [original, *quick], slow, first, gate, recipe.budgets.max_drop)
         wants = {**race.optional_inputs, PRUNED_CHOICE: gate.id} if gate else race.optional_inputs
         race = replace(race, inputs={**race.inputs, EARLIER: first.id}, optional_inputs=wants)
-    made += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
+    all_steps += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
     if not slow and not any(variant.name.quantizer == "qat" for variant in racing):
-        made = _extend_last_search(made)
+        all_steps = _extend_last_search(all_steps)
     staying = {}
     for variant in racing:
         staying[variant.id], more = _after_race(recipe, variant, graphs, by_id)
-        made += more
-    return [staying.get(variant.id, variant) for variant in variants], made
+        all_steps += more
+    return [staying.get(variant.id, variant) for variant in variants], all_steps
 
 
 def race_again(planned: Plan, dropped: Sequence[RaceRow], failed: Mapping[str, str]) -> Plan:
@@ -116,11 +116,11 @@ def _choice_step(recipe: Recipe, variant: Variant, judge: Callable[[Variant], St
 
 def _pruned_choice(original: Variant, variant: Variant, judge: Callable[[Variant], Step | None]) -> Step | None:
     """Plan to find the metric of a variant's pruned module, of which nothing is made if it loses too much."""
-    made = (*variant.pruned, *variant.recovered)
-    if not made:
+    module_steps = (*variant.pruned, *variant.recovered)
+    if not module_steps:
         return None
     name = replace(original.name, changes=variant.name.changes)
-    judged = judge(replace(original, name=name, artifact=made[-1]))
+    judged = judge(replace(original, name=name, artifact=module_steps[-1]))
     return judged and replace(judged, id=StepRef(CHOICE, name), search=True)
 
 
@@ -159,12 +159,12 @@ def _race_step(
 
 def _cast(recipe: Recipe, original: Variant, slow: Sequence[Variant]) -> list[Variant]:
     """List the original, and the module cast to each other precision of the compiled variants, to judge those by."""
-    made = [original]
+    originals = [original]
     precisions = {variant.engine.arithmetic for variant in slow if variant.engine.consumes == "torch"}
     for precision in sorted(precisions - {original.engine.arithmetic}):
         (config,) = type(original.engine).configurations(recipe, precision)
-        made.append(replace(original, name=replace(original.name, precision=precision), engine=config.engine))
-    return made
+        originals.append(replace(original, name=replace(original.name, precision=precision), engine=config.engine))
+    return originals
 
 
 def _same_precision(variant: Variant, others: Sequence[Variant]) -> tuple[str, ...]:
@@ -188,12 +188,12 @@ def _defer(
     needed = leading_to(steps, [ref for variant in quick for ref in (variant.artifact, *variant.verified)])
     leading = {variant.id: leading_to(steps, (variant.artifact, *variant.verified)) for variant in slow}
     before = leading_to(steps, [gate.inputs["model"]]) if gate else set[str]()
-    made, late, stays = list[Step](), list[Step](), dict[tuple[bool, tuple[str, ...]], StepRef]()
+    early, late, stays = list[Step](), list[Step](), dict[tuple[bool, tuple[str, ...]], StepRef]()
     for step in steps:
         owners = tuple(variant for variant in slow if step.id in leading[variant.id]) if step.id not in needed else ()
         if not owners:
             is_late = {done.id for done in late}.intersection(step.sources)  # audits follow what they look at
-            (late if is_late else made).append(step)
+            (late if is_late else early).append(step)
             continue
         gated = gate if owners[0].dense and step.id not in before else None
         key = (gated is not None, tuple(variant.id for variant in owners))
@@ -206,7 +206,7 @@ def _defer(
                 late += [gated] if gated not in late else []
             late.append(Step(stays[key], Stay(variants=key[1], max_drop=max_drop if gated else None), needs))
         late.append(replace(step, inputs={**step.inputs, STAY: stays[key]}))
-    return [*made, first, *late]
+    return [*early, first, *late]
 
 
 def _extend_last_search(steps: Sequence[Step]) -> list[Step]:
@@ -260,5 +260,5 @@ def searching_seconds(recipe: Recipe) -> float:
 
 def measuring_seconds(recipe: Recipe) -> float:
     """Choose the time of one batch size, of which a limited time leaves a share."""
-    asked, limit = recipe.measure.seconds, recipe.time_seconds
-    return asked if limit is None else min(asked, limit * _MEASURING / len(recipe.batch))
+    seconds, limit = recipe.measure.seconds, recipe.time_seconds
+    return seconds if limit is None else min(seconds, limit * _MEASURING / len(recipe.batch))

@@ -76,8 +76,8 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
         first.append(own)
     if lowered[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
-    made = lower_precision(resolved, lowered[0], graph, quality)
-    return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
+    lowering = lower_precision(resolved, lowered[0], graph, quality)
+    return (*first, *steps, *lowering.steps), replace(lowering, checks=(*checks, *lowering.checks))
 
 
 def _graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...], list[Step]]:
@@ -89,13 +89,13 @@ def sparsify_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef]
     """Plan ``sparsify``: from a model, or a file as it is, to a graph with sparse weights; name its step."""
     recipe = resolved.recipe
     graph, _, steps = _graph_steps(resolved)
-    (asked,) = passes_for("sparsity", recipe)
-    made = [Step(SPARSIFY, Transform(step=asked), {"model": graph})]
+    (sparsify_pass,) = passes_for("sparsity", recipe)
+    new_steps = [Step(SPARSIFY, Transform(step=sparsify_pass), {"model": graph})]
     if recipe.recover:
-        made.append(train_sparse_step(recipe, SPARSIFY, graph))
-    last, judged = made[-1].id, recipe.min_sqnr_db is not None
+        new_steps.append(train_sparse_step(recipe, SPARSIFY, graph))
+    last, judged = new_steps[-1].id, recipe.min_sqnr_db is not None
     check = verify_step(recipe, last, last, simulation(), Device(), "fp32", judged=judged)
-    return (*first_steps(resolved), *steps, *made, check), last
+    return (*first_steps(resolved), *steps, *new_steps, check), last
 
 
 def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, tuple[StepRef, ...]]:
@@ -107,10 +107,10 @@ def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, tu
     recipe = resolved.recipe
     if len(recipe.prune_targets) != 1:
         raise UsageError(f"{len(recipe.prune_targets)} targets are given, and one model is written", "give one --prune")
-    made = tuple(pruning_steps(resolved, recipe.prune_targets[0]))
-    cut = tuple(step.id for step in made if isinstance(step.task, Prune))
-    shapes = [shapes_step(recipe)] if any(SHAPES in step.inputs for step in made) else []
-    return (*first_steps(resolved), *shapes, *made), made[-1].id, cut
+    new_steps = tuple(pruning_steps(resolved, recipe.prune_targets[0]))
+    cut = tuple(step.id for step in new_steps if isinstance(step.task, Prune))
+    shapes = [shapes_step(recipe)] if any(SHAPES in step.inputs for step in new_steps) else []
+    return (*first_steps(resolved), *shapes, *new_steps), new_steps[-1].id, cut
 
 
 def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
@@ -159,8 +159,8 @@ def prosecute_file_steps(
 
 def _read_precision(source: Source, engine: Engine) -> str:
     """Read the precision of a file, as ``--precision`` names it where that has a name for it."""
-    found = model_file.precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
-    names = (found, found.partition("+")[0])  # fp8+fp16 is called fp8
+    precision = model_file.precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
+    names = (precision, precision.partition("+")[0])  # fp8+fp16 is called fp8
     return next((name for name in names if name in KINDS or name in THRESHOLDS), "fp32")
 
 

@@ -75,14 +75,14 @@ def list_variants(
     for name in engines:
         engine = engine_class(name)
         takes_module = engine.consumes == "torch"
-        asked_for = list(recipe.precisions)
+        precisions = list(recipe.precisions)
         if takes_module:  # in each precision that a module can be cast to
-            asked_for = [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]
+            precisions = [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]
         if recipe.variants == "found":
-            asked_for = [name for name in asked_for if name in engine.candidate_precisions(recipe.where)]
-        for asked in asked_for:
-            label = resolved.given_precision if asked == "fp32" and not takes_module else asked
-            makers = _list_quantizers(recipe, engine) if asked == "int8" else ("own",)
+            precisions = [name for name in precisions if name in engine.candidate_precisions(recipe.where)]
+        for precision in precisions:
+            label = resolved.given_precision if precision == "fp32" and not takes_module else precision
+            makers = _list_quantizers(recipe, engine) if precision == "int8" else ("own",)
             ways = itertools.product(engine.configurations(recipe, label), makers, graphs)
             for config, maker, replayed in ways:
                 variant = _make_variant(config, label, maker, device_for(recipe, config.engine), replayed=replayed)
@@ -94,17 +94,17 @@ def list_variants(
                     continue
                 runnable = config.engine.runnable(variant.device) if here and engine.kinds == ("cuda",) else None
                 unavailable = "" if runnable is None or runnable.ok else runnable.reason
-                as_it_is = asked == "fp32" or (cast and asked in engine.casts)
-                yield replace(variant, unavailable=unavailable, lowering=None if as_it_is else asked)
+                as_it_is = precision == "fp32" or (cast and precision in engine.casts)
+                yield replace(variant, unavailable=unavailable, lowering=None if as_it_is else precision)
 
 
 def _list_quantizers(recipe: Recipe, engine: type[Engine]) -> tuple[Quantizer, ...]:
     """List the makers of int8 graphs for an engine; of those that train, a search takes one: it costs the most."""
-    found = recipe.variants == "found"
-    able = engine.candidate_quantizers(recipe.where) if found else engine.quantizers
+    is_search = recipe.variants == "found"
+    able = engine.candidate_quantizers(recipe.where) if is_search else engine.quantizers
     makers = tuple(maker for maker in recipe.quantisation.quantizers if maker in able) or ("own",)
     last = [name for name in recipe.engines if engine_class(name).consumes == "onnx"][-1]
-    return tuple(maker for maker in makers if maker != "qat" or not found or engine.name == last)
+    return tuple(maker for maker in makers if maker != "qat" or not is_search or engine.name == last)
 
 
 def list_references(resolved: ResolvedRecipe, requested: Collection[str]) -> Iterator[Variant]:
@@ -113,8 +113,8 @@ def list_references(resolved: ResolvedRecipe, requested: Collection[str]) -> Ite
     They are eager in half precision, compiled in float32 and half precision and, on CUDA, the last with CUDA graphs.
     """
     recipe, where = resolved.recipe, resolved.recipe.where
-    asked = recipe.measure.references
-    if not resolved.source.is_torch or not (where.kind == "cuda" if asked is None else asked):
+    references = recipe.measure.references
+    if not resolved.source.is_torch or not (where.kind == "cuda" if references is None else references):
         return
     own = type(baseline("torch"))
     half = next((name for name in recipe.precisions if name in own.precisions[1:]), own.usual_half(where))
