@@ -30,10 +30,10 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """
     if any(values.get(name) for name in LISTS):
         return dict(values) if recipe.variants == "found" else _fill_training(values, recipe)
-    found = recipe.model_copy(update={"engines": tuple(ENGINES)})
-    device = found.where
+    full_recipe = recipe.model_copy(update={"engines": tuple(ENGINES)})
+    device = full_recipe.where
     ahead = [name for name in ENGINES if recipe.targets and engine_class(name).check_targets()]
-    engines = [*dict.fromkeys((*(list(_list_engines(found)) or DEFAULT_ENGINES), *ahead))]
+    engines = [*dict.fromkeys((*(list(_list_engines(full_recipe)) or DEFAULT_ENGINES), *ahead))]
     allowed = recipe.budgets.max_drop is not None or recipe.min_sqnr_db is not None
     lossy = allowed and recipe.calibration_data is not None
     names = [name for engine in engines for name in engine_class(engine).candidate_precisions(device)]
@@ -50,11 +50,11 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 def _fill_training(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Fill in int8 graphs that are trained, where training is asked for: in a search also by giving time for it."""
-    quantisation, found = values.get("quantisation") or {}, values.get("variants") == "found"
+    quantisation, is_search = values.get("quantisation") or {}, values.get("variants") == "found"
     makers = [*(quantisation.get("quantizers") or ["own"])]
-    timed = found and "seconds" in recipe.recovery.model_fields_set
-    asked = timed or "qat" in makers or (recipe.recover and (found or not recipe.prune))
-    if not asked or "int8" not in (values.get("precisions") or ()):
+    timed = is_search and "seconds" in recipe.recovery.model_fields_set
+    trains = timed or "qat" in makers or (recipe.recover and (is_search or not recipe.prune))
+    if not trains or "int8" not in (values.get("precisions") or ()):
         return dict(values)
     makers += [] if "qat" in makers else ["qat"]
     return {**values, "recover": values.get("recover") or True, "quantisation": {**quantisation, "quantizers": makers}}
@@ -91,5 +91,5 @@ def _list_engines(recipe: Recipe) -> Iterator[str]:
 
 def _is_here(engine: type[Engine], device: Device) -> bool:
     """Tell whether an engine runs here and, if it is built from a module, whether it can be built."""
-    made = engine.consumes == "torch" and not engine.runs_module()
-    return engine.installed(device).ok and (not made or engine.buildable(device).ok)
+    is_built = engine.consumes == "torch" and not engine.runs_module()
+    return engine.installed(device).ok and (not is_built or engine.buildable(device).ok)

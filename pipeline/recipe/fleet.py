@@ -141,8 +141,8 @@ def remedy_of(error: EnginesmithError) -> str:
     fields = fields_for(str(error))
     if not fields:
         return error.remedy
-    said = f"an option is for all entries: in the fleet file, `recipe: {{{', '.join(fields)}}}` is for one model"
-    return "; ".join(filter(None, [error.remedy, said]))
+    advice = f"an option is for all entries: in the fleet file, `recipe: {{{', '.join(fields)}}}` is for one model"
+    return "; ".join(filter(None, [error.remedy, advice]))
 
 
 _SEE = "a fleet file is, for example, `models: [digits, lenet]`; it may also have targets and a recipe"
@@ -221,8 +221,8 @@ class Fleet(Part):
             for target in model.targets or ():
                 if target not in self.targets:
                     raise unknown_name(f"models.{name}.targets", target, self.targets, "target")
-        asked = {name: model.targets for name, model in self.models.items() if model.targets is not None}
-        wanted = [entry for entry in every if entry.target in asked.get(entry.model, self.targets)]
+        own_targets = {name: model.targets for name, model in self.models.items() if model.targets is not None}
+        wanted = [entry for entry in every if entry.target in own_targets.get(entry.model, self.targets)]
         return tuple(entry for entry in wanted if entry not in skipped)
 
     def entries(self, only: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> tuple[Entry, ...]:
@@ -345,8 +345,8 @@ def _explain_error(error: ValidationError) -> UsageError:
         part = parts.get(place[0], Fleet) if place[1:] else Fleet
         where = f" in {'.'.join(place[:-1])}" if place[1:] else ""
         near = difflib.get_close_matches(place[-1], part.model_fields, n=1)
-        said = f"the fleet file has no field {place[-1]!r}{where}" + (f"; did you mean {near[0]}?" if near else "")
-        return UsageError(said, f"the fields are {', '.join(part.model_fields)}")
+        message = f"the fleet file has no field {place[-1]!r}{where}" + (f"; did you mean {near[0]}?" if near else "")
+        return UsageError(message, f"the fields are {', '.join(part.model_fields)}")
     if first["type"] in ("missing", "too_short"):
         return UsageError(f"the fleet file has no {place[-1]}", _SEE)
     if place[-1] == "[key]":

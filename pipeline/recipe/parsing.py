@@ -146,13 +146,13 @@ def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageEr
 
 def _check_engines(recipe: Recipe) -> None:
     """Refuse options of engines that are not asked for; those that are may refuse what does not go together."""
-    asked = [engine_class(name) for name in recipe.engines]
-    for engine in asked:
+    engines = [engine_class(name) for name in recipe.engines]
+    for engine in engines:
         engine.check_options(recipe)
-    if recipe.tune_seconds and not any(engine().tunable_options(None, recipe.where) for engine in asked):
-        told = f"--tune finds nothing to try: {', '.join(recipe.engines)} has no options to tune on {recipe.where}"
-        raise UsageError(told, "omit it; on a CPU there are options from two threads on")
-    heard = {field for engine in asked for field in engine.reads}
+    if recipe.tune_seconds and not any(engine().tunable_options(None, recipe.where) for engine in engines):
+        message = f"--tune finds nothing to try: {', '.join(recipe.engines)} has no options to tune on {recipe.where}"
+        raise UsageError(message, "omit it; on a CPU there are options from two threads on")
+    heard = {field for engine in engines for field in engine.reads}
     for field in dict.fromkeys(field for name in ENGINES for field in engine_class(name).reads if field not in heard):
         value, default, path = getattr(recipe, field), Recipe.model_fields[field].default, [field]
         if value == default:
@@ -193,10 +193,10 @@ def _check_quantizers(recipe: Recipe) -> None:
             f"--quantizer nncf has no effect on {', '.join(recipe.engines)}, which does not take its graphs",
             f"add one of --engine {', '.join(able)}, or omit it",
         )
-    asked, default = recipe.quantisation, QuantisationOptions()
-    unread = [name for name in _NOT_FOR_NNCF if getattr(asked, name) != getattr(default, name)]
+    options, default = recipe.quantisation, QuantisationOptions()
+    unread = [name for name in _NOT_FOR_NNCF if getattr(options, name) != getattr(default, name)]
     own = [name for name in recipe.precisions if KINDS[name].calibrated and name != "int8"]
-    if unread and asked.quantizers == ("nncf",) and not own:
+    if unread and options.quantizers == ("nncf",) and not own:
         raise UsageError(
             f"{option_for(('quantisation', unread[0]))} has no effect on --quantizer nncf, which chooses ranges, places"
             " of Q/DQ pairs and smoothing by rules of its own",
@@ -259,8 +259,8 @@ def _check_metric(recipe: Recipe, options: Mapping[str, Any]) -> None:
     if metric:
         check_metric(metric)
     if recipe.evaluation_data is None and (metric or recipe.budgets.max_drop is not None):
-        asked = f"the metric {metric}" if metric else _name_place(("budgets", "max_drop"), options)
-        raise UsageError(f"{asked} needs labeled data, and there is none", "give some with --eval DATA")
+        subject = f"the metric {metric}" if metric else _name_place(("budgets", "max_drop"), options)
+        raise UsageError(f"{subject} needs labeled data, and there is none", "give some with --eval DATA")
 
 
 def _check_measured(recipe: Recipe, options: Mapping[str, Any]) -> None:
@@ -269,13 +269,13 @@ def _check_measured(recipe: Recipe, options: Mapping[str, Any]) -> None:
     for measurement, fields in _JUDGED_BY.items():
         if value_at(values, ("measure", measurement)):
             continue
-        asked = [_name_place(field.split("."), options) for field in fields if value_at(values, field.split("."))]
+        names = [_name_place(field.split("."), options) for field in fields if value_at(values, field.split("."))]
         if _OBJECTIVES.get(recipe.objective) == measurement:
-            asked.insert(0, f"{_name_place(['objective'], options)} {recipe.objective}")
-        if asked:
+            names.insert(0, f"{_name_place(['objective'], options)} {recipe.objective}")
+        if names:
             off = _name_place(("measure", measurement), options)
             raise UsageError(
-                f"{asked[0]} needs {measurement} to be measured, which {off} switches off", "omit one of them"
+                f"{names[0]} needs {measurement} to be measured, which {off} switches off", "omit one of them"
             )
 
 
@@ -311,12 +311,12 @@ class _EachOnce(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping, and refuse a repeated name."""
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                if key.value in seen:
+                if key.value in names:
                     raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands there twice", problem_mark=key.start_mark)
-                seen.add(key.value)
+                names.add(key.value)
         return node
 
 

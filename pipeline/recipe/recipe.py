@@ -310,8 +310,8 @@ class Recipe(EngineOptions, ModelOptions):
     @property
     def largest_batch(self) -> int:
         """The last batch size that a sweep looks at."""
-        asked = self.ranges.get("batch")
-        return asked.max if asked else _LARGEST_SWEPT
+        batch_range = self.ranges.get("batch")
+        return batch_range.max if batch_range else _LARGEST_SWEPT
 
     @property
     def ranges(self) -> dict[str, ShapeRange]:
