@@ -55,8 +55,8 @@ class Part:
 
 def list_parts(comparison: Comparison) -> tuple[Part, ...]:
     """List all that there is to show, in order."""
-    told: set[str] = set()
-    return tuple(part for pair in comparison.pairs for part in _list_pair(pair, told))
+    shown_kinds: set[str] = set()
+    return tuple(part for pair in comparison.pairs for part in _list_pair(pair, shown_kinds))
 
 
 def render(comparison: Comparison) -> str:
@@ -69,19 +69,19 @@ def render(comparison: Comparison) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _list_pair(pair: Pair, told: set[str]) -> Iterator[Part]:
+def _list_pair(pair: Pair, shown_kinds: set[str]) -> Iterator[Part]:
     """List the parts of a pair, without cautions of a kind that was told of an earlier run."""
     cautions = []
     for text in pair.cautions:
         kind = _FIGURE.sub("#", text.removeprefix(f"{pair.before.path}: ").removeprefix(f"{pair.after.path}: "))
-        cautions += [] if kind in told else [f"caution: {text}"]
-        told.add(kind)
+        cautions += [] if kind in shown_kinds else [f"caution: {text}"]
+        shown_kinds.add(kind)
     yield Part(f"{pair.after.path} beside {pair.before.path}", (*_list_summary(pair), *cautions))
     for variant in pair.variants:
         rows = tuple(row for row in _list_rows(variant) if set(row[1:3]) != {"–"})
         statuses = " in both" if variant.before_status == variant.after_status else f", then {variant.after_status}"
-        said = () if rows else (f"no numbers: {variant.before_status}{statuses}",)
-        yield Part(variant.id, said, Table(variant.id, "", _NUMBERS, rows) if rows else None)
+        lines = () if rows else (f"no numbers: {variant.before_status}{statuses}",)
+        yield Part(variant.id, lines, Table(variant.id, "", _NUMBERS, rows) if rows else None)
     yield Part(lines=tuple(_list_notes(pair)))
     yield _list_changes(pair)
 
@@ -131,9 +131,9 @@ def format_latency(row: BatchComparison) -> tuple[str, ...]:
     """Format the median latency at one batch size in both runs, likewise."""
     change = row.change
     word = judge(change)
-    said = f"{word}, by {change.basis}" if change.basis else "" if change.median is None else word
+    judgement = f"{word}, by {change.basis}" if change.basis else "" if change.median is None else word
     name = f"p50 at batch {row.batch}, ms"
-    return (name, ms(row.before_p50_ms), ms(row.after_p50_ms), format_percent(change), said)
+    return (name, ms(row.before_p50_ms), ms(row.after_p50_ms), format_percent(change), judgement)
 
 
 def judge(change: Change) -> str:
@@ -156,9 +156,9 @@ def format_percent(change: Change) -> str:
     if change.median >= _LARGE:
         ends = [f"{end:.3g}" for end in (change.low, change.high) if end is not None]
         return f"×{change.median:.3g}" + (f" [{', '.join(ends)}]" if ends else "")
-    said = f"{_format_share(change.median)} %"
+    percent = f"{_format_share(change.median)} %"
     shares = [_format_share(end) for end in (change.low, change.high) if end is not None]
-    return f"{said} [{', '.join(shares)}]" if shares else said
+    return f"{percent} [{', '.join(shares)}]" if shares else percent
 
 
 def _format_share(ratio: float) -> str:
@@ -182,8 +182,8 @@ def _format_difference(number: MetricDelta) -> str:
     if number.before is None or number.after is None or not number.comparable:
         return "–"
     ends = [] if number.low == number.high else [end for end in (number.low, number.high) if end is not None]
-    said, *shown = (_format_value(number, value, signed=True) for value in (number.after - number.before, *ends))
-    return f"{said} [{', '.join(shown)}]" if shown else said
+    difference, *shown = (_format_value(number, value, signed=True) for value in (number.after - number.before, *ends))
+    return f"{difference} [{', '.join(shown)}]" if shown else difference
 
 
 def _judge_number(number: MetricDelta) -> str:
@@ -218,8 +218,8 @@ def _list_changes(pair: Pair) -> Part:
     same = [name for name, fields in pair.changed.sections if not fields]
     if not rows:
         return Part("What else changed", ("nothing: model, recipe, versions, machine and data are the same",))
-    said = (f"the same: {', '.join(same)}",) if same else ()
-    return Part("What else changed", said, Table("changed", "", _CHANGED, rows))
+    lines = (f"the same: {', '.join(same)}",) if same else ()
+    return Part("What else changed", lines, Table("changed", "", _CHANGED, rows))
 
 
 def _format_field(field: Changed, value: Any) -> str:

@@ -54,7 +54,7 @@ def plain(text: str) -> str:
         return text
     text = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;")
     text = text.replace("`", "\\`").replace("](", "]\\(")
-    text = _EMPHASIS.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), text)
+    text = _EMPHASIS.sub(lambda match: "".join(f"\\{mark}" for mark in match[0]), text)
     return _REFERENCE.sub("\\g<0>\u200b", text)
 
 
@@ -62,14 +62,14 @@ def limit_length(text: str, page: str) -> str:
     """Cut a document to whole lines that a comment holds, naming the page that has the rest."""
     if len(text) > MOST_CHARACTERS:
         end = f"\n\nMore is in {page}."
-        kept = text[: MOST_CHARACTERS - len(end)]
-        text = kept[: kept.rfind("\n")] + end
+        head = text[: MOST_CHARACTERS - len(end)]
+        text = head[: head.rfind("\n")] + end
     return text.encode("utf-8", "replace").decode() + "\n"
 
 
 def render(run: Run, gate: str = "") -> str:
     """Render a run as Markdown, with a section on its gate at the top."""
-    progress = [f"{said}; `enginesmith resume` continues"] if (said := sentences.describe_progress(run)) else []
+    progress = [f"{summary}; `enginesmith resume` continues"] if (summary := sentences.describe_progress(run)) else []
     cautions = [*progress, *sentences.list_warnings(run), *sentences.list_measurement_notes(run)]
     reasons = sentences.group_by_reason(run)
     failed = [_label(", ".join(map(tables.mark_name, records)), reason) for records, reason in reasons]
@@ -101,8 +101,8 @@ def _render_variants(run: Run) -> str:
         return render_table(_shorten_cells(table))
     # the winner, the Pareto front, and others in their order, as many as there is room for
     room = max(1, _MOST_ROWS // max(1, len(run.baseline.latency)) - 1)
-    kept = {record.id for record in run_tables.winner_first(run)[:room]}
-    chosen = tuple(record for record in run.variants if record.id in kept)
+    variant_ids = {record.id for record in run_tables.winner_first(run)[:room]}
+    chosen = tuple(record for record in run.variants if record.id in variant_ids)
     few = run_tables.tabulate_variants(run.model_copy(update={"variants": chosen}))
     few = _shorten_cells(replace(few, rows=few.rows[:_MOST_ROWS]))
     return render_table(few) + f"\n\nand {len(run.variants) - len(chosen)} more variants, in report.html"

@@ -60,9 +60,9 @@ class _Board:
                 seconds.append(event.outcome.artifact.history[-1].seconds)
         if search in self._over:
             return None
-        made = event.outcome.artifact if event.outcome else None
+        trial = event.outcome.artifact if event.outcome else None
         known = [line.outcome.artifact for line in self.lines.values() if line.outcome and line.outcome.artifact]
-        if event.step.task.title == "search" and made and made.sha256 in {artifact.sha256 for artifact in known}:
+        if event.step.task.title == "search" and trial and trial.sha256 in {artifact.sha256 for artifact in known}:
             begun = self.lines.pop(event.step.id, None)
             self._over |= {search} if begun else set()
             return begun and replace(begun, outcome=event.outcome)

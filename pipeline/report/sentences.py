@@ -179,10 +179,10 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
         if step.status == "failed":
             yield f"inputs beside the samples: none could be tried on {name}: {step.effect.splitlines()[0]}"
     words = {"no time": "no time was left to try any", "over share": "none could be tried in its share of the time"}
-    for late, told in words.items():
+    for late, phrase in words.items():
         if left := [name for name, step in ends.items() if step.late == late]:
             again = "`enginesmith resume` or `enginesmith prosecute RUN VARIANT` does"
-            yield f"inputs beside the samples: {told} on {', '.join(left)}; {again}"
+            yield f"inputs beside the samples: {phrase} on {', '.join(left)}; {again}"
     if cut := [name for name, prosecution in given if prosecution.cut]:
         yield f"inputs beside the samples: with more time, `enginesmith resume` tries more on {', '.join(cut)}"
     tried = [(name, prosecution) for name, prosecution in given if prosecution.attempts]
@@ -191,10 +191,10 @@ def _describe_prosecution(run: Run) -> Iterator[str]:
     attempts = [prosecution.beside_samples for _, prosecution in tried]
     few = f"{min(attempts)} to {max(attempts)}" if min(attempts) < max(attempts) else f"{attempts[0]}"
     wrong = [name for name, prosecution in tried if prosecution.finding]
-    told = "; none found on which one is wrong" if max(attempts) else ""
+    outcome = "; none found on which one is wrong" if max(attempts) else ""
     if wrong:
-        told = f"; wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)"
-    yield f"inputs beside the samples: {few} tried on each variant{told}"
+        outcome = f"; wrong on one: {', '.join(wrong)} (`enginesmith prosecute RUN VARIANT` writes the proof)"
+    yield f"inputs beside the samples: {few} tried on each variant{outcome}"
 
 
 def _compare_with_reference(run: Run) -> str:
@@ -341,8 +341,8 @@ def _list_fallbacks(run: Run) -> Iterator[str]:
     """Name the nodes of each variant that do not run on the part that its engine is for, as on the CPU."""
     for record in run.variants:
         ran = record.engine_coverage
-        if ran and (told := describe_fallback(ran.assigned, ran.copies)):
-            yield f"{mark_name(record)}: {told}"
+        if ran and (fallback := describe_fallback(ran.assigned, ran.copies)):
+            yield f"{mark_name(record)}: {fallback}"
 
 
 def _warn_of_labels(run: Run) -> Iterator[str]:
@@ -430,11 +430,11 @@ def describe_out_of_memory(run: Run) -> Iterator[str]:
         if full is None or full.oom is None:
             continue
         fits = max((row.batch for row in record.latency if not row.failure), default=None)
-        asked = f"asked for {format_bytes(full.oom.asked_bytes)}" if full.oom.asked_bytes else "out of memory"
+        request = f"asked for {format_bytes(full.oom.asked_bytes)}" if full.oom.asked_bytes else "out of memory"
         free = f", {format_bytes(full.oom.free_bytes)} free" if full.oom.free_bytes is not None else ""
         back = {True: "; its memory was released", False: "; it is not known whether its memory was released", None: ""}
         largest = f"the largest batch that fits is {fits}" if fits else "no batch fits"
-        yield f"{mark_name(record)}: {largest}; batch {full.batch} {asked}{free}{back[full.oom.given_back]}"
+        yield f"{mark_name(record)}: {largest}; batch {full.batch} {request}{free}{back[full.oom.given_back]}"
 
 
 def describe_noise(run: Run) -> Iterator[str]:
@@ -466,11 +466,11 @@ def _describe_tails(run: Run) -> Iterator[str]:
     ]
     if tails:
         _, name, row = max(tails, key=lambda tail: tail[0])
-        said = f"p99 of {name} at batch {row.batch} is {ms(row.p99_ms)} ms beside a p50 of {ms(row.p50_ms)} ms"
+        sentence = f"p99 of {name} at batch {row.batch} is {ms(row.p99_ms)} ms beside a p50 of {ms(row.p50_ms)} ms"
         others = f" ({len(tails) - 1} more like it)" if len(tails) > 1 else ""
         share = row.disturbed_share or 0.0
         waited = f"{share:.0%} of its calls waited while other programs used the cores"
-        yield f"{said}{others}: {waited if share > _SLOWEST else 'the cause is not known'}"
+        yield f"{sentence}{others}: {waited if share > _SLOWEST else 'the cause is not known'}"
 
 
 def list_measurement_notes(run: Run) -> tuple[str, ...]:
@@ -484,8 +484,8 @@ def _describe_tuning(run: Run) -> Iterator[str]:
     for record, tuning in tuned:
         for trial in tuning.trials:
             gain = trial.speedup.times() if trial.speedup else shorten_reason(trial.failure) or "too few rounds to tell"
-            kept = " (kept)" if f"{trial.option}={trial.value}" in tuning.kept else ""
-            yield f"{mark_name(record)}, tuned: {trial.option}={trial.value}: {gain}{kept}"
+            suffix = " (kept)" if f"{trial.option}={trial.value}" in tuning.kept else ""
+            yield f"{mark_name(record)}, tuned: {trial.option}={trial.value}: {gain}{suffix}"
         if tuning.confirmation:
             others = (f"; at batch {batch}: {speedup.times()}" for batch, speedup in tuning.other_batches.items())
             times = tuning.confirmation.times() + "".join(others)

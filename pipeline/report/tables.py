@@ -106,11 +106,11 @@ class Table:
 
     def without_empty_columns(self) -> "Table":
         """Leave out columns that have nothing but dashes."""
-        kept = [
+        indices = [
             index for index in range(len(self.columns)) if not index or any(row[index].strip("– ") for row in self.rows)
         ]
-        columns = tuple(self.columns[index] for index in kept)
-        return replace(self, columns=columns, rows=tuple(tuple(row[index] for index in kept) for row in self.rows))
+        columns = tuple(self.columns[index] for index in indices)
+        return replace(self, columns=columns, rows=tuple(tuple(row[index] for index in indices) for row in self.rows))
 
 
 def make_table(name: str, caption: str, rows: Iterable[Mapping[str, str]], **how: Any) -> Table:
@@ -208,13 +208,13 @@ def shorten_reason(reason: str, longest: int = _LONGEST_REASON) -> str:
 
 def describe_data(run: Run) -> str:
     """Describe how data was split, or that the search saw the samples of the drop, and whether they are enough."""
-    told = [few] if (few := _explain_samples(run)) else []
+    parts = [few] if (few := _explain_samples(run)) else []
     if run.model.parts:
         counts = ", ".join(f"{count} for {part}" for part, count in run.model.parts.items())
-        told.insert(0, f"samples of {run.recipe.data}: {counts}; no sample is in two of these parts")
+        parts.insert(0, f"samples of {run.recipe.data}: {counts}; no sample is in two of these parts")
     elif any(trial.drop is not None for record in run.variants for trial in record.search):
-        told.insert(0, "the search was judged on the same samples: the drop is optimistic; --data keeps them apart")
-    return "; ".join(told)
+        parts.insert(0, "the search was judged on the same samples: the drop is optimistic; --data keeps them apart")
+    return "; ".join(parts)
 
 
 def _explain_samples(run: Run) -> str:

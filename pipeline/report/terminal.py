@@ -233,17 +233,17 @@ def _print_table(table: Table, most: int | None = None, rest: str = "", spare: S
         return
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     sizes = [max(map(len, cells)) for cells in zip(table.columns, *table.rows[:most], strict=True)]
-    kept, left_out = [*range(len(sizes))], []
+    shown_columns, left_out = [*range(len(sizes))], []
     for head in filter(table.columns.__contains__, spare):
-        if sum(sizes[index] + _PADDING for index in kept) > console.width:
-            kept.remove(table.columns.index(head))
+        if sum(sizes[index] + _PADDING for index in shown_columns) > console.width:
+            shown_columns.remove(table.columns.index(head))
             left_out.append(head)
     grid = Grid(box=SIMPLE_HEAD)
-    for index in kept:
+    for index in shown_columns:
         head = table.columns[index]
         grid.add_column(head, overflow="fold", no_wrap=head in _WHOLE and sizes[index] <= _LONGEST_NAME)
     for row in table.rows[:most]:
-        grid.add_row(*(Text(row[index]) for index in kept))
+        grid.add_row(*(Text(row[index]) for index in shown_columns))
     console.print(grid)
     if most is not None and len(table.rows) > most:
         click.echo(f"and {len(table.rows) - most} more, in {rest}")

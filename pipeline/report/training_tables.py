@@ -14,10 +14,10 @@ _MOST_POINTS = 500
 
 def list_pruned(run: Run) -> Iterator[VariantRecord]:
     """Iterate over one variant for each pruned model."""
-    seen: set[str] = set()
+    prune_names: set[str] = set()
     for record in run.variants:
-        if record.prune and record.pruning and record.prune not in seen:
-            seen.add(record.prune)
+        if record.prune and record.pruning and record.prune not in prune_names:
+            prune_names.add(record.prune)
             yield record
 
 
@@ -53,14 +53,14 @@ def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> T
 
 def _list_trained(run: Run) -> Iterator[tuple[str, Recovery]]:
     """Iterate over each training: the name of what was trained, and the record."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for record in run.variants:
         turns: Counter[str] = Counter()
         for recovery in record.recovery:
             turns[recovery.subject] += 1
             name = _name_trained(record, recovery, turns[recovery.subject])
-            if name not in seen:
-                seen.add(name)
+            if name not in names:
+                names.add(name)
                 yield name, recovery
 
 

@@ -81,9 +81,9 @@ def _draw_fidelity(cast: Cast, by_id: _Worst) -> Figure:
 
 def _list_thresholds(cast: Cast, shown: Sequence[VariantRecord]) -> list[tuple[float, str]]:
     """List the thresholds that engines have to reach: the recipe's, else those of the precisions."""
-    asked = cast.run.recipe.min_sqnr_db
-    if asked is not None:
-        return [(asked, f"threshold {asked:g} dB")]
+    threshold = cast.run.recipe.min_sqnr_db
+    if threshold is not None:
+        return [(threshold, f"threshold {threshold:g} dB")]
     by_value: dict[float, dict[str, None]] = {}
     for precision in (precision for record in shown for precision in record.precision.split("+")):
         if precision in THRESHOLDS:

@@ -50,8 +50,8 @@ def throughput_by_batch(cast: Cast) -> Chart:
 
     def words(row: LatencyRow) -> str:
         best = best_level(row)
-        said = _format_rate(best.samples_per_s) if best else f"{rate(row.throughput_per_s)} samples/s"
-        return f"batch {row.batch}: {said} with {count_words(best.callers if best else 1, 'caller')}"
+        rate_text = _format_rate(best.samples_per_s) if best else f"{rate(row.throughput_per_s)} samples/s"
+        return f"batch {row.batch}: {rate_text} with {count_words(best.callers if best else 1, 'caller')}"
 
     least = cast.run.recipe.budgets.min_throughput_per_s
     rates = [row.throughput_per_s or 0.0 for mine in rows.values() for row in mine]

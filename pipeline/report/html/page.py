@@ -190,18 +190,18 @@ def _p99(run: Run) -> str:
     if row is None:
         return f"Not known: {_why(record, 'latency')}."
     if row.p99_ms is None:
-        said = f"p99 of {record.id} at batch {batch} is not known: {row.reasons.get('p99_ms', 'too few samples')}"
+        sentence = f"p99 of {record.id} at batch {batch} is not known: {row.reasons.get('p99_ms', 'too few samples')}"
     else:
-        said = f"p99 of {record.id} at batch {batch} is {ms(row.p99_ms)} ms"
-    asked = run.recipe.budgets
+        sentence = f"p99 of {record.id} at batch {batch} is {ms(row.p99_ms)} ms"
+    budgets = run.recipe.budgets
     if judged := next((verdict for verdict in run.verdicts if verdict.budget == "max_p99_ms"), None):
         return f"{'Yes' if judged.passed else 'No'}: {verdicts.format_verdict(judged)}."
-    if asked.max_latency_ms is None:
-        return f"No budget was set on latency; {said}."
+    if budgets.max_latency_ms is None:
+        return f"No budget was set on latency; {sentence}."
     if row.p99_ms is None:
-        return f"The budget is on p50, {asked.max_latency_ms:g} ms; {said}."
-    within = "within" if row.p99_ms <= asked.max_latency_ms else "above"
-    return f"The budget is on p50, {asked.max_latency_ms:g} ms; {said}, {within} it."
+        return f"The budget is on p50, {budgets.max_latency_ms:g} ms; {sentence}."
+    within = "within" if row.p99_ms <= budgets.max_latency_ms else "above"
+    return f"The budget is on p50, {budgets.max_latency_ms:g} ms; {sentence}, {within} it."
 
 
 def _clock(run: Run) -> str:
@@ -223,14 +223,14 @@ def _quiet(run: Run) -> str:
     others = run.environment.get("cautions", ())
     warnings = [text for text in run.environment.get("warnings", ()) if text not in others]
     shares = [row.disturbed_share for entry in run.records for row in entry.latency if row.disturbed_share is not None]
-    said = f"at most {max(shares):.1%} of a variant's calls were disturbed by others" if shares else ""
+    disturbance = f"at most {max(shares):.1%} of a variant's calls were disturbed by others" if shares else ""
     if warnings:
         more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
-        return f"No: {'; '.join(filter(None, (warnings[0] + more, said)))}."
+        return f"No: {'; '.join(filter(None, (warnings[0] + more, disturbance)))}."
     if shares and max(shares) > _DISTURBED:
         used = "they are left out of medians and speed-ups, unless too few others were measured"
-        return f"Not all the time: {said}; {used}."
-    return f"Yes, no disturbance was found{'; ' if said else ''}{said}."
+        return f"Not all the time: {disturbance}; {used}."
+    return f"Yes, no disturbance was found{'; ' if disturbance else ''}{disturbance}."
 
 
 def _memory(run: Run) -> str:
@@ -262,8 +262,8 @@ def _kept(run: Run) -> str:
     answers = []
     for record in (record for record in run.variants if record.assignment):
         low, total = narrowest_type(record.precision), len(record.assignment)
-        kept = [group for group in record.assignment if narrowest_type(group.precision) != low]
-        reasons = f"{len(kept)} of {total}: {'; '.join(_group_by_reason(kept))}" if kept else f"none of {total}"
+        groups = [group for group in record.assignment if narrowest_type(group.precision) != low]
+        reasons = f"{len(groups)} of {total}: {'; '.join(_group_by_reason(groups))}" if groups else f"none of {total}"
         answers.append(f"{mark_name(record)}: {reasons}.")
     if not answers:
         return "No variant was quantized group by group."
@@ -271,9 +271,9 @@ def _kept(run: Run) -> str:
     return "\n".join([*answers[:_NAMED], *more])
 
 
-def _group_by_reason(kept: Sequence[Assignment]) -> Iterator[str]:
+def _group_by_reason(groups: Sequence[Assignment]) -> Iterator[str]:
     together: dict[str, list[str]] = {}
-    for group in kept:
+    for group in groups:
         together.setdefault(group.why, []).append(group.module or group.group)
     for why, names in list(together.items())[:_NAMED]:
         yield name_some(names, _NAMED) + (f" ({why})" if why else "")
@@ -289,8 +289,8 @@ def _out(run: Run) -> str:
         "skipped": ends.count("skipped"),
         "built, not measured": ends.count("built"),
     }
-    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return f"{said} of {len(run.requested)}." if said else "None."
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    return f"{summary} of {len(run.requested)}." if summary else "None."
 
 
 def _data(run: Run) -> str:

@@ -148,8 +148,8 @@ def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     models = show_rows(training_tables.tabulate_pruning(run))
     trained = show_rows(training_tables.tabulate_training(run))
     if not (models or trained):
-        asked = ", ".join(run.recipe.prune)
-        return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
+        names = ", ".join(run.recipe.prune)
+        return (Words(f"No pruned model came out: {names} was asked for." if names else "Nothing was to be pruned."),)
     curves = fold("Every step of training", training_tables.tabulate_training_steps(run))
     groups = []
     for place, record in enumerate(training_tables.list_pruned(run)):
@@ -233,12 +233,12 @@ def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     known = provenance.list_versions(run.environment)
     install, python = provenance.write_install_command(run.environment), run.environment.get("python")
     own = " ".join(filter(None, ("enginesmith", known.get("enginesmith"))))
-    said = f"In a checkout of {own}{f', with Python {python}' if python else ''}:"
+    instruction = f"In a checkout of {own}{f', with Python {python}' if python else ''}:"
     builds = provenance.list_local_builds(run.environment)
     build = f"The run was made with {', '.join(builds)}: a build of its own, from the index that offers it."
     unknown = Words("The run does not say which packages it was made with.", "caution")
     return (
-        *((Words(said), Code("install", "Install", install)) if install else (unknown,)),
+        *((Words(instruction), Code("install", "Install", install)) if install else (unknown,)),
         *([Words(build)] if builds else []),
         Code("command", "Run", provenance.write_commands(run)),
         *([Words(f"Started in the folder {run.environment['folder']}.")] if run.environment.get("folder") else []),
@@ -296,10 +296,10 @@ def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
     sizes = ", ".join(str(batch) for batch in sorted({table.batch for entry in run.records for table in entry.profile}))
-    said = f"At batch {sizes}. Profilers slow the model down: use this for shares of the time, not for its length."
+    caution = f"At batch {sizes}. Profilers slow the model down: use this for shares of the time, not for its length."
     notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
-        Words(said if sizes else f"Nothing was profiled: {why_none(run, 'profile', 'not asked for')}."),
+        Words(caution if sizes else f"Nothing was profiled: {why_none(run, 'profile', 'not asked for')}."),
         *show_rows(run_tables.tabulate_profile(run)),
         *fold(
             "Every module, and why it takes more or less time than in the original model",
