@@ -226,12 +226,12 @@ def _search(variant: Variant, outcomes: Outcomes, assignment: Sequence[Assignmen
     done = [step for step in variant.search if artifact_of(outcomes, step)]
     steps = []
     entries = records_of(outcomes, done[-1] if done else None)
-    kept_once, low = {name for entry in entries for name in entry["kept"]}, narrowest_type(variant.precision)
-    able = sum(group.group in kept_once or narrowest_type(group.precision) == low for group in assignment)
+    kept_groups, low = {name for entry in entries for name in entry["kept"]}, narrowest_type(variant.precision)
+    able = sum(group.group in kept_groups or narrowest_type(group.precision) == low for group in assignment)
     for index, entry in enumerate(entries, 1):
-        kept = len(entry["kept"])
-        quantised = able - kept if assignment else None
-        steps.append(SearchStep.model_validate({**entry, "step": index, "kept": kept, "quantised": quantised}))
+        kept_count = len(entry["kept"])
+        quantised = able - kept_count if assignment else None
+        steps.append(SearchStep.model_validate({**entry, "step": index, "kept": kept_count, "quantised": quantised}))
     return tuple(steps)
 
 
@@ -331,8 +331,8 @@ def _end_by_failure(name: StepRef, outcome: Outcome, unfinished: str = "") -> En
 def _is_passed_over(prosecuted: StepRef, plan: Plan, outcome: Outcome) -> bool:
     """Tell whether a prosecution that nobody asked for had no result; a crash is the engine's fault."""
     (task,) = (step.task for step in plan.steps if step.id == prosecuted)
-    asked = isinstance(task, Prosecute) and task.required
-    return not asked and not isinstance(outcome.error, StepCrashed)
+    required = isinstance(task, Prosecute) and task.required
+    return not required and not isinstance(outcome.error, StepCrashed)
 
 
 def _find_cut(variant: Variant, outcomes: Outcomes) -> End | None:
@@ -446,12 +446,12 @@ def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
 
 
 def _add_from_graph(signature: Signature, outcomes: Outcomes) -> Signature:
-    """Say what the graph tells and the module does not: whose rows values choose, and which inputs are indices."""
-    made = [
+    """Add what only the graph shows: outputs whose rows depend on values, and inputs that are indices."""
+    signatures = [
         outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact and outcome.artifact.signature
     ]
-    unordered = next((each.unordered for each in made if each.unordered), {})
-    tables = next((each.tables for each in made if each.tables), {})
+    unordered = next((each.unordered for each in signatures if each.unordered), {})
+    tables = next((each.tables for each in signatures if each.tables), {})
     outputs, inputs = ({spec.name for spec in side} for side in (signature.outputs, signature.inputs))
     return signature.model_copy(
         update={

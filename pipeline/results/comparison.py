@@ -243,11 +243,11 @@ def _compare_drops(before: Run, after: Run, records: Mapping[str, VariantRecord]
     digests = {quality.data_sha256 for quality, _ in sides if quality.data_sha256}
     if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         names = ((data or "unknown").partition(" (choice:")[0] for _, data in sides)  # they were judged on other rows
-        said = (
+        descriptions = (
             f"{quality.metric} on {quality.basis} of {name} data"
             for (quality, _), name in zip(sides, names, strict=True)
         )
-        note = f"{' and '.join(said)} cannot be compared"
+        note = f"{' and '.join(descriptions)} cannot be compared"
         return delta.model_copy(update={"comparable": False, "note": note})
     if len(digests) > 1:
         note = f"{before.model.data or 'the data'} has other samples or labels now"

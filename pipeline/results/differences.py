@@ -73,8 +73,8 @@ def is_same_model(before: Run, after: Run) -> bool | None:
         return old == other
     if before.model.signature != after.model.signature:
         return False
-    made = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
-    alike = any(record.artifact and made.get(record.id) == record.artifact.sha256 for record in after.variants)
+    digests = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
+    alike = any(record.artifact and digests.get(record.id) == record.artifact.sha256 for record in after.variants)
     return True if alike else None
 
 

@@ -162,8 +162,8 @@ def check_schema(path: Path, values: Any, schema: str, command: str) -> None:
     family, _, given = named.rpartition("/") if isinstance(named, str) else ("", "", "")
     known, _, number = schema.rpartition("/")
     if family != known or not given.isdecimal():
-        said = "it names no schema" if named is None else f"its schema is {_shorten_value(named)}"
-        raise UsageError(f"{path} is not of the schema {schema}: {said}", f"give the folder that {command} wrote")
+        problem = "it names no schema" if named is None else f"its schema is {_shorten_value(named)}"
+        raise UsageError(f"{path} is not of the schema {schema}: {problem}", f"give the folder that {command} wrote")
     older = int(given) < int(number)
     raise UsageError(
         f"{path} is of the {'older' if older else 'newer'} schema {named}, and this version reads {schema}",
@@ -175,8 +175,10 @@ def _sentence(wrong: ErrorDetails) -> str:
     name = _name_field(wrong["loc"]) or "the document"
     if wrong["type"] == "missing":
         return f"{name} is missing"
-    said = f"{name}: {wrong['msg'].removeprefix('Value error, ')}"
-    return said if isinstance(wrong["input"], dict | list) else f"{said} (it is {_shorten_value(wrong['input'])})"
+    sentence = f"{name}: {wrong['msg'].removeprefix('Value error, ')}"
+    return (
+        sentence if isinstance(wrong["input"], dict | list) else f"{sentence} (it is {_shorten_value(wrong['input'])})"
+    )
 
 
 def _shorten_value(value: Any) -> str:
@@ -189,17 +191,17 @@ def _name_field(place: Sequence[str | int], *, indices: bool = True) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _left_out(values: Any, kept: Any, place: tuple[str | int, ...]) -> Iterator[str]:
-    if values == kept:  # most of a large document, and quicker than going through it
+def _left_out(values: Any, model_values: Any, place: tuple[str | int, ...]) -> Iterator[str]:
+    if values == model_values:  # most of a large document, and quicker than going through it
         return
-    if isinstance(values, dict) and isinstance(kept, dict):
+    if isinstance(values, dict) and isinstance(model_values, dict):
         for name, value in values.items():
-            if name not in kept:
+            if name not in model_values:
                 yield _name_field((*place, name), indices=False)
             else:
-                yield from _left_out(value, kept[name], (*place, name))
-    elif isinstance(values, list) and isinstance(kept, list):
-        for index, (value, other) in enumerate(zip(values, kept, strict=False)):
+                yield from _left_out(value, model_values[name], (*place, name))
+    elif isinstance(values, list) and isinstance(model_values, list):
+        for index, (value, other) in enumerate(zip(values, model_values, strict=False)):
             yield from _left_out(value, other, (*place, index))
 
 

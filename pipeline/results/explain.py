@@ -65,17 +65,19 @@ def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | 
 def _because(record: VariantRecord, low: str, where: Device) -> str:
     """Explain the groups that were left out on purpose, and where the engine does otherwise than the graph asks."""
     reasons = list(_explain_engine(record, low, where))
-    kept = [group for group in record.assignment if narrowest_type(group.precision) != low]
-    if kept:
-        common = Counter(group.why or "no reason is recorded" for group in kept).most_common(_SHOWN)
+    wide_groups = [group for group in record.assignment if narrowest_type(group.precision) != low]
+    if wide_groups:
+        common = Counter(group.why or "no reason is recorded" for group in wide_groups).most_common(_SHOWN)
         why = ", ".join(f"{reason} ({count})" for reason, count in common)
-        reasons.insert(0, f"{len(kept)} of {len(record.assignment)} groups stay in {kept[0].precision}: {why}")
+        reasons.insert(
+            0, f"{len(wide_groups)} of {len(record.assignment)} groups stay in {wide_groups[0].precision}: {why}"
+        )
     return "".join(f"; {reason}" for reason in reasons)
 
 
 def _explain_engine(record: VariantRecord, low: str, where: Device) -> Iterator[str]:
     """Explain where ONNX Runtime does otherwise than the graph asks."""
-    ran, asked = record.engine_coverage, record.coverage
+    ran, graph_coverage = record.engine_coverage, record.coverage
     if ran is None:
         return
     if ran.unfused:
@@ -84,7 +86,7 @@ def _explain_engine(record: VariantRecord, low: str, where: Device) -> Iterator[
             f"{title(record.engine)} dequantizes, computes in floating point and quantizes again"
         )
     half = next((name for name in (low, *record.precision.split("+")) if name in (*HALF, "fp8")), None)
-    if half and where.kind == "cpu" and ran.share("fp32") > (asked.share("fp32") if asked else 0.0):
+    if half and where.kind == "cpu" and ran.share("fp32") > (graph_coverage.share("fp32") if graph_coverage else 0.0):
         kernels = "few" if ran.share(half) else "no"
         yield f"{title(record.engine)} has {kernels} {half} kernels on the CPU: it computes in fp32 between casts"
 
@@ -114,19 +116,19 @@ def explain_gain(record: VariantRecord, siblings: Sequence[VariantRecord], given
         return (f"too few rounds to tell whether {low} pays against {against}",)
     if ratio.too_noisy:
         return (f"the gain of {low} over {against} is {TOO_NOISY}",)
-    said = f"{ratio.times()} the speed of {against}"
+    speed_text = f"{ratio.times()} the speed of {against}"
     if ratio.low > 1:
-        return (f"{low} pays: {said}" + (f", with {evidence[0]}" if evidence else ""),)
+        return (f"{low} pays: {speed_text}" + (f", with {evidence[0]}" if evidence else ""),)
     verdict = f"{low} is not measurably faster" if ratio.high > 1 else f"{low} does not pay"
-    return ("; ".join([f"{verdict}: {said}", *evidence]),)
+    return ("; ".join([f"{verdict}: {speed_text}", *evidence]),)
 
 
 def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch: int) -> VariantRecord | None:
     """Find the fastest variant of the same engine and the same weights, pruned or not, in wider floats."""
     wider = ("fp32",) if record.precision in HALF else _FLOATS
 
-    def circumstances(one: VariantRecord) -> tuple[object, ...]:
-        return (one.engine, one.target, one.cuda_graphs, one.prune, one.sparsity)
+    def circumstances(variant: VariantRecord) -> tuple[object, ...]:
+        return (variant.engine, variant.target, variant.cuda_graphs, variant.prune, variant.sparsity)
 
     others = [
         (row.p50_ms, sibling.id, sibling)
@@ -142,7 +144,7 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
 
 def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:
     """List the evidence for or against the low precision: coverage, operators that change types and layouts, units."""
-    coverage, asked = record.engine_coverage or record.coverage, record.coverage
+    coverage, graph_coverage = record.engine_coverage or record.coverage, record.coverage
     if coverage is not None:
         shares = coverage.weights if record.precision in _WEIGHTS_ONLY else coverage.macs
         what = "weights" if record.precision in _WEIGHTS_ONLY else "multiply-adds"
@@ -150,7 +152,7 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
         if coverage.unknown_products:
             yield f"{coverage.unknown_products} products of unknown size, which are in no share"
     if record.engine_coverage and coverage and coverage.islands:
-        turned = coverage.reorders - (asked.reorders if asked else coverage.reorders)
+        turned = coverage.reorders - (graph_coverage.reorders if graph_coverage else coverage.reorders)
         extra = [
             _count(coverage.conversions, "quantizing or dequantizing operator"),
             _count(coverage.casts, "cast between floating-point types", "casts between floating-point types"),
@@ -228,9 +230,9 @@ def list_losses(record: VariantRecord) -> list[GroupLoss]:
     """
     total = sum(group.macs or 0 for group in record.assignment)
     low = narrowest_type(record.precision)
-    found = [group for group in record.assignment if _is_weak(group) or narrowest_type(group.precision) != low]
-    found.sort(key=_rank)
-    return [_explain_group(group, record, low, total) for group in found]
+    groups = [group for group in record.assignment if _is_weak(group) or narrowest_type(group.precision) != low]
+    groups.sort(key=_rank)
+    return [_explain_group(group, record, low, total) for group in groups]
 
 
 def _rank(group: Assignment) -> tuple[float, float, int]:

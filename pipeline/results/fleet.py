@@ -213,13 +213,13 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
 
     def explain(error: OSError) -> UsageError:
         single = (folder / "run.json").is_file()
-        told = "is a single run, and a fleet is needed here"
-        return UsageError(f"{folder} {told}" if single else f"there is no fleet in {folder}: {error.strerror}", _GIVE)
+        message = f"there is no fleet in {folder}: {error.strerror}"
+        return UsageError(f"{folder} is a single run, and a fleet is needed here" if single else message, _GIVE)
 
     record, unknown = documents.read(FleetRecord, path, SCHEMA, "optimize", explain)
     if to_go_on:
-        asked = [name for name in unknown if name.startswith("fleet.")]
-        documents.require_known(path, asked, "enginesmith optimize FLEET.yaml --out another folder")
+        unknown_settings = [name for name in unknown if name.startswith("fleet.")]
+        documents.require_known(path, unknown_settings, "enginesmith optimize FLEET.yaml --out another folder")
     return record
 
 

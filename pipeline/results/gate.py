@@ -233,17 +233,17 @@ def _check_quantity(metric: MetricDelta, before: float, tolerance: float) -> Gat
     if metric.after is None or metric.significant is None:
         state: CheckState = "unjudged"
         own = f"{title} of {shown(metric.after)}" if metric.after is not None else title
-        said = f"{own} cannot be compared with the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
+        text = f"{own} cannot be compared with the baseline's {shown(before)}: {metric.note or 'no reason is known'}"
     else:
         state = "failed" if metric.significant and worse else "passed"
-        said = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
+        text = f"{title} is {shown(metric.after)}, the baseline's {shown(before)}"
         if metric.name != "drop" and before:
-            said += f" ({_format_change(metric.after / before)}; {100 * tolerance:g} % more is allowed"
+            text += f" ({_format_change(metric.after / before)}; {100 * tolerance:g} % more is allowed"
             same = f", and peaks of one engine lie up to {format_bytes(spread_of_peaks(before))} apart"
-            said += f"{same if worse and state == 'passed' else ''})"
+            text += f"{same if worse and state == 'passed' else ''})"
     required, after = worse or state != "unjudged", metric.after
     return GateCheck(
-        name=metric.name, against="baseline", state=state, required=required, text=said, before=before, actual=after
+        name=metric.name, against="baseline", state=state, required=required, text=text, before=before, actual=after
     )
 
 
@@ -255,14 +255,14 @@ def _check_metric(metric: MetricDelta, quality: Quality, allowed: float) -> Gate
     assert metric.before is not None
     assert metric.after is not None
     worse = sign_of(quality.metric) * (metric.before - metric.after) > allowed
-    said = f"{quality.title} is {format_metric(metric.after)}, the baseline's {format_metric(metric.before)}"
+    text = f"{quality.title} is {format_metric(metric.after)}, the baseline's {format_metric(metric.before)}"
     state: CheckState = "failed" if worse else "passed"
     if worse and metric.significant is None:
-        state, said = "unjudged", f"{said}: {metric.note}"
+        state, text = "unjudged", f"{text}: {metric.note}"
     elif worse and not metric.significant:
-        state, said = "passed", f"{said}, which {quality.samples} samples cannot tell apart"
+        state, text = "passed", f"{text}, which {quality.samples} samples cannot tell apart"
     return GateCheck(
-        name="metric", against="baseline", state=state, text=said, before=metric.before, actual=metric.after
+        name="metric", against="baseline", state=state, text=text, before=metric.before, actual=metric.after
     )
 
 
@@ -279,15 +279,15 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
     apart = differences.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
-        said = f"latency was measured on different machines ({where}); --any-machine compares it anyway"
-        return _make_latency_check("unjudged", said)
+        text = f"latency was measured on different machines ({where}); --any-machine compares it anyway"
+        return _make_latency_check("unjudged", text)
     if remeasure.same(before, after):
         if changed := differences.compare_runtimes(before.run, after.run, after.record.engine):
             what = ", ".join(f"{version.name} is {version.after}, and was {version.before}" for version in changed)
             why = f"the engine is the baseline's, and measured now, both would run on the same runtime: {what}"
             return _compare_stored_latency(before, after, demands, why)
-        said = "the engine is the baseline's, byte for byte: its latency is the same"
-        return _make_latency_check("passed", said, basis="the same engine")
+        text = "the engine is the baseline's, byte for byte: its latency is the same"
+        return _make_latency_check("passed", text, basis="the same engine")
     if demands.measure:
         why = remeasure.why_not(before, after, any_machine=demands.any_machine, trust=demands.trust)
     else:
@@ -319,8 +319,8 @@ def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why
     rows = [side.record.row(batch) for side in (before, after)]
     before_ms, after_ms = (row.p50_ms if row else None for row in rows)
     if change.median is None:
-        said = f"latency cannot be compared with the baseline's: {change.note}"
-        return _make_latency_check("unjudged", said, basis=basis)
+        message = f"latency cannot be compared with the baseline's: {change.note}"
+        return _make_latency_check("unjudged", message, basis=basis)
     if change.low is not None and change.high is not None and (change.too_noisy or change.significant is not None):
         ratio = Interval(median=change.median, low=change.low, high=change.high)
         return _judge_ratio(ratio, before_ms, after_ms, demands.tolerance, basis)
@@ -347,9 +347,9 @@ def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tol
     state: CheckState = "unjudged" if unclear else "failed" if worse else "passed"
     ends = f"[{_format_change(ratio.low)}, {_format_change(ratio.high)}]"
     alone = f"medians: {ms(after)} and {ms(before)} ms"
-    said = f"latency is {_format_change(ratio.median)} {ends} against the baseline's ({alone})"
+    summary = f"latency is {_format_change(ratio.median)} {ends} against the baseline's ({alone})"
     why = f"the interval is too wide to decide; {NOISE_REMEDY}; " if unclear else ""
-    text = f"{said}; {100 * tolerance:g} % more is allowed; {why}{basis}"
+    text = f"{summary}; {100 * tolerance:g} % more is allowed; {why}{basis}"
     return _make_latency_check(state, text, **common, required=worse or not unclear, change=ratio)
 
 
@@ -429,12 +429,12 @@ def _copy(source: Stored, whole: Path) -> None:
     """Copy the document, the samples, and the files of the variant that later runs are compared with."""
     whole.mkdir(parents=True)
     record = source.record
-    kept = [Path(stored.path) for stored in (record.artifact, record.graph, record.test_vector) if stored]
-    if outside := next((path for path in kept if path.is_absolute() or ".." in path.parts), None):
+    paths = [Path(stored.path) for stored in (record.artifact, record.graph, record.test_vector) if stored]
+    if outside := next((path for path in paths if path.is_absolute() or ".." in path.parts), None):
         raise UsageError(f"the run names a file outside of its folder: {str(outside)!r}", "run optimize again")
-    for folder in sorted({path.parent for path in kept} - {Path()}):
+    for folder in sorted({path.parent for path in paths} - {Path()}):
         if (source.folder / folder).is_dir():
             shutil.copytree(source.folder / folder, whole / folder, dirs_exist_ok=True)
-    for name in sorted({*_FILES, *(str(path) for path in kept if path.parent == Path())}):
+    for name in sorted({*_FILES, *(str(path) for path in paths if path.parent == Path())}):
         if (source.folder / name).is_file():
             shutil.copy2(source.folder / name, whole / name)

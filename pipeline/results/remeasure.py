@@ -88,10 +88,10 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool, trust: bool = F
     """Explain why the two cannot be measured here and now; empty if they can."""
     for which, stored in (("baseline", before), ("run", after)):
         if needs_trust(stored.record) and not trust:
-            told = (
+            warning = (
                 f"{stored.record.id} of the {which} has machine code, which could do anything as soon as it is loaded"
             )
-            return f"{told}; with --trust both are measured again: say so if you trust who made them"
+            return f"{warning}; with --trust both are measured again: say so if you trust who made them"
         if stored.record.artifact is None or not stored.record.built_with:
             return f"the {which} has no engine file of {stored.record.id}"
         if not has_files((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
@@ -115,7 +115,8 @@ def same(before: Stored, after: Stored) -> bool:
     if _engine(before.record) != _engine(after.record) or _device(before) != _device(after):
         return False
     return all(
-        has_files((side.folder / made.path).parent, made.sha256) for side, made in ((before, old), (after, other))
+        has_files((side.folder / artifact.path).parent, artifact.sha256)
+        for side, artifact in ((before, old), (after, other))
     )
 
 
@@ -176,13 +177,13 @@ def candidate(name: str, stored: Stored, *, trust: bool = False) -> Candidate:
     if needs_trust(stored.record) and not trust:
         remedy = "if you trust who made the run: load(..., trust=True) in Python, or enginesmith gate --trust"
         raise MissingCapability(UNTRUSTED, remedy)
-    kept = stored.record.artifact
-    assert kept is not None
+    stored_engine = stored.record.artifact
+    assert stored_engine is not None
     artifact = Artifact(
         kind="engine",
-        path=stored.folder / kept.path,
-        sha256=kept.sha256,
-        bytes=kept.bytes,
+        path=stored.folder / stored_engine.path,
+        sha256=stored_engine.sha256,
+        bytes=stored_engine.bytes,
         signature=stored.run.model.signature,
         history=stored.record.history,
     )
@@ -205,8 +206,8 @@ def _device(stored: Stored) -> Device:
 
 def _vector(stored: Stored) -> Path | None:
     """Find the file of feeds that the run keeps."""
-    kept = stored.record.test_vector
-    path = stored.folder / kept.path if kept else None
+    vector = stored.record.test_vector
+    path = stored.folder / vector.path if vector else None
     return path if path and path.is_file() else None
 
 
@@ -215,8 +216,8 @@ def _feeds(stored: Stored, batch: int) -> Feeds:
     signature, path = stored.run.model.signature, _vector(stored)
     assert signature is not None
     assert path is not None
-    with np.load(path, allow_pickle=False) as kept:
-        feeds = {spec.name: kept[f"input:{spec.name}"] for spec in signature.inputs}
+    with np.load(path, allow_pickle=False) as vector:
+        feeds = {spec.name: vector[f"input:{spec.name}"] for spec in signature.inputs}
     usual = {name: ShapeRange.parse(text).opt for name, text in stored.run.model.shapes.items()}
     symbol = samples.batch_symbol(signature)
     return samples.resize(feeds, signature, {**usual, symbol: batch} if symbol else usual)

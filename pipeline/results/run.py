@@ -216,8 +216,11 @@ class VariantRecord(BaseModel, frozen=True):
     @property
     def built_with(self) -> dict[str, Any]:
         """Fields of the step that made the engine, ``engine`` and ``device`` among them; empty where none did."""
-        kept = (entry.parameters.get("fields") for entry in reversed(self.history))
-        return next((made for made in kept if isinstance(made, dict) and isinstance(made.get("engine"), dict)), {})
+        entries = (entry.parameters.get("fields") for entry in reversed(self.history))
+        return next(
+            (fields for fields in entries if isinstance(fields, dict) and isinstance(fields.get("engine"), dict)),
+            {},
+        )
 
     def options_of(self, engine: "type[Engine]") -> dict[str, Any]:
         """Look up the options that the engine was built and run with; what is built is the same for CUDA graphs."""
@@ -412,13 +415,13 @@ def remove_workarounds(recipe: Recipe, workarounds: Iterable[Workaround]) -> Rec
 
 def find_workarounds(run: Run) -> list[Workaround]:
     """List the options that mend engines which are wrong on an input, and that the recipe lacks."""
-    found: dict[AddedOption, Workaround] = {}
+    workarounds: dict[AddedOption, Workaround] = {}
     for record in run.requested:
         finding = record.prosecution.finding if record.prosecution else None
         option = finding.option if finding else None
         if finding and option and run.recipe.with_option(option) != run.recipe:
-            found.setdefault(option, Workaround(option=option, variant=record.id, fault=finding.fault))
-    return list(found.values())[: _MOST_WORKAROUNDS - len(run.workarounds)]
+            workarounds.setdefault(option, Workaround(option=option, variant=record.id, fault=finding.fault))
+    return list(workarounds.values())[: _MOST_WORKAROUNDS - len(run.workarounds)]
 
 
 def find_late_failures(run: Run) -> dict[str, str]:
@@ -519,13 +522,13 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     again = "move it away with `optimize … --replace`: what is in the store is used again"
     run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again)
     if to_go_on:
-        asked = [name for name in unknown if name.startswith("recipe.")]
+        unknown_settings = [name for name in unknown if name.startswith("recipe.")]
         again = f"enginesmith optimize {run.recipe.model} … --out {path.parent} --replace"
-        documents.require_known(path, asked, again)
+        documents.require_known(path, unknown_settings, again)
     if not unknown:
         return run
-    told = f"run.json has fields that this version does not know and leaves out: {name_some(unknown, most)}"
-    added = {name: [told, *run.environment.get(name, ())] for name in ("warnings", "cautions")}
+    warning = f"run.json has fields that this version does not know and leaves out: {name_some(unknown, most)}"
+    added = {name: [warning, *run.environment.get(name, ())] for name in ("warnings", "cautions")}
     return run.model_copy(update={"environment": run.environment | added})
 
 

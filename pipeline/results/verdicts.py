@@ -176,11 +176,11 @@ def format_verdict(verdict: Verdict) -> str:
 
 def list_unjudged(run: Run) -> list[str]:
     """List budgets that were set and not judged."""
-    asked = {**run.recipe.budgets.model_dump(), "min_sqnr_db": run.recipe.min_sqnr_db}
+    limits = {**run.recipe.budgets.model_dump(), "min_sqnr_db": run.recipe.min_sqnr_db}
     judged = {verdict.budget for verdict in run.verdicts}
     if run.winner == run.baseline.id:
         judged.add("min_sqnr_db")  # it is what fidelity is measured against
-    return [name for name, limit in asked.items() if limit is not None and name not in judged]
+    return [name for name, limit in limits.items() if limit is not None and name not in judged]
 
 
 # Which variants may win.
@@ -253,8 +253,8 @@ def _explain_slowness(record: VariantRecord, dense: VariantRecord | None, batch:
     if ratio.low > 1:
         return ""
     verdict = "is slower than" if ratio.high < 1 else "is not measurably faster than"
-    said = f"it {verdict} {record.dense}: {ratio.times()} at batch {batch}"
-    return "; ".join([said, *_explain_bounds(record, dense, batch)])
+    sentence = f"it {verdict} {record.dense}: {ratio.times()} at batch {batch}"
+    return "; ".join([sentence, *_explain_bounds(record, dense, batch)])
 
 
 def _explain_bounds(record: VariantRecord, dense: VariantRecord | None, batch: int) -> Iterator[str]:

@@ -71,8 +71,8 @@ def choose(folder: Path, variant: str | None) -> Chosen:
         UsageError: there is no such run or variant, or it is nothing that can be packaged.
         ModelError: a file is missing, or is not the one that the run made.
     """
-    found = find_variant(folder, variant)
-    folder, run, record = found.folder, found.run, found.record
+    stored = find_variant(folder, variant)
+    folder, run, record = stored.folder, stored.run, stored.record
     _check_packagable(folder, run, record)
     others = () if record.id == run.winner else (f"it is not the run's winner, which is {run.winner or 'none'}",)
     chosen = Chosen(folder, run, record, (*list_doubts(record), *others))
@@ -129,12 +129,12 @@ def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
 def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
     """Give the engine of a variant; UsageError if none was built."""
     if record.artifact is None and record.status == "measured":
-        told = f"{record.id} is the ONNX file that the run was given, of which it keeps no copy"
-        raise UsageError(told, "use that file as it is, or name another variant")
+        message = f"{record.id} is the ONNX file that the run was given, of which it keeps no copy"
+        raise UsageError(message, "use that file as it is, or name another variant")
     if record.artifact is None and record.dropped:
-        told = f"{record.id} has no engine, as it was not measured in full: {record.dropped}"
+        message = f"{record.id} has no engine, as it was not measured in full: {record.dropped}"
         alone = f"--engine {record.engine} --precision {record.precision}"
-        raise UsageError(told, f"make it in a run of its own: {alone}, with another --out")
+        raise UsageError(message, f"make it in a run of its own: {alone}, with another --out")
     if record.artifact is None:
         why = record.reason or record.status
         again = f"`enginesmith resume {folder}` does what is missing"
@@ -143,19 +143,19 @@ def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
     return record.artifact
 
 
-def check_engine_file(folder: Path, kept: StoredArtifact) -> None:
+def check_engine_file(folder: Path, stored: StoredArtifact) -> None:
     """Check that a run's engine or graph is what the run made, byte for byte; ModelError if it is not."""
-    main, again = folder / kept.path, f"run `enginesmith resume {folder}`, which makes it again"
+    main, again = folder / stored.path, f"run `enginesmith resume {folder}`, which makes it again"
     if not main.is_file():
         raise ModelError(f"{main} is missing", again)
-    if not has_files(main.parent, kept.sha256):
+    if not has_files(main.parent, stored.sha256):
         raise ModelError(f"{main.parent} is not what the run made: its sha256 differs from the one in run.json", again)
 
 
-def check_vector(folder: Path, kept: StoredArtifact) -> Path:
+def check_vector(folder: Path, stored: StoredArtifact) -> Path:
     """Give the path of a run's test vector; ModelError if it is not what the run made."""
-    path = folder / kept.path
-    if not has_content(path, kept.sha256):
+    path = folder / stored.path
+    if not has_content(path, stored.sha256):
         again = f"run `enginesmith resume {folder}`, which makes it again"
         raise ModelError(f"{path} is missing, or not what the run made", again)
     return path

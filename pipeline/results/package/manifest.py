@@ -125,8 +125,8 @@ def read(folder: Path) -> Manifest:
     """
 
     def explain(error: OSError) -> UsageError:
-        told = f"there is no bundle in {folder}: {FILE}: {error.strerror}"
-        return UsageError(told, "give a folder that `enginesmith package` wrote")
+        message = f"there is no bundle in {folder}: {FILE}: {error.strerror}"
+        return UsageError(message, "give a folder that `enginesmith package` wrote")
 
     again = "copy the bundle again, or package the run again"
     return documents.read(Manifest, folder / FILE, SCHEMA, "enginesmith package", explain, again)[0]
@@ -153,7 +153,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         there = {} if missing or outside else list_files(folder)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "check its rights") from error
-    changed = [name for name, kept in manifest.files.items() if name in there and there[name] != kept]
+    changed = [name for name, entry in manifest.files.items() if name in there and there[name] != entry]
     extra = sorted(set(there) - set(manifest.files))
     for names, what in (
         (outside, "lies outside of the bundle"),

@@ -108,13 +108,14 @@ def run_script(folder: Path, manifest: Manifest) -> str:
     except subprocess.TimeoutExpired:
         return f"not run to its end: no answer after {_SCRIPT_SECONDS} s"
     lines = done.stderr.strip().splitlines()
-    said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no message")
+    last_line = lines[-1] if lines else "no message"
+    error_line = next((line for line in reversed(lines) if line.startswith("error: ")), last_line)
     elsewhere = not engine.loads_graph and done.returncode == UNABLE  # it may be for another GPU than the one here
     if done.returncode and (done.returncode == DIFFERENT or (runnable and not elsewhere)):
-        told = f"{manifests.INFER} does not run this bundle: {said.removeprefix('error: ')}"
-        raise ModelError(told, "package another variant, or optimize again")
+        message = f"{manifests.INFER} does not run this bundle: {error_line.removeprefix('error: ')}"
+        raise ModelError(message, "package another variant, or optimize again")
     if done.returncode:
-        return f"not run: {said.removeprefix('error: ')}"
+        return f"not run: {error_line.removeprefix('error: ')}"
     return "its answers match the test vector"
 
 
@@ -126,16 +127,18 @@ def _engine(manifest: Manifest) -> Engine:
 def candidate(folder: Path, manifest: Manifest) -> Candidate:
     """Make what opens the engine of a bundle, with the number of threads that it was measured with."""
     engine, path = _engine(manifest), folder / manifest.engine.file
-    kept, threads = manifest.files[manifest.engine.file], manifest.origin.recipe.get("threads")
+    file_entry, threads = manifest.files[manifest.engine.file], manifest.origin.recipe.get("threads")
     kind: Kind = "onnx" if engine.loads_graph else "engine"
-    artifact = Artifact(kind=kind, path=path, sha256=kept.sha256, bytes=kept.bytes, signature=manifest.signature)
+    artifact = Artifact(
+        kind=kind, path=path, sha256=file_entry.sha256, bytes=file_entry.bytes, signature=manifest.signature
+    )
     device = Device(kind=manifest.engine.device, threads=threads if isinstance(threads, int) else 0)
     return Candidate(manifest.variant, engine, artifact, device)
 
 
 def _run(folder: Path, manifest: Manifest, feeds: Feeds, progress: Callable[[str], None]) -> Feeds:
-    made = candidate(folder, manifest)
-    with made.engine.load(made.artifact, made.device) as session:
+    engine_candidate = candidate(folder, manifest)
+    with engine_candidate.engine.load(engine_candidate.artifact, engine_candidate.device) as session:
         return {name: np.array(value) for name, value in session.run(feeds).items()}
 
 
@@ -160,6 +163,8 @@ def _note_version(manifest: Manifest) -> str:
     for name in _engine(manifest).tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             here = importlib.metadata.version(name)
-            made = f"{manifest.engine.name} {manifest.engine.version}"
-            return "" if here == manifest.engine.version else f"\n  note: it was made with {made}, and ran with {here}"
+            package = f"{manifest.engine.name} {manifest.engine.version}"
+            return (
+                "" if here == manifest.engine.version else f"\n  note: it was made with {package}, and ran with {here}"
+            )
     return ""
