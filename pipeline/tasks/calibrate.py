@@ -203,7 +203,7 @@ def _collect(
                 continue
             first = next(name for name in chosen.taps if not collector.finite(name))
             maker = next((node for node in model_file.skeleton(model.path).graph.node if first in node.output), None)
-            made = f", made by the {maker.op_type} node {maker.name!r}," if maker else ""
+            origin = f", made by the {maker.op_type} node {maker.name!r}," if maker else ""
             row = feeding.provenance.rows[index * feeding.provenance.batch]
             if missing := [name for name, value in feeds.items() if value.dtype.kind == "f" and np.isnan(value).any()]:
                 where = f"row {row}" + (", or soon after it" if feeding.provenance.batch > 1 else "")
@@ -212,7 +212,7 @@ def _collect(
                     "remove such rows, or fill them in as for training",
                 )
             raise ModelError(
-                f"the value {first!r}{made} is NaN or infinite on row {row} of {feeding.provenance.data}"
+                f"the value {first!r}{origin} is NaN or infinite on row {row} of {feeding.provenance.data}"
                 f"{'' if index else ' (the first that was tried)'}, and what follows with it",
                 "look at the weights before it, and at that row: no range holds what is infinite",
             )

@@ -112,9 +112,9 @@ class Recover(ResumableTask):
             record = opened.recover(0, size, begun, progress)
         assert record is not None
         opened.work.models.restore()
-        kept = opened.work.models.average
-        kept.module.to("cpu")
-        file = self.save(inputs, kept, out, changed=record.best_step > 0)
+        average = opened.work.models.average
+        average.module.to("cpu")
+        file = self.save(inputs, average, out, changed=record.best_step > 0)
         record = record.model_copy(update={"subject": self.subject})
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
         return Effect(
@@ -124,7 +124,7 @@ class Recover(ResumableTask):
             f"{record.steps} steps: {record.reason}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             rejected=self.explain_unchanged if record.best_step == 0 else "",
-            signature=kept.signature,
+            signature=average.signature,
             reads=opened.reads,
             incomplete=record.plan.seconds < self.options.seconds
             or (record.ending == "time" and self._seconds < self.options.seconds),

@@ -201,15 +201,15 @@ def measure_impacts(
                 return list(session.run({**feeds, layerwise_error.SWITCHES: switches}).values())
 
             for feeds in _read_rows(inputs[REFERENCE].folder, _IMPACT_ROWS):
-                exact, found = answer(feeds), dict[str, float]()
+                exact, errors = answer(feeds), dict[str, float]()
                 for name in totals:
                     if time.monotonic() - start > seconds:
                         break
-                    progress(f"{len(found)} of {len(totals)} groups quantized alone, pass {passes + 1}")
-                    found[name] = layerwise_error.compare_answers(exact, answer(feeds, name))
-                if len(found) < len(totals):  # those of some groups alone would mislead
+                    progress(f"{len(errors)} of {len(totals)} groups quantized alone, pass {passes + 1}")
+                    errors[name] = layerwise_error.compare_answers(exact, answer(feeds, name))
+                if len(errors) < len(totals):  # those of some groups alone would mislead
                     break
-                totals = {name: total + found[name] for name, total in totals.items()}
+                totals = {name: total + errors[name] for name, total in totals.items()}
                 passes += 1
     return ({name: total / passes for name, total in totals.items()}, True) if passes else ({}, False)
 
@@ -258,7 +258,7 @@ class Rescale(Task):
         weak = sorted(pair for pair in weak if pair[0] < WEAK_DB)
         if not weak:
             return _pass_on(given, out, f"not needed: every group has an SQNR of {WEAK_DB:g} dB or more")
-        model, told, reads = given, list[str](), set[Path]()
+        model, summaries, reads = given, list[str](), set[Path]()
         with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
             if self.only_weak:
                 file = Path(scratch, "products.json")
@@ -268,11 +268,11 @@ class Rescale(Task):
                 folder = Path(scratch, str(index))
                 folder.mkdir()
                 effect = run_pass(step, model, folder, progress, records)
-                made = _with_digest(scratch_artifact("onnx", folder / effect.file, given.signature))
-                if made.sha256 == file_digest(model.path):
+                new_model = _with_digest(scratch_artifact("onnx", folder / effect.file, given.signature))
+                if new_model.sha256 == file_digest(model.path):
                     continue  # passed on as it was
-                told.append(effect.summary)
-                model = made
+                summaries.append(effect.summary)
+                model = new_model
                 reads.update(self.calibration.run({MODEL: model, REFERENCE: reference}, folder, progress).reads)
                 records[RANGES] = scratch_artifact("record", folder / RANGES_FILE, None)
             if model is given:
@@ -285,7 +285,7 @@ class Rescale(Task):
         errors = [group.sqnr_db for group in _read_facts(out / RECORDS) if group.sqnr_db is not None]
         summary = (
             f"{len(weak)} of {len(groups)} groups had less than {WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
-            f"{'; '.join(told)}; now at least {min(errors):.1f} dB"
+            f"{'; '.join(summaries)}; now at least {min(errors):.1f} dB"
         )
         return Effect(
             file=edit.FILE, summary=summary, signature=model.signature, rejected=rejected, reads=tuple(sorted(reads))

@@ -380,7 +380,7 @@ class Quality(EngineCheck):
         if varies:
             parts = _fill_up(parts)
         shapes = {name: {part[name].shape if name in part else None for part in parts} for name in parts[0]}
-        alike = [name for name, found in shapes.items() if len(found) == 1]
+        alike = [name for name, sizes in shapes.items() if len(sizes) == 1]
         if not alike:
             raise DataError(
                 f"{', '.join(map(repr, shapes))} has rows of other sizes in other batches",
@@ -486,13 +486,13 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
                 named, outputs, outputs, None if data.labels is None else take_labels(data.labels, rows)
             )
             others = " and ".join(map(repr, judged.other_outputs))
-            said = f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)" if others else ""
+            sentence = f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)" if others else ""
         except quality.MetricError as error:
             known = (
                 find_own(quality.parse_metric(metric)[0]) is not None
             )  # such as an area, which two samples often have none of
-            said = "" if known else f"on {rows.stop} samples, {error.message}; all samples decide"
-    return said, _code_read(metric, tracker.files)
+            sentence = "" if known else f"on {rows.stop} samples, {error.message}; all samples decide"
+    return sentence, _code_read(metric, tracker.files)
 
 
 class DeviceRates(Measurement):

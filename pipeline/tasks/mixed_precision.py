@@ -82,10 +82,10 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
     """Runs the graph where the engine proper cannot run."""
 
     def judge(
-        self, engine: Engine, made: Artifact, device: Device, inputs: Inputs, progress: Progress
+        self, engine: Engine, artifact: Artifact, device: Device, inputs: Inputs, progress: Progress
     ) -> tuple[Judgement, tuple[Path, ...]]:
         """Compare a graph or engine with the reference, and the metric on it with the baseline's."""
-        with engine.load(made, device) as session:
+        with engine.load(artifact, device) as session:
             worst = self._compare(session, inputs[REFERENCE])
             drop, high, reason = None, None, ""
             reads: tuple[Path, ...] = ()
@@ -180,8 +180,8 @@ class Search(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms = read_forms(inputs, self.step)
         trials = read_models(inputs.get(BEFORE), Trial)
-        kept = find_kept(self.keep, forms["given"])
-        choose = partial(propose, trials, forms, self.methods, kept, self.signs, self.corrections, self.advice)
+        fixed_groups = find_kept(self.keep, forms["given"])
+        choose = partial(propose, trials, forms, self.methods, fixed_groups, self.signs, self.corrections, self.advice)
         candidate, impacts, measured = choose(), dict[str, float](), True
         late = self._is_late(trials)  # more time continues it
         ended = late or sum(trial.seconds + trial.impact_seconds for trial in trials) >= _SEARCH_SECONDS
@@ -189,7 +189,9 @@ class Search(Task):
         if candidate and not ended:
             start = time.monotonic()
             if candidate.phase == "sensitive" and not any(trial.phase == "sensitive" for trial in trials):
-                impacts, measured = self._measure_impacts(candidate, forms[candidate.form], kept, inputs, progress)
+                impacts, measured = self._measure_impacts(
+                    candidate, forms[candidate.form], fixed_groups, inputs, progress
+                )
                 candidate = choose(impacts) or candidate
             seconds = {"impact_seconds": round(time.monotonic() - start, 3)}
             progress(candidate.why)
@@ -266,11 +268,11 @@ class Search(Task):
             file.write_text(json.dumps(assignment(groups, everything, self.step, {})))
             records, seconds = {ASSIGNMENT: scratch_artifact("record", file, None)}, min(limit, _IMPACT_SECONDS)
             try:
-                found, every = measure_impacts(self.step, candidate.form, inputs, records, fixed, seconds, progress)
+                impacts, every = measure_impacts(self.step, candidate.form, inputs, records, fixed, seconds, progress)
             except ModelError as error:
                 _log.warning("groups are ranked by their own errors: %s", error)
                 return {}, True
-        return found, every or limit > _IMPACT_SECONDS
+        return impacts, every or limit > _IMPACT_SECONDS
 
     def _quantize(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, scratch: Path, progress: Progress
@@ -355,11 +357,11 @@ class Assign(Task):
 
         1 where the work of a group that it left there is not known.
         """
-        asked = find_kept(self.keep, forms[trial.form])
-        chosen = (group for group in forms[trial.form] if not group.reason and group.name not in asked)
+        fixed_groups = find_kept(self.keep, forms[trial.form])
+        chosen = (group for group in forms[trial.form] if not group.reason and group.name not in fixed_groups)
         work = {group.name: group.macs for group in chosen}
-        kept = [work[name] for name in trial.kept if name in work]
-        return sum(kept) / max(1, sum(work.values())) if all(kept) else 1.0
+        float_work = [work[name] for name in trial.kept if name in work]
+        return sum(float_work) / max(1, sum(work.values())) if all(float_work) else 1.0
 
 
 def trial_role(index: int) -> str:
@@ -441,7 +443,7 @@ def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact | layers.Quant
     Raises:
         UsageError: a pattern fits none.
     """
-    kept: set[str] = set()
+    group_names: set[str] = set()
     for pattern in patterns:
         names = ((group, name) for group in groups for name in (group.name, group.module) if name)
         matching = {group.name for group, name in names if fnmatchcase(name, pattern)}
@@ -452,5 +454,5 @@ def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact | layers.Quant
                 f"no group that can be quantized is called {pattern!r}",
                 f"did you mean {', '.join(near)}?" if near else "`enginesmith inspect` lists them",
             )
-        kept |= matching
-    return frozenset(kept)
+        group_names |= matching
+    return frozenset(group_names)

@@ -76,25 +76,31 @@ class QuantizeWithNncf(Task):
         groups = layers.prepare(model, "int8")
         usable = [group for group in groups if not group.reason]
         layers.require_products(groups, "int8", usable)
-        kept = find_kept(self.keep, groups)
+        float_groups = find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
         ir.external_data.load_to_model(model)  # NNCF looks for weights beside the graph in another folder
-        made, settings = self._quantise(ir.to_proto(model), feeding, groups, sorted(kept))
+        quantized_model, settings = self._quantise(ir.to_proto(model), feeding, groups, sorted(float_groups))
         if self.preset == "mixed":
-            _make_unsigned(made.graph)
-        known = find_dequantized(made.graph.node)
+            _make_unsigned(quantized_model.graph)
+        known = find_dequantized(quantized_model.graph.node)
         names = {group.name for group in usable}
-        low = sum(node.name in names and known.issuperset(node.input[:2]) for node in made.graph.node)
+        low = sum(node.name in names and known.issuperset(node.input[:2]) for node in quantized_model.graph.node)
         if not low:
             raise ModelError("NNCF left all products of this graph in floating point", "omit --quantizer nncf")
         (out / FILE).write_text(f'{{"provenance": {feeding.provenance.model_dump_json()}}}\n')
-        pairs = sum(node.op_type == "QuantizeLinear" for node in made.graph.node)
+        pairs = sum(node.op_type == "QuantizeLinear" for node in quantized_model.graph.node)
         summary = f"{pairs} Q/DQ pairs, {low} of {len(groups)} products in int8; NNCF {software.version(_NAME)}: "
-        effect = edit.save_with_summary(ir.from_proto(made), out, self.external_data_bytes, summary + settings)
+        effect = edit.save_with_summary(
+            ir.from_proto(quantized_model), out, self.external_data_bytes, summary + settings
+        )
         return check_graph(_NAME, artifact, out, effect).model_copy(update={"reads": reads})
 
     def _quantise(
-        self, model: "onnx.ModelProto", feeding: Feeding, groups: Sequence[layers.QuantizableOp], kept: list[str]
+        self,
+        model: "onnx.ModelProto",
+        feeding: Feeding,
+        groups: Sequence[layers.QuantizableOp],
+        float_groups: list[str],
     ) -> "tuple[onnx.ModelProto, str]":
         """Call NNCF; return the graph and the settings in words."""
         nncf = import_without_telemetry(_NAME)
@@ -103,7 +109,7 @@ class QuantizeWithNncf(Task):
         kind = nncf.ModelType.TRANSFORMER if attention else None
         overflow = nncf.OverflowFix.ENABLE if self.weight_bits == 7 else nncf.OverflowFix.DISABLE
         try:
-            made = nncf.quantize(
+            quantized_model = nncf.quantize(
                 model,
                 nncf.Dataset(feeding),
                 preset=nncf.QuantizationPreset(self.preset),
@@ -111,13 +117,13 @@ class QuantizeWithNncf(Task):
                 subset_size=len(feeding),
                 fast_bias_correction=True,
                 model_type=kind,
-                ignored_scope=nncf.IgnoredScope(names=kept) if kept else None,
+                ignored_scope=nncf.IgnoredScope(names=float_groups) if float_groups else None,
                 advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=overflow),
             )
         except _list_errors(nncf) as error:
             raise ModelError(f"NNCF cannot quantize this graph: {error}", "omit --quantizer nncf") from error
         words = (f"preset {self.preset}", "model type transformer" if kind else "", f"{self.weight_bits}-bit weights")
-        return made, ", ".join(filter(None, (*words, "fast bias correction", f"{len(feeding)} feeds")))
+        return quantized_model, ", ".join(filter(None, (*words, "fast bias correction", f"{len(feeding)} feeds")))
 
 
 def _make_unsigned(graph: "onnx.GraphProto") -> None:

@@ -92,7 +92,7 @@ class Prosecute(EngineCheck):
             search = None
             try:
                 stages, search = self._begin(inputs, stack)
-                asked, seconds = self.seconds, min(self.seconds, ends_at - time.monotonic())
+                budget, seconds = self.seconds, min(self.seconds, ends_at - time.monotonic())
                 shown = search.run(seconds, progress)
             except EnginesmithError as error:
                 if self.required:
@@ -102,23 +102,24 @@ class Prosecute(EngineCheck):
             if shown is not None:
                 progress(f"reducing: {shown.reason}")
                 truth = inputs[TRUTH].path if TRUTH in inputs else None
-                asked = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
-                seconds = min(asked, (ends_at - time.monotonic()) / 2)  # for the graph, and again for an option
+                budget = max(_LEAST_REDUCING_SECONDS, _REDUCING_SHARE * self.seconds)
+                seconds = min(budget, (ends_at - time.monotonic()) / 2)  # for the graph, and again for an option
                 known = Stages(stages, self.engine, self.device, seconds, truth)
                 finding = locate_fault(known, search.shrink(shown), out / EVIDENCE)
-        made = Prosecution(
+        prosecution = Prosecution(
             seconds=self.seconds,
             attempts=search.attempts,
             walks=search.walked,
             finding=finding,
-            cut=seconds < asked and not (finding and finding.option),  # with an option, nothing is left to look for
+            cut=seconds < budget and not (finding and finding.option),  # with an option, nothing is left to look for
         )
-        write_records(out, [made])
-        tried = f"{made.attempts} inputs tried ({', '.join(f'{count} {name}' for name, count in made.walks.items())})"
+        write_records(out, [prosecution])
+        counts = ", ".join(f"{count} {name}" for name, count in prosecution.walks.items())
+        tried = f"{prosecution.attempts} inputs tried ({counts})"
         if finding is None:
-            return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong", incomplete=made.cut)
+            return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong", incomplete=prosecution.cut)
         sentence = finding.sentence
-        return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=sentence, incomplete=made.cut)
+        return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=sentence, incomplete=prosecution.cut)
 
     def _pass_over(self, search: InputSearch | None, error: EnginesmithError, out: Path) -> Effect:
         """Record why no input was tried, or no further one; the engine's own errors are findings."""
@@ -154,11 +155,11 @@ class Prosecute(EngineCheck):
         yield _open(self.given_engine, inputs[GIVEN], Device(), "model", "fp32", None)
         for graph in self.graphs:
             if graph.role in inputs:
-                made, others = inputs[graph.role], None
+                artifact, others = inputs[graph.role], None
                 if graph.task is not None:
                     given = {role: inputs[there] for role, there in graph.takes.items() if there in inputs}
                     others = functools.partial(list_other_graphs, graph.task, given)
-                yield _open(simulation(), made, Device(), graph.name, graph.precision, made.path, others)
+                yield _open(simulation(), artifact, Device(), graph.name, graph.precision, artifact.path, others)
         yield _open(self.engine, inputs["model"], self.device, "engine", self.precision, None)
 
     def _make_subject(self, inputs: Inputs, stages: Sequence[Stage]) -> Subject:
@@ -247,12 +248,12 @@ def _keep_in_float(
         pattern = glob.escape(name)
         words = f"--keep {shlex.quote(pattern)}"
         option = AddedOption(field="quantisation.keep", value=pattern, words=words)
-        kept = [{**entry, "precision": step.remainder} if entry["group"] == name else entry for entry in entries]
+        new_entries = [{**entry, "precision": step.remainder} if entry["group"] == name else entry for entry in entries]
 
-        def make(out: Path, kept: list[dict[str, object]] = kept) -> Artifact:
+        def make(out: Path, new_entries: list[dict[str, object]] = new_entries) -> Artifact:
             record = out / "assignment" / RECORDS
             record.parent.mkdir(parents=True)
-            record.write_text(json.dumps(kept))
+            record.write_text(json.dumps(new_entries))
             return _run_step(task, {**inputs, ASSIGNMENT: scratch_artifact("record", record, None)}, out / "graph")
 
         yield option, make

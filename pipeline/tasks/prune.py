@@ -159,8 +159,8 @@ def _join_groups(cuts: Iterable[PrunedGroup]) -> tuple[PrunedGroup, ...]:
         first = groups.get(cut.root, cut)
         if (first.unit, first.after) != (cut.unit, cut.before):  # heads of another width are other units
             first = cut
-        kept = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
-        groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": kept, "step": 1})
+        units = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
+        groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": units, "step": 1})
     return tuple(groups.values())
 
 
@@ -356,8 +356,8 @@ class TryLatency(Task):
                 return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
             model = scratch_artifact("torch", small / effect.file, inputs[MODEL].signature)
             built = self.way.build(inputs, model, engine, progress)
-            made = scratch_artifact("engine", engine / built.file, model.signature)
-            sides = {DENSE: (self.way.engine, inputs[DENSE]), "pruned": (self.way.engine, made)}
+            pruned_engine = scratch_artifact("engine", engine / built.file, model.signature)
+            sides = {DENSE: (self.way.engine, inputs[DENSE]), "pruned": (self.way.engine, pruned_engine)}
             dense, pruned = measure_beside(sides, self.way.device, inputs[REFERENCE], self.seconds, progress)
         if (faster := pruned.speedup) is not None:
             return LatencyTrial(

@@ -216,10 +216,10 @@ class Race(Measurement):
 
     def _hardly_loses(self, name: str, inputs: Inputs) -> bool:
         """Tell whether a variant loses nothing, or surely a small part of what is allowed."""
-        qualities, found = read_models(inputs.get(f"{name} {CHOICE}"), Quality), inputs.get(f"{name} {ASSIGNMENT}")
+        qualities, assignment = read_models(inputs.get(f"{name} {CHOICE}"), Quality), inputs.get(f"{name} {ASSIGNMENT}")
         high = next((quality.seen_high for quality in qualities), None)
-        if not qualities and found:
-            high = next((row.get(DROP_HIGH) for row in read_records(found)), None)
+        if not qualities and assignment:
+            high = next((row.get(DROP_HIGH) for row in read_records(assignment)), None)
         return name in self.lossless or (high is not None and high <= _HARDLY * (self.max_drop or 0.0))
 
     def _judge_drop(self, name: str, inputs: Inputs, role: str) -> RaceRow | None:

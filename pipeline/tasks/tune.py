@@ -73,7 +73,7 @@ class Tune(Measurement):
 
     def _search(self, inputs: Inputs, deadline: float, progress: Progress) -> tuple[Engine, Tuning]:
         """Try one option after another beside the best ones so far."""
-        best, kept, trials, untried = self.engine, list[str](), list[TuningTrial](), list[str]()
+        best, settings, trials, untried = self.engine, list[str](), list[TuningTrial](), list[str]()
         batches = self._list_batches(inputs)
         graph, tried = inputs["model"].path, set[str]()
         while True:
@@ -81,7 +81,7 @@ class Tune(Measurement):
             left = [name for name in offered if name not in tried]
             if not left:
                 fields = {key: value for key, value in best if value != getattr(self.engine, key)}
-                return best, Tuning(fields=fields, kept=tuple(kept), trials=tuple(trials), untried=tuple(untried))
+                return best, Tuning(fields=fields, kept=tuple(settings), trials=tuple(trials), untried=tuple(untried))
             name, values = left[0], offered[left[0]]
             tried.add(name)
             share = (deadline - time.monotonic()) / (len(left) + len(batches))  # the last ones are for the confirmation
@@ -90,10 +90,10 @@ class Tune(Measurement):
                 continue
             progress(f"trying {name}={' and '.join(values)}")
             sides = {"": best, **{value: best.with_option(name, value) for value in values}}
-            found = self._measure(name, sides, inputs, progress, share, batches[0], launches=1)
-            trials += found
-            if value := _choose_faster(found):
-                best, kept = sides[value], [*kept, f"{name}={value}"]
+            new_trials = self._measure(name, sides, inputs, progress, share, batches[0], launches=1)
+            trials += new_trials
+            if value := _choose_faster(new_trials):
+                best, settings = sides[value], [*settings, f"{name}={value}"]
 
     def _confirm(self, best: Engine, tuning: Tuning, inputs: Inputs, seconds: float, progress: Progress) -> Tuning:
         """Compare all that was kept with the recipe's options, and drop it where it is not faster or cannot be used.
@@ -101,8 +101,8 @@ class Tune(Measurement):
         Nor is it kept where it loses more at another batch size that is measured than it gains at the one that decides:
         a single thread for batch 1, say.
         """
-        kept, sides = ", ".join(tuning.kept), {"": self.engine, "kept": best}
-        progress(f"comparing {kept} with the recipe's options once more")
+        settings, sides = ", ".join(tuning.kept), {"": self.engine, "kept": best}
+        progress(f"comparing {settings} with the recipe's options once more")
         decides, *others = self._list_batches(inputs)
         seconds = max(_LEAST_SECONDS, seconds / (1 + len(others)))
         (trial,) = self._measure("", sides, inputs, progress, seconds, batch=decides)
@@ -116,7 +116,7 @@ class Tune(Measurement):
                     slower = slower or f"at batch {batch} they are {there.speedup.times()} as fast"
         changes: dict[str, Any] = {"confirmation": trial.speedup, "other_batches": elsewhere}
         if reason := slower or self._find_fault(best, inputs, progress):
-            changes |= {"fields": {}, "kept": (), "dropped": f"{kept}: {reason}"}
+            changes |= {"fields": {}, "kept": (), "dropped": f"{settings}: {reason}"}
         return tuning.model_copy(update=changes)
 
     def _list_batches(self, inputs: Inputs) -> list[int]:
@@ -143,8 +143,8 @@ class Tune(Measurement):
         )
         candidates = [Candidate(name, engine, inputs[ENGINE], self.device) for name, engine in sides.items()]
         with logs_in_own_log() as logs:
-            found = measure_latency(candidates, {batch: measured[batch]}, settings, logs, progress).rows
-        rows = {name: found[name][0] for name in sides}
+            rows_by_name = measure_latency(candidates, {batch: measured[batch]}, settings, logs, progress).rows
+        rows = {name: rows_by_name[name][0] for name in sides}
         base = rows.pop("")
         gains = {name: _divide_throughputs(row, base) if self.callers else row.speedup for name, row in rows.items()}
         return [

@@ -335,10 +335,10 @@ class Verify(EngineCheck):
                 names = names or _pair_by_position(session.signature, answered.feeds[0], answered.outputs[0])
                 calls = ([_rename(each, names) for each in calls] for calls in answered[1:])
                 renamed = samples.Answered(answered.case, *calls)
-                found = self._compare(session, renamed, known, names)
-                entries += found
-                if not failed and found and not found[0].passed:
-                    failed = f"{found[0].point} ({sizes}): {found[0].reason}"
+                comparisons = self._compare(session, renamed, known, names)
+                entries += comparisons
+                if not failed and comparisons and not comparisons[0].passed:
+                    failed = f"{comparisons[0].point} ({sizes}): {comparisons[0].reason}"
         write_records(out, entries)
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
             failed += _BY_SIZE
@@ -396,12 +396,12 @@ def _pair_by_position(signature: Signature, feeds: Feeds, outputs: Feeds) -> dic
 
     Files that others exported often have other names. What has the same number and no name in common is renamed.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for given, specs in ((feeds, signature.inputs), (outputs, signature.outputs)):
         own = [spec.name for spec in specs]
         if len(own) == len(given) and not set(own) & set(given):
-            found |= dict(zip(given, own, strict=True))
-    return found
+            names |= dict(zip(given, own, strict=True))
+    return names
 
 
 def _rename(values: Mapping[str, _T], names: Mapping[str, str]) -> dict[str, _T]:
