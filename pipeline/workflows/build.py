@@ -63,26 +63,28 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
     worker.preload_only((*engine.modules, *MODULES))
     resolved = resolve_recipe(recipe)
     steps = single_stages.refit_steps(resolved, refit) if refit else single_stages.build_steps(resolved)
-    made = run_steps(steps, settings, recipe)[single_stages.BUILD].artifact
-    assert made is not None
-    if made.rejected:
-        raise WrongEngine(made.rejected, _NOT_WRITTEN)
+    engine_artifact = run_steps(steps, settings, recipe)[single_stages.BUILD].artifact
+    assert engine_artifact is not None
+    if engine_artifact.rejected:
+        raise WrongEngine(engine_artifact.rejected, _NOT_WRITTEN)
     with storage_errors(f"the output {output}"):
-        files = _save_as(made, output)
-    last = made.history[-1]
+        files = _save_as(engine_artifact, output)
+    last = engine_artifact.history[-1]
     summary = f"wrote {files[0]}: {last.effect}" + "".join(f"\n  note: {note}" for note in last.notes)
     record = read_file(output).record
-    return EngineBuilt(summary=summary, files=tuple(files), history=made.history, manifest=record)
+    return EngineBuilt(summary=summary, files=tuple(files), history=engine_artifact.history, manifest=record)
 
 
-def _save_as(made: Artifact, output: Path) -> list[str]:
-    """Copy an engine with what lies beside it; the engine last, as it is what makes the rest of use."""
+def _save_as(artifact: Artifact, output: Path) -> list[str]:
+    """Copy an engine with what lies beside it; the engine last, as the other files are useless without it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    files = files_below(made.folder, skip=MANIFEST_NAMES)
-    names = {name.removeprefix(made.path.name): name for name in reversed(files) if name.startswith(made.path.name)}
+    files = files_below(artifact.folder, skip=MANIFEST_NAMES)
+    names = {
+        name.removeprefix(artifact.path.name): name for name in reversed(files) if name.startswith(artifact.path.name)
+    }
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
         for suffix, name in names.items():
-            shutil.copyfile(made.folder / name, Path(scratch, output.name + suffix))
+            shutil.copyfile(artifact.folder / name, Path(scratch, output.name + suffix))
         for suffix in names:
             Path(scratch, output.name + suffix).replace(output.with_name(output.name + suffix))
     return [str(output.with_name(output.name + suffix)) for suffix in reversed(names)]
@@ -107,11 +109,11 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
         target, artifact, error = name or "the device here", outcomes[step].artifact, outcomes[step].error
         if artifact is not None:
             result = read_models(artifact, TrialResult)[0]
-            told = result.model_dump(include={"builds", "failure", "reason", "notes"})
-            checked.append(TargetChecked(target=target, remedy=result.remedy_of_trial, **told))
+            fields = result.model_dump(include={"builds", "failure", "reason", "notes"})
+            checked.append(TargetChecked(target=target, remedy=result.remedy_of_trial, **fields))
         elif isinstance(error, StepError):
-            told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
-            checked.append(TargetChecked(target=target, builds=False, **told))
+            fields = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
+            checked.append(TargetChecked(target=target, builds=False, **fields))
         else:
             raise error or ModelError(outcomes[step].reason)
     return tuple(checked)

@@ -41,14 +41,14 @@ def begin_on(device: Device, recipe: Recipe, listener: Listener, step: ShownStep
     if recipe.device is None and all(map(needs_cuda, recipe.engines)) and not recipe.targets:
         devices, answer = nvidia.driver().devices, eager.installed(cuda)
         if devices and not answer.ok:
-            told = (
+            message = (
                 f"{cuda} ({devices[0].name}) cannot be used, and {' and '.join(recipe.engines)} cannot run without it"
             )
             remedy = f"{answer.remedy}; to build for another GPU without running it, name its target: --target sm89"
-            raise MissingCapability(f"{told}: {answer.reason}", remedy)
+            raise MissingCapability(f"{message}: {answer.reason}", remedy)
     listed = recipe.variants == "listed" and "engines" in recipe.model_fields_set
-    asked = recipe.engines if listed else tuple(ENGINES)
-    listener(Event("device", step, describe(device, asked)))
+    engines = recipe.engines if listed else tuple(ENGINES)
+    listener(Event("device", step, describe(device, engines)))
     if device.kind == "cpu" and recipe.device is None and (reason := explain_unused_gpu(recipe)):
         listener(Event("note", step, reason))
 

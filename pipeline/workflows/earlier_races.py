@@ -87,8 +87,8 @@ class EarlierRaces:
     @functools.cached_property
     def audit(self) -> StepRef | None:
         """The step that looks at the graph before anything is changed in it."""
-        found = (step.id for step in self.plan.steps if isinstance(step.task, Audit) and step.task.engine is None)
-        return next(found, None)
+        step_ids = (step.id for step in self.plan.steps if isinstance(step.task, Audit) and step.task.engine is None)
+        return next(step_ids, None)
 
     def order(self, outcomes: Outcomes) -> tuple[list[StepRef], str]:
         """List the steps of a search in the order of the expected times of what they lead to, and say why.

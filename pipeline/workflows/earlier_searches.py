@@ -185,16 +185,18 @@ class EarlierSearches:
             begun = self._begun.get(trials.steps[0].id) or self._begin(trials, outcomes)
             if begun is None or not ends:
                 continue
-            task, made = trials.task, read_models(ends[-1].artifact, Trial)
+            task, search_trials = trials.task, read_models(ends[-1].artifact, Trial)
             groups = read_models(outcomes[trials.inputs[SENSITIVITY]].artifact, GroupFact)
-            tried = [(Setting.of(trial, task.signs), trial.passed) for trial in made if trial.phase == "everything"]
-            worked, share = find_worked(made, task.signs, find_kept(task.keep, groups), groups)
-            found = {
+            tried = [
+                (Setting.of(trial, task.signs), trial.passed) for trial in search_trials if trial.phase == "everything"
+            ]
+            worked, share = find_worked(search_trials, task.signs, find_kept(task.keep, groups), groups)
+            changes = {
                 "tried": tuple(TriedSetting(setting=setting, passed=passed) for setting, passed in tried),
                 "worked": worked,
                 "float_share": share,
             }
-            self._past(trials).add(begun.model_copy(update=found))
+            self._past(trials).add(begun.model_copy(update=changes))
 
     @functools.cached_property
     def _searches(self) -> list[_Trials]:

@@ -249,8 +249,8 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
         )
     kind = BuiltSizes if engine_class(recipe.engines[0]).builder_tells_memory else MeasuredSizes
     sizes = kind(recipe, models, settings, memory_bytes)
-    asked = recipe.ranges.get("batch")
-    most = asked.max if asked else _LARGEST_BATCH
+    batch_range = recipe.ranges.get("batch")
+    most = batch_range.max if batch_range else _LARGEST_BATCH
     batch = largest(sizes.needed, memory_bytes, most)
     sizes_found: dict[str, Any] = {}
     if batch is None:
@@ -289,12 +289,12 @@ def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
             f"the run {run.name} has no measured variants with workspace limits",
             "optimize with --workspace sweep on the machine with the GPU, or resume it there",
         )
-    kept = []
+    choices = []
     for group in groups.values():
         best = max(rate for _, rate, _ in group)
         limit, rate, name = min(level for level in group if level[1] >= share * best)
-        kept.append(WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best))
-    return tuple(kept)
+        choices.append(WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best))
+    return tuple(choices)
 
 
 def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:

@@ -112,16 +112,16 @@ _PARTS = {
 """Fields by which a fleet is known again, in people's words."""
 
 
-def _read_same(out: Path, asked: FleetRecord) -> FleetRecord:
+def _read_same(out: Path, record: FleetRecord) -> FleetRecord:
     """Read the record of a fleet that was begun in the folder, if it is the one that is asked for."""
     before = records.read(out, to_go_on=True)
     for name, words in _PARTS.items():
-        if getattr(before, name) != getattr(asked, name):
+        if getattr(before, name) != getattr(record, name):
             raise UsageError(
                 f"{out} holds another fleet: it was made with another {words}",
                 f"choose another --out, or continue that one with `enginesmith resume {out}`",
             )
-    return before.model_copy(update={"packages": asked.packages})
+    return before.model_copy(update={"packages": record.packages})
 
 
 def _run_entries(begun: FleetRecord, entries: Sequence[Entry], out: Path, settings: Settings) -> FleetRecord:
@@ -259,7 +259,7 @@ def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
     run, then = fleet.run(entry), before.entry(entry.name) if before else None
     demands = demands_of(run.recipe if run else parsed({"model": entry.source}))
     named = replace(demands, progress=lambda text: demands.progress(f"{entry.name}: {text}"))
-    kept = before.folder / then.run if before and then and then.run else None
+    baseline = before.folder / then.run if before and then and then.run else None
     where = fleet.folder / RUNS / entry.name
 
     def fail(text: str) -> Gate:
@@ -269,8 +269,8 @@ def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
     if entry.status not in ("done", "breached"):  # whatever its run directory has so far
         return fail(f"{entry.status}: {entry.reason or 'it was not ended'}")
     try:
-        result = gates.gate(where, named, baseline=kept)
+        result = gates.gate(where, named, baseline=baseline)
     except UsageError as error:  # of this entry; the others have their own
         return fail(error.message)
-    alone = ("the baseline has no run of it",) if before and kept is None else ()
+    alone = ("the baseline has no run of it",) if before and baseline is None else ()
     return result.model_copy(update={"cautions": (*result.cautions, *alone)})

@@ -76,58 +76,60 @@ def load(
     folder = Path(path)
     bundle = (folder / manifests.FILE).is_file()
     stored = _find_in_bundle(folder, variant, trust=trust) if bundle else _find_in_run(folder, variant, trust=trust)
-    made = stored.candidate
+    candidate = stored.candidate
     if device is not None:
-        made = dataclasses.replace(made, device=Device.parse(device, made.device.threads))
-    origin = functools.partial(load, str(folder.absolute()), made.id, device=str(made.device), trust=trust)
-    return LoadedModel(dataclasses.replace(stored, candidate=made, origin=origin))
+        candidate = dataclasses.replace(candidate, device=Device.parse(device, candidate.device.threads))
+    origin = functools.partial(load, str(folder.absolute()), candidate.id, device=str(candidate.device), trust=trust)
+    return LoadedModel(dataclasses.replace(stored, candidate=candidate, origin=origin))
 
 
 def _find_in_bundle(folder: Path, variant: str | None, *, trust: bool) -> Stored:
     manifest = manifests.read(folder)
     if manifest.format != "bundle" or variant not in (None, manifest.variant):
-        told = f"{folder} is a {manifest.format} package of {manifest.variant}"
-        raise UsageError(told, f"load the run, or a bundle of {variant or manifest.variant}")
+        message = f"{folder} is a {manifest.format} package of {manifest.variant}"
+        raise UsageError(message, f"load the run, or a bundle of {variant or manifest.variant}")
     manifests.check_files(folder, manifest)
     verify.require_trust(manifest, trust=trust)
-    made = verify.candidate(folder, manifest)
+    candidate = verify.candidate(folder, manifest)
     vector, returns = folder / manifests.VECTOR, manifest.signature.returns
-    return Stored(made, manifest.shapes, vector, manifest.thresholds, returns)
+    return Stored(candidate, manifest.shapes, vector, manifest.thresholds, returns)
 
 
 def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
-    found = describe.find_variant(folder, variant)
-    folder, run, record = found.folder, found.run, found.record
+    stored = describe.find_variant(folder, variant)
+    folder, run, record = stored.folder, stored.run, stored.record
     for doubt in describe.list_doubts(record):
         warnings.warn(f"{record.id}: {doubt}", stacklevel=3)
     vector = describe.check_vector(folder, record.test_vector) if record.test_vector else None
     if engine_class(record.engine).runs_module():
-        made = _load_module(found)
+        candidate = _load_module(stored)
     else:
         describe.check_engine_file(folder, describe.require_engine(folder, record))
-        made = remeasure.candidate(record.id, found, trust=trust)
+        candidate = remeasure.candidate(record.id, stored, trust=trust)
     ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
     returns = run.model.signature.returns if run.model.signature else None
-    return Stored(made, ranges, vector, describe.thresholds_of(run, record, made.engine), returns)
+    return Stored(candidate, ranges, vector, describe.thresholds_of(run, record, candidate.engine), returns)
 
 
-def _load_module(found: remeasure.Stored) -> Candidate:
+def _load_module(stored: remeasure.Stored) -> Candidate:
     """Load the recipe's model by its own code, as a step whose result is stored; refuse it if it is another one."""
-    run, name = found.run, found.record.id
+    run, name = stored.run, stored.record.id
     resolved = resolve_recipe(run.recipe)
     plan = planner.plan(resolved, here=False)
     planned = next((each for each in (plan.baseline, *plan.variants) if each.id == name), None)
     if planned is None or planned.artifact != LOAD:
-        told = f"the run directory does not have the weights of {name}, which runs a changed PyTorch module"
-        raise UsageError(told, "load a variant that is built from a graph")
-    made = run_steps(planner.plan_loading(resolved).steps, Settings(), run.recipe)[LOAD].artifact
-    assert made is not None
-    same = run.model.content and content_digest(made.folder) == run.model.content
-    if made.sha256 != run.model.sha256 and not same:
-        told = f"{run.recipe.model} loads as another model than that of {found.folder}: it has changed since then, or"
+        message = f"the run directory does not have the weights of {name}, which runs a changed PyTorch module"
+        raise UsageError(message, "load a variant that is built from a graph")
+    artifact = run_steps(planner.plan_loading(resolved).steps, Settings(), run.recipe)[LOAD].artifact
+    assert artifact is not None
+    same = run.model.content and content_digest(artifact.folder) == run.model.content
+    if artifact.sha256 != run.model.sha256 and not same:
+        message = (
+            f"{run.recipe.model} loads as another model than that of {stored.folder}: it has changed since then, or"
+        )
         remedy = "run optimize again, or load a variant that has an engine file"
-        raise ModelError(f"{told} an earlier version of enginesmith made the run", remedy)
-    return Candidate(name, planned.engine, made, planned.device)
+        raise ModelError(f"{message} an earlier version of enginesmith made the run", remedy)
+    return Candidate(name, planned.engine, artifact, planned.device)
 
 
 class LoadedModel:
@@ -140,16 +142,16 @@ class LoadedModel:
 
     def __init__(self, stored: Stored) -> None:
         """Open the engine; errors as in :func:`load`."""
-        made = stored.candidate
-        self._stored, self.variant, self.device = stored, made.id, made.device
-        with _keep_torch_settings(made):
-            session = made.engine.load(made.artifact, made.device)
+        candidate = stored.candidate
+        self._stored, self.variant, self.device = stored, candidate.id, candidate.device
+        with _keep_torch_settings(candidate):
+            session = candidate.engine.load(candidate.artifact, candidate.device)
         self.signature = session.signature
-        self._pool = _Pool(session, made)
+        self._pool = _Pool(session, candidate)
         self._answer = session.answer if session.concurrent else self._pool.answer
         self._inputs = [spec.name for spec in self.signature.inputs]
         self._names = frozenset(self._inputs)
-        tables = {} if made.engine.checks_indices else self.signature.tables
+        tables = {} if candidate.engine.checks_indices else self.signature.tables
         self._tables = [(self._inputs.index(name), rows) for name, rows in tables.items()]
         self._pack = _make_packer(stored.returns, [spec.name for spec in self.signature.outputs])
         self._known: set[tuple[Any, ...]] = set()
@@ -185,12 +187,12 @@ class LoadedModel:
         values = dict(zip(self._inputs, arguments, strict=False)) | named
         if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):
             given = f"{len(arguments)} in order and {', '.join(named) or 'none'} by name were given"
-            told = f"the model's inputs are {', '.join(self._inputs)}, and {given}"
+            message = f"the model's inputs are {', '.join(self._inputs)}, and {given}"
             mapping = len(arguments) == 1 and isinstance(arguments[0], Mapping)
             remedy = (
                 "unpack the mapping: model(**inputs)" if mapping else "give each input once, in this order or by name"
             )
-            raise SignatureError(told, remedy)
+            raise SignatureError(message, remedy)
         return [values[name] for name in self._inputs]
 
     def _check(self, feeds: Feeds) -> None:
@@ -212,12 +214,12 @@ class LoadedModel:
                     continue
                 remedy = f"optimize with --shape {word}=MIN:OPT:MAX that includes {size}"
                 if self._stored.candidate.engine.needs_shapes:
-                    told = f"{word} is {size}, and {self.variant} is built for {range_.min} to {range_.max}"
-                    raise ShapeError(told, remedy)
+                    message = f"{word} is {size}, and {self.variant} is built for {range_.min} to {range_.max}"
+                    raise ShapeError(message, remedy)
                 if word not in self._exceeded:
                     self._exceeded.add(word)
-                    told = f"{word} is {size}, and {self.variant} was verified for {range_.min} to {range_.max}"
-                    warnings.warn(f"{told}: nobody has checked its answers there; {remedy}", stacklevel=3)
+                    message = f"{word} is {size}, and {self.variant} was verified for {range_.min} to {range_.max}"
+                    warnings.warn(f"{message}: nobody has checked its answers there; {remedy}", stacklevel=3)
 
     def check(self) -> Fidelity:
         """Answer the test vector; FidelityError if that differs from the stored answers by more than is allowed."""
@@ -230,8 +232,8 @@ class LoadedModel:
             vector.outputs, answers, self._stored.thresholds, self.signature, vector.ranges, vector.unstable
         )
         if not fidelity.passed:
-            told = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
-            raise FidelityError(told, "optimize again on this machine")
+            message = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
+            raise FidelityError(message, "optimize again on this machine")
         return fidelity
 
     def as_module(self, eager: "nn.Module | None" = None) -> "nn.Module":
@@ -335,9 +337,9 @@ def _to_arrays(values: Sequence[Any]) -> tuple[list[Array], Callable[[Array], An
 
 
 @contextlib.contextmanager
-def _keep_torch_settings(made: Candidate) -> Iterator[None]:
+def _keep_torch_settings(candidate: Candidate) -> Iterator[None]:
     """Leave torch's number of threads and random numbers as they are, which opening a module changes."""
-    if made.engine.consumes != "torch":
+    if candidate.engine.consumes != "torch":
         yield
         return
     import torch
@@ -353,9 +355,9 @@ def _keep_torch_settings(made: Candidate) -> Iterator[None]:
 class _Pool:
     """Lend sessions of one engine to threads, each to one call at a time; siblings are opened up to a limit."""
 
-    def __init__(self, first: Session, made: Candidate) -> None:
-        self._first, self._made, self._closed, self._lock = first, made, False, threading.Lock()
-        self._more = Device().thread_count - 1 if made.device.kind == "cpu" else 0
+    def __init__(self, first: Session, candidate: Candidate) -> None:
+        self._first, self._candidate, self._closed, self._lock = first, candidate, False, threading.Lock()
+        self._more = Device().thread_count - 1 if candidate.device.kind == "cpu" else 0
         self._free: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
         """None wakes up those that wait where the pool was closed."""
         self._free.put(first)
@@ -381,7 +383,7 @@ class _Pool:
             more, self._more = self._more > 0 and not self._closed, max(self._more - 1, 0)
         if not more:
             return self._free.get()
-        with _keep_torch_settings(self._made):
+        with _keep_torch_settings(self._candidate):
             return self._first.sibling()
 
     def close(self) -> None:
@@ -395,8 +397,8 @@ class _Pool:
 
     def abandon(self) -> None:
         """Never free the sessions: in a forked process, OpenVINO would wait forever for threads that are not there."""
-        for kept in (self._first, self._free):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        for resource in (self._first, self._free):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(resource))
         self._free = queue.SimpleQueue()
 
 
@@ -405,8 +407,8 @@ def _refuse_closed(values: Sequence[Array]) -> Sequence[Array]:
 
 
 def _refuse_forked(values: Sequence[Array]) -> Sequence[Array]:
-    told = "the model was loaded before this process was forked, and the engine's threads are in the other process"
-    raise UsageError(told, "load it in each worker")
+    message = "the model was loaded before this process was forked, and the engine's threads are in the other process"
+    raise UsageError(message, "load it in each worker")
 
 
 _open: "weakref.WeakSet[LoadedModel]" = weakref.WeakSet()

@@ -123,8 +123,8 @@ class _ActiveRun:
         if any(step in known and not known[step].good for step in rest):
             return ""
         verified = tuple(step for step in variant.verified if step != variant.prosecuted)
-        made = replace(variant, verified=verified, quality=None, memory=None)
-        end = explain_end(made, self.plan, self.outcomes)
+        unjudged_variant = replace(variant, verified=verified, quality=None, memory=None)
+        end = explain_end(unjudged_variant, self.plan, self.outcomes)
         unmade = end.unfinished if end.unfinished in LATE else ""
         return end.failure or unmade or explain_end(variant, self.plan, self.outcomes).failure
 
@@ -191,31 +191,31 @@ class OptimizeJob:
             self._errors[request.name] = error
 
     def _activate(self, request: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
-        made, place = self._plans[request.name], request.place
+        run_plan, place = self._plans[request.name], request.place
         if request.replace and (moved := move_earlier_run(request.out, request.requested_recipe)):
-            self._settings.listener(Event("note", made.steps[0], f"the earlier run is in {moved} now"))
+            self._settings.listener(Event("note", run_plan.steps[0], f"the earlier run is in {moved} now"))
         stack.enter_context(claim_run_directory(request.out, request.requested_recipe))
         if place is None and not executor.is_local:
             cuda = any("cpu" not in engine_class(name).kinds for name in request.recipe.engines)
             place = Place(device="cuda" if cuda else request.recipe.where.kind)
         if place is not None:
-            made = assign_machines(made, place, executor.why_unavailable(place))
+            run_plan = assign_machines(run_plan, place, executor.why_unavailable(place))
         for workaround in request.workarounds:
-            self._settings.listener(Event("note", made.steps[0], workaround.sentence))
-        if failed := next((step.task.failed for step in made.steps if isinstance(step.task, Race)), ()):
+            self._settings.listener(Event("note", run_plan.steps[0], workaround.sentence))
+        if failed := next((step.task.failed for step in run_plan.steps if isinstance(step.task, Race)), ()):
             text = f"raced without {', '.join(failed)}, which failed: what was dropped for being slower has its chance"
-            self._settings.listener(Event("note", made.steps[0], text))
+            self._settings.listener(Event("note", run_plan.steps[0], text))
         directory = RunDirectory(
-            request.out, request.recipe, made, self._environment, len(self._plans), request.workarounds
+            request.out, request.recipe, run_plan, self._environment, len(self._plans), request.workarounds
         )
         directory.write()
         races = searches = None
         if place is None and executor.is_local:
             store = self._settings.open_store()
-            searches = EarlierSearches(made.steps, store)
+            searches = EarlierSearches(run_plan.steps, store)
             if request.recipe.races:
-                races = EarlierRaces.open(made, request.recipe, store, self._environment)
-        return _ActiveRun(request, made, directory, races, searches)
+                races = EarlierRaces.open(run_plan, request.recipe, store, self._environment)
+        return _ActiveRun(request, run_plan, directory, races, searches)
 
     def _run_plans(self, executor: Executor) -> None:
         settings, runs = self._settings, self._active.values()
@@ -250,8 +250,8 @@ class OptimizeJob:
                     if few := _explain_few_samples(active.request.recipe, outcomes):
                         note(active, few)
                     if active.searches:
-                        told = functools.partial(note, active)
-                        for step, task in active.searches.advise(outcomes, active.outcomes, told):
+                        add_note = functools.partial(note, active)
+                        for step, task in active.searches.advise(outcomes, active.outcomes, add_note):
                             runner.change_task(together.shared_step(name, step).id, task)
                     if active.races and active.races.audit in outcomes:
                         order, why = active.races.order(outcomes)
@@ -311,8 +311,8 @@ class OptimizeJob:
             )
             if any(outcome.reason in LATE for outcome in outcomes.values()):
                 remedy = f"what was made is kept, and used again: `{again}` continues, with --time for more"
-            told = "; ".join(active.directory.losses)
-            error = ModelError(f"{request.out} keeps the results that it has: this time {told}", remedy)
+            losses = "; ".join(active.directory.losses)
+            error = ModelError(f"{request.out} keeps the results that it has: this time {losses}", remedy)
         return RunResult(run, error, len(outcomes), reused)
 
 
@@ -409,7 +409,7 @@ def _list_other_engines(run: Run, outcomes: Outcomes) -> list[str]:
     """List engines that take the module itself, where it was the export that failed or is wrong."""
     stages = {entry.stage for record in run.asked_for for entry in record.fidelity if not entry.passed}
     prosecutions = [record.prosecution for record in run.asked_for if record.prosecution]
-    stages |= {made.finding.guilty for made in prosecutions if made.finding}
+    stages |= {prosecution.finding.guilty for prosecution in prosecutions if prosecution.finding}
     if EXPORT not in stages and not (EXPORT in outcomes and outcomes[EXPORT].error):
         return []
     used = {BASELINES["torch"], *(record.engine for record in run.records)}

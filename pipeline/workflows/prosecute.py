@@ -56,12 +56,12 @@ def prosecute_variant(
     Raises:
         UsageError: there is no run, no such variant, or its model is not where it was.
     """
-    found = runs.read(run)
-    chosen = variant or found.winner
+    run_record = runs.read(run)
+    chosen = variant or run_record.winner
     named, out = out, out.absolute()
-    with work_where_begun(found):
-        resolved = resolve_recipe(found.recipe)
-        planned = plan(resolved, kept=[each.id for each in found.variants])
+    with work_where_begun(run_record):
+        resolved = resolve_recipe(run_record.recipe)
+        planned = plan(resolved, kept=[each.id for each in run_record.variants])
         able = {each.id: each for each in planned.variants}
         if chosen is None or chosen not in able:
             reason = f"{run} has no variant {chosen!r}" if chosen else f"{run} has no winner"
@@ -69,11 +69,11 @@ def prosecute_variant(
                 which = "" if variant else "the winner "
                 reason = f"{which}{chosen} is the model as it is given, which engines are compared with"
             raise UsageError(reason, f"name one of {', '.join(able)}")
-        late = [step.id for step in found.steps if step.late == "no time"]
+        late = [step.id for step in run_record.steps if step.late == "no time"]
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late)
-        stored = next((record.artifact for record in found.variants if record.id == chosen), None)
+        stored = next((record.artifact for record in run_record.variants if record.id == chosen), None)
         engine = {able[chosen].artifact: stored.sha256} if stored else {}
-        result = _run(chosen, steps, found.recipe, out, settings, engine)
+        result = _run(chosen, steps, run_record.recipe, out, settings, engine)
     return result.model_copy(update={"evidence": str(named) if result.evidence else None})
 
 
@@ -104,20 +104,20 @@ def _run(
     _check_output(out)
     outcomes = try_steps(steps, settings, recipe)
     for name, digest in engine.items():
-        if (made := outcomes[name].artifact) and made.sha256 != digest:
-            told = f"{subject} was made again, and differs from the engine of the run, which the store does not have"
-            settings.listener(Event("note", steps[0], told))
+        if (artifact := outcomes[name].artifact) and artifact.sha256 != digest:
+            message = f"{subject} was made again, and differs from the engine of the run, which the store does not have"
+            settings.listener(Event("note", steps[0], message))
     end = outcomes[PROSECUTE]
-    if (made := end.artifact) is None:
+    if (artifact := end.artifact) is None:
         errors = (outcome.error for outcome in outcomes.values() if outcome.reason == end.reason)
         unusable = ModelError(f"{subject} cannot be prosecuted: {end.reason}", "name another variant or file")
         raise next(filter(None, errors), unusable)
-    (prosecution,) = read_models(made, Prosecution)
+    (prosecution,) = read_models(artifact, Prosecution)
     if prosecution.finding is None:
         if (out / FINDING).is_file():  # of an earlier engine
             with storage_errors(f"the output {out}"):
                 shutil.rmtree(out)
         return ProsecutionResult(subject=subject, prosecution=prosecution)
     with storage_errors(f"the output {out}"), replace_folder(out) as whole:
-        shutil.copytree(made.folder / EVIDENCE, whole)
+        shutil.copytree(artifact.folder / EVIDENCE, whole)
     return ProsecutionResult(subject=subject, prosecution=prosecution, evidence=str(out))

@@ -75,17 +75,18 @@ def request_again(
     It is None without a reason, or without the time for it. ``instead`` is the time that this process was given, where
     that is not the recipe's.
     """
-    found = runs.find_workarounds(run) if run and run.complete else []
-    if run is None or not (found or runs.needs_another_race(run)):
+    new_workarounds = runs.find_workarounds(run) if run and run.complete else []
+    if run is None or not (new_workarounds or runs.needs_another_race(run)):
         return None
     recipe, left = run.recipe, None
     if recipe.time_seconds is not None:
         left = (recipe.time_seconds if instead is None else instead) - spent
-        if left < max(spent if found else 0.0, LEAST_SECONDS):  # with other options, it takes about as long again
+        least = spent if new_workarounds else 0.0  # with other options, it takes about as long again
+        if left < max(least, LEAST_SECONDS):
             return None
-    for workaround in found:
+    for workaround in new_workarounds:
         recipe = recipe.with_option(workaround.option)
-    workarounds = (*run.workarounds, *found)
+    workarounds = (*run.workarounds, *new_workarounds)
     return replace(request, recipe=recipe, workarounds=workarounds, seconds=left, replace=False)
 
 

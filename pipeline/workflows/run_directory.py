@@ -114,8 +114,8 @@ class RunDirectory:
         """Write the run, and its engines before it; an earlier run stays as it is while a result of it is missing."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
         with storage_errors(f"the run directory {self._folder} or the store"):
-            made = [(variant, artifact_of(outcomes, variant.artifact)) for variant in self._plan.variants]
-            engines = [(variant, engine) for variant, engine in made if engine and engine.kind == "engine"]
+            artifacts = [(variant, artifact_of(outcomes, variant.artifact)) for variant in self._plan.variants]
+            engines = [(variant, engine) for variant, engine in artifacts if engine and engine.kind == "engine"]
             paths = {variant.id: _folder(variant) / engine.path.name for variant, engine in engines}
             run = assemble(header, self._recipe, self._plan, outcomes, paths)
             self.losses = runs.list_losses(self._before, run) if self._before else []
@@ -323,13 +323,13 @@ def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome]) -> None
     engines = {variant.artifact: f"variants/{variant.id}" for variant in plan.variants}
     steps = {}
     for step in plan.steps:
-        made = outcomes[step.id].artifact if step.id in outcomes else None
-        if made is None or made.kind not in _KINDS or made.incomplete or step.task.environment_key:
+        artifact = outcomes[step.id].artifact if step.id in outcomes else None
+        if artifact is None or artifact.kind not in _KINDS or artifact.incomplete or step.task.environment_key:
             continue
         folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
         if not (run / folder).is_dir():
-            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*MANIFEST_NAMES))
-        relative = made.model_copy(update={"path": Path(made.path.name)})
+            shutil.copytree(artifact.folder, run / folder, ignore=shutil.ignore_patterns(*MANIFEST_NAMES))
+        relative = artifact.model_copy(update={"path": Path(artifact.path.name)})
         steps[step.id] = _StepHandoff(identity=step.task.identity, folder=folder, artifact=relative)
     index = _Index(load_sha256=load.sha256, steps=steps)
     write_whole(run / _FOLDER / _INDEX, (index.model_dump_json(indent=1) + "\n").encode())
@@ -350,10 +350,10 @@ def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
         return {}
     known: dict[str, Outcome] = {LOAD: Outcome(LOAD, "done", load, cached=True)}
     for step in plan.steps:
-        kept = index.steps.get(step.id)
-        if not kept or kept.identity != step.task.identity:
+        entry = index.steps.get(step.id)
+        if not entry or entry.identity != step.task.identity:
             continue
-        folder, artifact = run / kept.folder, kept.artifact
+        folder, artifact = run / entry.folder, entry.artifact
         if has_files(folder, artifact.sha256):
             there = artifact.model_copy(update={"path": folder / artifact.path})
             known[step.id] = Outcome(step.id, "done", there, cached=True)

@@ -134,8 +134,8 @@ def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
 def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Turn a model into an ONNX file of another precision, held against it; errors as in :func:`export`."""
     resolved = resolve_recipe(recipe)
-    steps, made = plans.precision_steps(resolved)
-    result = _to_file(resolved, steps, made.graph, output, settings, also=(made.calibration,))
+    steps, lowered = plans.precision_steps(resolved)
+    result = _to_file(resolved, steps, lowered.graph, output, settings, also=(lowered.calibration,))
     if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES:
         summary = f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT_ENGINES[0])}"
         return result.model_copy(update={"summary": summary})
@@ -172,20 +172,20 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
         raise UsageError(f"{output} is there already, and holds something else", "give a new folder: -o DIR")
     steps, last, cuts = plans.prune_steps(resolved)
     outcomes = run_steps(steps, settings, recipe)
-    made, pruned = outcomes[last].artifact, [made for cut in cuts if (made := outcomes[cut].artifact)]
-    assert made is not None
+    model, pruned = outcomes[last].artifact, [artifact for cut in cuts if (artifact := outcomes[cut].artifact)]
+    assert model is not None
     facts = join_facts([read_facts(artifact) for artifact in pruned], recipe.prune_targets[0])
     from enginesmith.pipeline.frameworks.torch.saved import write_saved
 
     with storage_errors(f"the output {output}"), replace_folder(output) as whole:
-        write_saved(made, whole, output)
+        write_saved(model, whole, output)
         (whole / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
         if (trials := pruned[-1].folder / TRIALS).exists():
             shutil.copy2(trials, whole)
-    notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
+    notes = "".join(f"\n  note: {note}" for note in model.history[-1].notes)
     files = tuple(str(path) for path in sorted(output.iterdir()))
-    summary = f"wrote {output}: {made.history[-1].effect}{notes}"
-    return PruneResult(summary=summary, files=files, history=made.history, pruning=facts)
+    summary = f"wrote {output}: {model.history[-1].effect}{notes}"
+    return PruneResult(summary=summary, files=files, history=model.history, pruning=facts)
 
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
@@ -199,12 +199,12 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
 
 def _describe_closeness(fidelity: Sequence[StageFidelity], recipe: Recipe) -> str:
     """Describe how close a file is to the recipe's model; what is as close as fp32 has to be equals it."""
-    good, asked = all(entry.passed for entry in fidelity), recipe.min_sqnr_db
+    good, threshold = all(entry.passed for entry in fidelity), recipe.min_sqnr_db
     worst = min((entry.sqnr_db for entry in fidelity if entry.sqnr_db is not None), default=None)
-    short = worst is not None and asked is not None and worst < asked
+    short = worst is not None and threshold is not None and worst < threshold
     if worst is None or worst >= THRESHOLDS["fp32"].min_sqnr_db or not (good or short):
         return f"{'equals' if good else 'differs from'} {recipe.model}"
-    least = f", {asked:g} dB asked for" if asked else ""
+    least = f", {threshold:g} dB asked for" if threshold else ""
     return f"is {'' if good else 'not '}close enough to {recipe.model}: lowest SQNR {worst:.1f} dB{least}"
 
 
@@ -240,8 +240,8 @@ def _to_file(
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
     _check_output(resolved.source, output)
     outcomes = run_steps(steps, settings, recipe)
-    made = outcomes[stage].artifact
-    if made is None:
+    stage_artifact = outcomes[stage].artifact
+    if stage_artifact is None:
         needed = (outcomes[step.id] for step in reversed(steps) if step.id in outcomes)  # optional steps come first
         short = next(
             (result.artifact.rejected for result in needed if result.artifact and result.artifact.rejected), ""
@@ -259,12 +259,13 @@ def _to_file(
         if check is not None and check.rejected:
             raise FidelityError(check.rejected, "nothing was written; leave that stage out")
     with storage_errors(f"the output {output}"):
-        files = _save_as(made, output)
+        files = _save_as(stage_artifact, output)
     beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]
-    notes = "".join(f"\n  note: {note}" for entry in (*made.history, *beside) for note in entry.notes)
-    told = made.history[-2:] if stage.kind == "recover" else made.history[-1:]  # what was trained, and how
-    summary = f"wrote {' and '.join(files)}: {'; '.join(entry.effect for entry in told)}{notes}"
-    return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
+    notes = "".join(f"\n  note: {note}" for entry in (*stage_artifact.history, *beside) for note in entry.notes)
+    count = 2 if stage.kind == "recover" else 1  # what was trained, and how
+    entries = stage_artifact.history[-count:]
+    summary = f"wrote {' and '.join(files)}: {'; '.join(entry.effect for entry in entries)}{notes}"
+    return StageResult(summary=summary, files=tuple(files), history=stage_artifact.history, fidelity=fidelity)
 
 
 def _check_output(source: Source, output: Path) -> None:
@@ -285,12 +286,12 @@ def _check_output(source: Source, output: Path) -> None:
             raise UsageError(f"{data.name} has the weights of {source.text}, and would be overwritten", other)
 
 
-def _save_as(made: Artifact, output: Path) -> list[str]:
+def _save_as(artifact: Artifact, output: Path) -> list[str]:
     """Write an ONNX artifact under a name of the user's, external data as ``<name>.data`` beside it; all or nothing."""
-    data = f"{output.name}.data" if model_file.external_files(made.path) else None
+    data = f"{output.name}.data" if model_file.external_files(artifact.path) else None
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
-        ir.save(edit.load(made.path), Path(scratch, output.name), external_data=data)
+        ir.save(edit.load(artifact.path), Path(scratch, output.name), external_data=data)
         names = [name for name in (data, output.name) if name]  # the graph last, as it is what makes the file usable
         for name in names:
             Path(scratch, name).replace(output.parent / name)
