@@ -87,11 +87,11 @@ class ForwardHooks(TorchFunctionMode):
 
     def note_weights(self, outputs: Sequence[Tensor]) -> None:
         """Note the weights that outputs depend on."""
-        waiting, functions = [value.grad_fn for value in outputs], set[Any]()
+        waiting, past_functions = [value.grad_fn for value in outputs], set[Any]()
         while waiting:
-            if (function := waiting.pop()) is None or function in functions:
+            if (function := waiting.pop()) is None or function in past_functions:
                 continue
-            functions.add(function)
+            past_functions.add(function)
             self._weights.add(id(getattr(function, "variable", None)))
             waiting += [before for before, _ in function.next_functions]
 

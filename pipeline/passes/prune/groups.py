@@ -45,16 +45,16 @@ def find_groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], di
     """
     groups: list[Group] = []
     whole: dict[str, str] = {}
-    layers: set[Any] = set()
+    grouped_layers: set[Any] = set()
     for layer in list(graph.module2node):
-        if layer in layers or layer in graph.IGNORED_LAYERS_IN_TRACING:
+        if layer in grouped_layers or layer in graph.IGNORED_LAYERS_IN_TRACING:
             continue
         if not isinstance(layer, (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)):
             continue
         root, traced = graph._module2name[layer], None
         try:
             traced = _trace_group(graph, layer)
-            layers |= {dep.target.module for dep, _ in traced if graph.is_out_channel_pruning_fn(dep.handler)}
+            grouped_layers |= {dep.target.module for dep, _ in traced if graph.is_out_channel_pruning_fn(dep.handler)}
             groups.append(_make_group(graph, parts, _reroot(graph, traced), root))
         except Unprunable as reason:
             whole[root] = f"{reason}{through(traced)}"

@@ -89,15 +89,15 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     taken = {node.name for node in nodes if node.name}
-    names: set[str] = set()
+    used_names: set[str] = set()
     for index, node in enumerate(nodes):
-        if not node.name or node.name in names:
+        if not node.name or node.name in used_names:
             name = f"{node.name or node.op_type}_{index}"
             while name in taken:
                 name += "_"
             node.name = name
             taken.add(name)
-        names.add(node.name)
+        used_names.add(node.name)
     products = (node for node in model.graph if not node.domain)
     return tuple(_describe_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
