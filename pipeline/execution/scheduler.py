@@ -63,6 +63,8 @@ class Runner:
     _searches_end: dict[StepRef, float] = field(default_factory=dict)
     """By search that has begun here, the time at which the share of its trials ends."""
     _reordered: bool = False
+    _outlasting: set[str] = field(default_factory=set)
+    """Steps of a search that do not end with its time."""
     _changed: dict[str, Task] = field(default_factory=dict)
     """By step, the task that it has got in the place of the planned one."""
     _looked_up_at: dict[str, float] = field(default_factory=dict)
@@ -157,6 +159,10 @@ class Runner:
         if self._waiting is not None:
             self._waiting.prefer(order)
 
+    def outlast_search(self, steps: Collection[str]) -> None:
+        """Let steps of a search that have not begun take the time after it, too; for ``on_new``."""
+        self._outlasting.update(steps)
+
     def change_task(self, step: str, task: Task) -> None:
         """Have a step that has not begun do another task of the same kind; for ``on_new``."""
         self._changed[step] = task
@@ -217,7 +223,8 @@ class Runner:
             self._notes[step.id].append(text)
             self.listener(Event("note", step, text))
 
-        deadline = min(self._deadline, self._search_deadline if step.search else math.inf)
+        searches = step.search and step.id not in self._outlasting
+        deadline = min(self._deadline, self._search_deadline if searches else math.inf)
         if self.kept_seconds and not tries_inputs(step):
             deadline = min(deadline, self._deadline - self.kept_seconds)
         left, looks_up = deadline - time.monotonic(), work == self._look_up

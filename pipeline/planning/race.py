@@ -46,6 +46,21 @@ def mark_search(steps: Sequence[Step], variants: Sequence[Variant], first: Colle
     return [replace(step, search=step.id not in needed) for step in steps]
 
 
+def list_without_graph(plan: Plan, why_lost: Callable[[Variant], str]) -> list[StepRef]:
+    """List the steps to one variant that takes no ONNX graph, once all that take one are lost, or if there are none.
+
+    They do not end with the time in which variants are found either: without them there is no result.
+    """
+    requested = [variant for variant in plan.variants if not variant.reference]
+    if not all(why_lost(variant) for variant in requested if variant.engine.consumes == "onnx"):
+        return []
+    others = [variant for variant in requested if variant.engine.consumes == "torch" and not why_lost(variant)]
+    if not others:
+        return []
+    chosen = min(others, key=lambda variant: not _is_lossless(variant))
+    return plan.leading_to([chosen.artifact, *chosen.verified])
+
+
 def plan_race(
     recipe: Recipe,
     variants: Sequence[Variant],

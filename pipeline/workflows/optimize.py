@@ -33,7 +33,7 @@ from enginesmith.pipeline.measure.quality import explain_few_samples
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, StepRef, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
 from enginesmith.pipeline.planning.prosecution import keep_seconds
-from enginesmith.pipeline.planning.race import race_again, searching_seconds
+from enginesmith.pipeline.planning.race import list_without_graph, race_again, searching_seconds
 from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -127,6 +127,10 @@ class _ActiveRun:
         end = explain_end(unjudged_variant, self.plan, self.outcomes)
         unmade = end.unfinished if end.unfinished in LATE else ""
         return end.failure or unmade or explain_end(variant, self.plan, self.outcomes).failure
+
+    def list_last_resort(self) -> list[StepRef]:
+        """List the steps to a variant that takes no ONNX graph, where none that takes one can win any more."""
+        return list_without_graph(self.plan, self._why_lost)
 
     def may_change_winner(self, step: str) -> bool:
         """Tell whether another variant may win once a step has ended: the latencies, or trying inputs on one."""
@@ -247,6 +251,9 @@ class OptimizeJob:
                 for name, outcomes in together.by_plan(new).items():
                     active = self._active[name]
                     active.add(outcomes)
+                    if limits.search_seconds is not None:
+                        last_resort = active.list_last_resort()
+                        runner.outlast_search([together.shared_step(name, step).id for step in last_resort])
                     if few := _explain_few_samples(active.request.recipe, outcomes):
                         note(active, few)
                     if active.searches:
@@ -381,12 +388,14 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str, limit: float | None 
             return error
     if any(record.status in ("measured", "built") for record in run.asked_for or (run.baseline,)):
         return None
-    if any(record.untried for record in run.asked_for):
+    if untried := [record.id for record in run.asked_for if record.untried]:
         limit = limit or run.recipe.time_seconds or 0.0
-        message = f"the time of {format_seconds(limit)} was over before a variant could be measured"
-        if failed := [record for record in run.asked_for if record.status == "failed"]:
-            message += f"; others failed:\n{_list_reasons(failed)}"
-        return ModelError(message, f"give more: --time {5 * limit:.0f}s; what was made is kept, and used again")
+        more, kept = f"--time {5 * limit:.0f}s", "what was made is kept, and used again"
+        if all(record.status != "failed" for record in run.asked_for):
+            message = f"the time of {format_seconds(limit)} was over before a variant could be measured"
+            return ModelError(message, f"give more: {more}; {kept}")
+        message = f"no usable variant is left:\n{_list_reasons(run.asked_for)}"
+        return ModelError(message, f"{more} gives {', '.join(untried)} more time; {kept}")
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     for kind in (MissingCapability, UsageError):
         if errors and all(isinstance(error, kind) for error in errors):

@@ -7,6 +7,7 @@ import pytest
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning import race
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.workflows import optimize as workflow
 from enginesmith.pipeline.workflows.optimize import optimize, resume
 from enginesmith.pipeline.workflows.request import is_finished
 
@@ -91,3 +92,29 @@ def test_what_no_time_was_left_for_is_tried_by_resume(tmp_path: Path, monkeypatc
     run = resume(out, settings)
     assert run.winner
     assert not any(record.untried for record in run.requested)
+
+
+def test_where_no_onnx_graph_is_right_a_variant_without_one_is_made_after_the_time_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX has no Bessel functions."""
+    net = """
+import torch
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return torch.special.bessel_j0(x)
+def build():
+    return Net(), (torch.rand(2, 8),)
+"""
+    (tmp_path / "net.py").write_text(net)
+    monkeypatch.setattr(workflow, "searching_seconds", lambda recipe: 0.0)
+    asked = {
+        "variants": "found",
+        "engines": ["onnxruntime", "compiled"],
+        "time_seconds": 120,
+        "measure": {"seconds": 1},
+    }
+    recipe = make({"model": f"{tmp_path / 'net.py'}:build", "prosecute_seconds": 0, **asked})
+    run = optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
+    ends = {record.id: record.status for record in run.requested}
+    assert ends == {"onnxruntime-fp32": "failed", "compiled-fp32": "measured"}

@@ -417,3 +417,21 @@ def test_the_first_stage_that_is_wrong_is_to_blame_in_whatever_order_stages_are_
     for step, over in (("verify-simplify", ""), ("verify-export", "no variant can win any more: verify-export: wrong")):
         active.add({step: Outcome(step, "failed", reason="wrong")})
         assert active.over == over
+
+
+def test_a_variant_without_onnx_graph_outlasts_a_search_once_those_with_one_have_failed() -> None:
+    active = begun("onnxruntime", "compiled", "aotinductor")
+    active.add({step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")})
+    assert active.list_last_resort() == []
+    active.add({"verify-export": Outcome("verify-export", "failed", reason="wrong")})
+    assert {"load", "verify-compiled-fp32"} <= set(active.list_last_resort())
+    assert "build-aotinductor-fp32" not in active.list_last_resort()
+    active.add({"verify-compiled-fp32": Outcome("verify-compiled-fp32", "failed", reason="wrong")})
+    assert "verify-compiled-fp32" not in active.list_last_resort()
+    assert {"build-aotinductor-fp32", "verify-aotinductor-fp32"} <= set(active.list_last_resort())
+    active.add({"build-aotinductor-fp32": Outcome("build-aotinductor-fp32", "failed", reason="no compiler")})
+    assert active.list_last_resort() == []
+
+
+def test_where_no_variant_has_an_onnx_graph_one_outlasts_a_search_from_the_beginning() -> None:
+    assert "build-aotinductor-fp32" in begun("aotinductor").list_last_resort()

@@ -270,6 +270,14 @@ def test_steps_of_a_search_are_not_begun_once_its_time_is_over(desk: Desk) -> No
     assert outcomes["new"].reason == outcomes["after"].reason == NO_TIME
 
 
+def test_a_step_may_outlast_the_search_that_it_is_of(desk: Desk) -> None:
+    runner = Runner(desk, lambda step: Path(step.id), search_seconds=0.0)
+    steps = [Step(StepRef(name), Idle(), search=True) for name in ("new", "last resort")]
+    first, needed = (step.id for step in steps)
+    outcomes = runner.run(steps, on_new=lambda outcomes: runner.outlast_search([needed]) or {})  # type: ignore[func-returns-value]
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {first: "skipped", needed: "done"}
+
+
 class Clock(Desk):
     """Each step takes ten seconds, or as long as it is given where it hangs."""
 

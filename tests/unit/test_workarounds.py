@@ -254,15 +254,18 @@ def test_its_folder_belongs_to_the_recipe_that_people_gave(tmp_path: Path) -> No
     assert restore_workarounds(unreadable) == unreadable, "it is moved away"
 
 
-def test_a_search_whose_time_was_over_tells_why_other_variants_failed() -> None:
+def test_a_search_names_the_time_as_the_reason_only_for_variants_that_it_was_over_for() -> None:
     failed = [variant(name, status="failed", reason="verify-export: no kernel") for name in "ab"]
     late = variant("c", status="skipped", untried=True, reason="no time was left to try it")
     error = _why_unusable(run_of(*failed, late), {}, "enginesmith resume run", 60.0)
     assert error is not None
-    assert error.message.endswith("could be measured; others failed:\n  a, b: verify-export: no kernel")
+    assert error.message == (
+        "no usable variant is left:\n  a, b: verify-export: no kernel\n  c: no time was left to try it"
+    )
+    assert error.remedy == "--time 300s gives c more time; what was made is kept, and used again"
     alone = _why_unusable(run_of(late), {}, "enginesmith resume run", 60.0)
     assert alone is not None
-    assert alone.message.endswith("could be measured")
+    assert alone.message == "the time of 1 m 00 s was over before a variant could be measured"
 
 
 @pytest.mark.parametrize(("guilty", "told"), [("export", True), ("engine", False)])
