@@ -51,6 +51,7 @@ from enginesmith.pipeline.tasks.measure import ENVIRONMENT, read_limits, read_wo
 from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.tasks.race import RACE, STAY
+from enginesmith.pipeline.tasks.tune import ENGINE
 from enginesmith.pipeline.tensors import Signature
 
 # Look up a step's artifact, records or failure reason.
@@ -60,6 +61,23 @@ def artifact_of(outcomes: Outcomes, step: str | None) -> Artifact | None:
     """Return a step's artifact if it is done; ``step`` is None if it was not asked for."""
     outcome = outcomes.get(step) if step else None
     return outcome.artifact if outcome else None
+
+
+def find_engine(variant: Variant, plan: Plan, outcomes: Outcomes) -> Artifact | None:
+    """Find what is loaded of a variant, if something is: the engine whose options are tuned, or that has none to tune.
+
+    Where its answers were found wrong before it was tuned, or lose too much, it is the engine as it was built.
+    """
+    own = artifact_of(outcomes, variant.artifact)
+    built = artifact_of(outcomes, plan.input_of(variant.artifact, ENGINE))
+    if own or not built:
+        return own
+    inaccurate = any(row.dropped and row.lap == 0 for row in _read_race(variant, outcomes))
+    return built if inaccurate or explain_end(variant, plan, outcomes).failure else None
+
+
+def _read_race(variant: Variant, outcomes: Outcomes) -> tuple[RaceRow, ...]:
+    return tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id)
 
 
 def records_of(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:
@@ -82,15 +100,16 @@ def make_record(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...], file: Path | None
 ) -> VariantRecord:
     """Make a variant's record as far as it is known, of its latencies and the engine's file in the run directory."""
-    own = artifact_of(outcomes, variant.artifact)
+    own = find_engine(variant, plan, outcomes)
     failure, kind, unfinished, failed_step = explain_end(variant, plan, outcomes, rows)
     measured = any(row.p50_ms is not None for row in rows)
     there = own and not unfinished and not (variant.unavailable and own.kind != "engine")
     status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
-    build, measurements = _build(variant, own), _measurements(variant, plan, outcomes, rows)
+    tuned = variant.artifact.kind == "tune" and artifact_of(outcomes, variant.artifact) is not None
+    build, measurements = _build(variant, own, tuned=tuned), _measurements(variant, plan, outcomes, rows)
     audits, reasons = _audits(variant, outcomes)
     assignment = tuple(read_models(artifact_of(outcomes, variant.assignment), Assignment))
-    race = tuple(row for row in read_models(artifact_of(outcomes, RACE), RaceRow) if row.variant == variant.id)
+    race = _read_race(variant, outcomes)
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
         unfinished = unfinished and f"dropped: {dropped}"
     late = LATE.get(unfinished)
@@ -260,10 +279,10 @@ def _read_tuning(own: Artifact) -> Tuning | None:
     return Tuning.model_validate_json(file.read_bytes()) if file.is_file() else None
 
 
-def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
+def _build(variant: Variant, own: Artifact | None, *, tuned: bool) -> BuildRecord | None:
     if own is None or own.kind != "engine":
         return None
-    last = own.history[-2 if variant.artifact.kind == "tune" else -1]
+    last = own.history[-2 if tuned else -1]
     facts = variant.engine.facts(own).model_dump()
     missing = [name for name, value in facts.items() if value is None]
     return BuildRecord(

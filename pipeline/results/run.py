@@ -459,6 +459,12 @@ def find_record(run: Run, name: str) -> VariantRecord:
     raise UsageError(f"the run has no variant {name!r}", remedy)
 
 
+def lacks_built_engine(run: Run, record: VariantRecord) -> bool:
+    """Tell whether a run keeps no engine of a variant that failed after it was built, as earlier versions did not."""
+    built = any(step.kind == "build" and step.variant == record.id and step.status == "done" for step in run.steps)
+    return built and record.status == "failed" and record.artifact is None
+
+
 def has_results(run: Run) -> bool:
     """Tell whether anything was built or measured, eager included."""
     return any(record.status in ("measured", "built") for record in run.records)

@@ -104,7 +104,7 @@ def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
     if engine_class(record.engine).runs_module():
         candidate = _load_module(stored)
     else:
-        describe.check_engine_file(folder, describe.require_engine(folder, record))
+        describe.check_engine_file(folder, describe.require_engine(folder, run, record))
         candidate = remeasure.candidate(record.id, stored, trust=trust)
     ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
     returns = run.model.signature.returns if run.model.signature else None

@@ -140,6 +140,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     )
     built = [record for record in run.variants if record.artifact]
     older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
+    older = older or any(runs.lacks_built_engine(run, record) for record in run.variants)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     vectors = {record.test_vector for record in built if record.test_vector}

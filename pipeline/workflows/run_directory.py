@@ -25,7 +25,7 @@ from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Vari
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import differences, documents
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble
+from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble, find_engine
 from enginesmith.pipeline.results.run import Run, StoredArtifact, Workaround, remove_workarounds
 from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.system.machine import Environment
@@ -114,7 +114,7 @@ class RunDirectory:
         """Write the run, and its engines before it; an earlier run stays as it is while a result of it is missing."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
         with storage_errors(f"the run directory {self._folder} or the store"):
-            artifacts = [(variant, artifact_of(outcomes, variant.artifact)) for variant in self._plan.variants]
+            artifacts = [(variant, find_engine(variant, self._plan, outcomes)) for variant in self._plan.variants]
             engines = [(variant, engine) for variant, engine in artifacts if engine and engine.kind == "engine"]
             paths = {variant.id: _folder(variant) / engine.path.name for variant, engine in engines}
             run = assemble(header, self._recipe, self._plan, outcomes, paths)

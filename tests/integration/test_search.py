@@ -1,12 +1,17 @@
 """A search from data and a time alone: variants race, and what was not tried is continued by resume."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from enginesmith import load
+from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning import race
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.results.package.package import package
 from enginesmith.pipeline.workflows import optimize as workflow
 from enginesmith.pipeline.workflows.optimize import optimize, resume
 from enginesmith.pipeline.workflows.request import is_finished
@@ -118,3 +123,23 @@ def build():
     run = optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
     ends = {record.id: record.status for record in run.requested}
     assert ends == {"onnxruntime-fp32": "failed", "compiled-fp32": "measured"}
+
+
+def test_a_variant_that_failed_is_loaded_and_packaged_by_its_name(tmp_path: Path) -> None:
+    """Its engine was built, and not tuned."""
+    asked = {name: _RECIPE[name] for name in ("model", "data", "precisions", "measure", "prosecute_seconds")}
+    asked |= {"quantisation": {"quantizers": ["nncf"]}}
+    recipe = make({**asked, "engines": ["onnxruntime"], "time_seconds": 300, "min_sqnr_db": 80})
+    out, settings, failed = tmp_path / "run", Settings(store=tmp_path / "store"), "onnxruntime-int8-nncf"
+    run = optimize(recipe, out, settings)
+    assert {record.id: record.status for record in run.requested} == {"onnxruntime-fp32": "measured", failed: "failed"}
+    with pytest.warns(UserWarning, match=f"{failed}: it failed"), load(out, failed) as model:
+        assert model(np.zeros((1, 1, 8, 8), np.float32)).shape == (1, 10)
+    made = package(out, "bundle", tmp_path / "bundle", failed)
+    assert any(caution.startswith("it failed in the run") for caution in made.cautions)
+    shutil.rmtree(out / "variants" / failed)
+    with pytest.warns(UserWarning, match="it failed"), pytest.raises(ModelError, match=r"missing(?s:.*)resume"):
+        load(out, failed)
+    resume(out, settings)
+    with pytest.warns(UserWarning, match="it failed"), load(out, failed) as model:
+        assert model.variant == failed

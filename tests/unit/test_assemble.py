@@ -32,9 +32,10 @@ from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end
+from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.tune import ENGINE
 from enginesmith.pipeline.tasks.verify import Audit
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from enginesmith.pipeline.workflows.optimize import _why_unusable
@@ -61,7 +62,7 @@ class Outcomes:
 
     def put(self, step: str, content: Any, kind: str = "record") -> "Outcomes":
         folder = self.folder / step
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "records.json").write_text(json.dumps(content))
         entry = HistoryEntry(step=step, parameters={}, tools={}, seconds=1, host_peak_bytes=None, effect="made")
         values = {"kind": kind, "path": folder / "records.json", "sha256": "0", "bytes": 1, "history": (entry,)}
@@ -159,6 +160,33 @@ def test_a_variant_that_was_dropped_has_its_own_reason(outcomes: Outcomes) -> No
     assert record.reasons["latency"] == "dropped: int8 is faster"
     outcomes.found["build-fp32"] = Outcome("build-fp32", "failed", reason="it crashed")
     assert outcomes.record(FLOAT).reason == "build-fp32: it crashed"
+
+
+def test_of_a_variant_that_failed_before_it_was_tuned_the_engine_is_the_built_one(
+    outcomes: Outcomes, tmp_path: Path
+) -> None:
+    built, verify, tune = StepRef("build", "fp32"), StepRef("verify", "fp32"), StepRef("tune", "fp32")
+    steps = (Step(built, Audit()), Step(verify, Audit(), {"model": built}))
+    steps += (Step(tune, Audit(), {ENGINE: built, "verified": verify}),)
+    tuned = replace(FLOAT, artifact=tune, verified=(verify,))
+    plan = Plan(steps, BASELINE, (tuned,), None)
+    outcomes.put(verify, [])
+    outcomes.found[tune] = Outcome(tune, "skipped", reason="dropped: int8 is faster")
+    assert find_engine(tuned, plan, outcomes.found) is None, "it is right, and slow"
+    for lap, kept in ((1, False), (0, True)):  # in a lap, or before them for its loss on the samples for choosing
+        row = {"variant": tuned.id, "lap": lap, "dropped": "another one is better"}
+        raced = Outcomes(tmp_path / f"lap {lap}").put("race", [row]).found
+        assert (find_engine(tuned, plan, outcomes.found | raced) is not None) == kept
+    outcomes.change(verify, rejected="an SQNR of 7.8 dB")
+    assert find_engine(tuned, plan, outcomes.found) == outcomes.found[built].artifact
+    run = assemble(HEADER, make({"model": "digits"}), plan, outcomes.found, {tuned.id: Path("variants/model.onnx")})
+    (record,) = run.variants
+    assert (record.status, record.reason) == ("failed", "an SQNR of 7.8 dB")
+    assert (record.artifact is not None, record.build is not None) == (True, True)
+    outcomes.change(verify, rejected=None)
+    del outcomes.found[tune]
+    outcomes.put(tune, {}, "engine")
+    assert find_engine(tuned, plan, outcomes.found) == outcomes.found[tune].artifact
 
 
 def test_what_paid_is_remarked(outcomes: Outcomes) -> None:

@@ -116,7 +116,7 @@ def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
             f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
             f"package a built engine instead ({remedy}say), or `enginesmith export {run.model.source} -o model.onnx`",
         )
-    require_engine(folder, record)
+    require_engine(folder, run, record)
     if (engine_class(record.engine).loads_graph and record.graph is None) or record.test_vector is None:
         raise UsageError(
             f"the run keeps no graph or test vector of {record.id}: it was made before runs kept them",
@@ -126,15 +126,18 @@ def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
         raise UsageError("the run does not know the model's inputs and outputs", f"`enginesmith resume {folder}`")
 
 
-def require_engine(folder: Path, record: VariantRecord) -> StoredArtifact:
-    """Give the engine of a variant; UsageError if none was built."""
+def require_engine(folder: Path, run: Run, record: VariantRecord) -> StoredArtifact:
+    """Give the engine of a variant; UsageError if the run keeps none."""
     if record.artifact is None and record.status == "measured":
         message = f"{record.id} is the ONNX file that the run was given, of which it keeps no copy"
         raise UsageError(message, "use that file as it is, or name another variant")
     if record.artifact is None and record.dropped:
-        message = f"{record.id} has no engine, as it was not measured in full: {record.dropped}"
+        message = f"the run keeps no engine of {record.id}, which was not measured in full: {record.dropped}"
         alone = f"--engine {record.engine} --precision {record.precision}"
         raise UsageError(message, f"make it in a run of its own: {alone}, with another --out")
+    if runs.lacks_built_engine(run, record):
+        message = f"the run keeps no engine of {record.id}, as it was made before runs kept those of failed variants"
+        raise UsageError(message, f"`enginesmith resume {folder}` adds it, and makes again what the store has no more")
     if record.artifact is None:
         why = record.reason or record.status
         again = f"`enginesmith resume {folder}` does what is missing"
