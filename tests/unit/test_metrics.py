@@ -79,6 +79,28 @@ def test_masks_as_bool_are_classes(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", CASES)
+def test_classes_of_samples_are_judged_as_by_scikit_learn(seed: int) -> None:
+    """The classifier returns the class itself; the labels of some samples do not count."""
+    sklearn = pytest.importorskip("sklearn.metrics")
+    generator, kinds = np.random.default_rng(seed), 2 + seed % 3
+    answers, labels = generator.integers(0, kinds, (2, 40))
+    expected = {
+        "f1": sklearn.f1_score(labels, answers, average="macro"),
+        "miou": sklearn.jaccard_score(labels, answers, average="macro"),
+    }
+    more, ignored = np.append(answers, [0, 1]), np.append(labels, [-100, 255])
+    types = [np.int64, np.int32, np.uint8, *([np.bool_] if kinds == 2 else [])]
+    for name, value in expected.items():
+        for given in (answers.astype(dtype) for dtype in types):
+            for wanted in (labels, labels[:, None], labels.astype(given.dtype), labels.astype(np.float32)):
+                assert compute(name, given, wanted) == pytest.approx(value, abs=1e-9)
+                assert compute(name, given[:, None], wanted) == pytest.approx(value, abs=1e-9)
+        assert compute(name, more, ignored) == pytest.approx(value, abs=1e-9)
+        scores = np.eye(kinds)[answers]
+        assert evaluate(name, {"y": answers}, {"y": scores}, labels).drop == 0
+
+
+@pytest.mark.parametrize("seed", CASES)
 def test_ranks_are_those_of_scikit_learn_and_scipy(seed: int) -> None:
     sklearn, scipy = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
     generator = np.random.default_rng(seed)
@@ -460,6 +482,8 @@ def test_no_wrong_answer_among_few_says_little() -> None:
     [
         ("miou", np.zeros((2, 3, 4, 4)), np.zeros((2, 4, 5))),
         ("miou", np.zeros((2, 3, 4, 4)), np.full((2, 4, 4), 3)),
+        ("f1", np.zeros(2, np.float32), np.array([0, 1])),
+        ("f1", np.zeros((2, 3), np.int64), np.array([0, 1])),
         ("top5", np.zeros(2, np.int64), np.array([0, 5])),
         ("auroc", np.zeros((2, 3)), np.array([0, 5])),
         ("psnr", np.zeros((2, 3, 16, 16)), np.full((2, 3, 16, 16), -1.0)),

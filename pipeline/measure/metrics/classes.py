@@ -139,16 +139,19 @@ def _add_up(counts: Array) -> tuple[Array, Array]:
 
 
 def _are_class_maps(output: Array, labels: Array) -> bool:
-    """Tell whether there is a class for each place: [samples, classes, ...] and [samples, ...] or [samples, 1, ...]."""
-    if output.ndim < 2 or labels.ndim == 0 or not are_whole(labels):
+    """Tell whether there is a class for each place: [samples, classes, ...] and [samples, ...] or [samples, 1, ...].
+
+    Whole numbers are the class itself for each place, or for each sample: [samples, ...] or [samples, 1, ...].
+    """
+    if output.ndim == 0 or labels.ndim == 0 or not are_whole(labels):
         return False
     counted = labels[_is_counted(labels)]
-    if output.dtype.kind in _WHOLE:  # the class itself for each place
-        same = labels.ndim > 1 and _drop_one(output.shape)[1:] == _drop_one(labels.shape)[1:]
+    if output.dtype.kind in _WHOLE:
+        same = _drop_one(output.shape)[1:] == _drop_one(labels.shape)[1:]
         few = counted.size > 0 and max(int(counted.max()), int(output.max())) < _MOST_CLASSES
         return same and few and int(output.min()) >= 0
     places = output.shape[2:]
-    if labels.shape[1:] not in (places, (1, *places)):
+    if output.ndim < len("NC") or labels.shape[1:] not in (places, (1, *places)):
         return False
     return counted.size > 0 and int(counted.max()) < max(2, output.shape[1])
 
@@ -201,7 +204,8 @@ def _are_scores(output: Array, labels: Array) -> bool:
 _LABELS = "and for each sample one class as a whole number, counted from 0"
 _MAPS = (
     "an output of shape [samples, classes, ...], one class for one that is there or not, or the class itself for each "
-    "place; and for each place a class as a whole number, counted from 0; negative ones, 255 and -100 do not count"
+    "place or sample; and for each of these a class as a whole number, counted from 0; negative ones, 255 and -100 do "
+    "not count"
 )
 METRICS: dict[str, OwnMetric] = {
     "top1": OwnMetric(
