@@ -51,6 +51,13 @@ def take_labels(labels: Labels, rows: slice | Array) -> Labels:
     return {key: array[rows] for key, array in labels.items()} if isinstance(labels, Mapping) else labels[rows]
 
 
+def find_missing_labels(labels: Labels) -> Array:
+    """Find the rows whose labels have NaN or infinity."""
+    arrays = labels.values() if isinstance(labels, Mapping) else [labels]
+    found = [np.argwhere(~np.isfinite(array))[:, 0] for array in arrays if array.dtype.kind == "f"]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+
+
 def assign_labels(
     labels: Mapping[str, _T] | _T | None, outputs: Sequence[str], labelled: str | None = None
 ) -> dict[str, _T]:
@@ -272,7 +279,14 @@ def open_dataset(
         f"{name!r} has NaN in {len(those)} of {rows} rows of {raw.name}: the model is given them as they are"
         for name, those in gaps.items()
     )
-    notes = (*raw.notes, *check_zeros(raw.name, feeds), *nan_notes, *(f"{key!r}: {BINARY_MASKS}" for key in binary))
+    label_notes = (
+        f"{key!r} has NaN or infinity in {len(those)} of {rows} rows of {raw.name}, first in row {those[0]}: "
+        "calibration takes these samples, as it needs no labels; a metric of enginesmith's does not"
+        for key, array in checked.items()
+        if (those := find_missing_labels(array)).size
+    )
+    notes = (*raw.notes, *check_zeros(raw.name, feeds), *nan_notes, *label_notes)
+    notes += tuple(f"{key!r}: {BINARY_MASKS}" for key in binary)
     first = {name: int(those[0]) for name, those in gaps.items()}
     data = Dataset(raw.name, feeds, held, notes, missing=first, folders=raw.folders, axes=axes, shared=whole)
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data

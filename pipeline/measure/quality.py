@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.calibration import user_code
-from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels
+from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels, find_missing_labels
 from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
 from enginesmith.pipeline.measure.metrics import classes
 from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric
@@ -252,9 +252,7 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
         return output
     labeled = ((key, array, _labels_for(key, labels)) for key, array in outputs.items())
     fitting = [key for key, array, its in labeled if its is not None and own.accepts(array, its)]
-    for array in labels.values() if isinstance(labels, Mapping) else [labels]:
-        if array.dtype.kind == "f" and len(places := np.argwhere(~np.isfinite(array))):
-            raise SampleError("the labels have NaN or infinity, first for {}", _FINITE, int(places[0][0]))
+    check_finite(labels)
     first = output or next(iter(outputs))
     if first in fitting or (len(fitting) == 1 and output is None):
         return first if first in fitting else fitting[0]
@@ -271,6 +269,16 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
         f"{describe_labels(labels)}",
         " or ".join(f"--metric {name}:{key}" for key in fitting) or _suggest_metrics(name, outputs[first], its),
     )
+
+
+def check_finite(labels: Labels, remedy: str = _FINITE) -> None:
+    """Check that labels are finite numbers, as far as they are numbers.
+
+    Raises:
+        SampleError: a label is not.
+    """
+    if (rows := find_missing_labels(labels)).size:
+        raise SampleError("the labels have NaN or infinity, first for {}", remedy, int(rows[0]))
 
 
 def _suggest_metrics(name: str, output: Array, labels: Array | None) -> str:

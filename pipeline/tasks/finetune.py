@@ -15,13 +15,14 @@ from enginesmith.calibration.dataset import Dataset, Labels, assign_labels, open
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest, json_digest, relative_digests
-from enginesmith.pipeline.errors import DataError, EnginesmithError, ModelError
+from enginesmith.pipeline.errors import DataError, EnginesmithError, ModelError, SampleError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.memory.limits import StepMeter
+from enginesmith.pipeline.measure.metrics.table import find_own
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, BatchLimits, RecoverOptions, Recovery, Subject
 from enginesmith.pipeline.system import nvidia
@@ -210,7 +211,23 @@ class Recover(ResumableTask):
                 f"array of numbers, or one for each output, by name: {', '.join(names)}",
                 "name it with --labels KEY, or add an array named labels, or recover by distil, which needs none",
             )
+        self._check_labels(data, names)
         return data if self.samples is None else data.sample(self.samples, self.seed)
+
+    def _check_labels(self, data: Dataset, outputs: Sequence[str]) -> None:
+        """Check that labels are finite that are learnt, or that a metric of enginesmith's judges by.
+
+        Raises:
+            DataError: one is not; its row is named.
+        """
+        try:
+            if self.options.method == "supervised":
+                learnt = assign_labels(data.number_labels, outputs)
+                quality.check_finite(learnt, "remove those samples, or recover by distil, which needs no labels")
+            if data.labels is not None and find_own(quality.parse_metric(self.metric or "")[0]):
+                quality.check_finite(data.labels)
+        except SampleError as error:
+            raise error.on_row(data.rows[error.sample], data.whole.name) from error
 
     def _find_labelled(self, outputs: Sequence[TensorSpec]) -> TensorSpec:
         """Find the output that labels of one array are of: the one that is judged, else the first."""

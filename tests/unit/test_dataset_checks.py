@@ -10,6 +10,7 @@ from PIL import Image
 from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
 from enginesmith.calibration.file_formats import check_arrays, check_variety, check_zeros
 from enginesmith.calibration.lazy_arrays import LazyRows
+from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.tensors import TensorSpec
 from enginesmith.pipeline.workflows.inspect import inspect
@@ -25,6 +26,21 @@ def opened(tmp_path, **arrays):
         for name, array in arrays.items()
     ]
     return open_dataset(str(tmp_path / "samples.npz"), specs)
+
+
+def test_labels_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    """Calibration needs none, and so nothing else tells it where such a sample is in its part."""
+    labels = np.zeros((5, 2), np.float32)
+    labels[[1, 1, 3], [0, 1, 0]] = np.nan, np.nan, np.inf
+    np.savez(tmp_path / "samples.npz", x=np.arange(5, dtype=np.float32), labels=labels, other=labels[:, 1])
+    x = [TensorSpec(name="x", dtype="float32", shape=("batch",))]
+    data = open_dataset(str(tmp_path / "samples.npz"), x, options=DataOptions(labels="labels,other"))
+    assert [note.partition(": ")[0] for note in data.notes] == [
+        "'labels' has NaN or infinity in 2 of 5 rows of samples.npz, first in row 1",
+        "'other' has NaN or infinity in 1 of 5 rows of samples.npz, first in row 1",
+    ]
+    np.savez(tmp_path / "samples.npz", x=np.arange(5, dtype=np.float32), labels=np.zeros(5, np.float32))
+    assert not open_dataset(str(tmp_path / "samples.npz"), x).notes
 
 
 class Counted(LazyRows):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.calibration.options import PARTS, PartName, PartOptions
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, ModelError
@@ -366,6 +366,28 @@ def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, 
         done(task(words, method="supervised"), pair, tmp_path / "words")
     with pytest.raises(DataError, match="no function 'nothing'"):
         done(task(unlabelled, method=f"{NETS}:nothing"), pair, tmp_path / "loss")
+
+
+@pytest.mark.parametrize(
+    ("method", "metric", "remedy"),
+    [("supervised", None, "or recover by distil"), ("distil", "mse", "or give a function"), ("distil", None, "")],
+)
+def test_labels_that_are_no_numbers_are_refused_where_they_are_needed(
+    method: str, metric: str | None, remedy: str, pair: Pair, unlabelled: Path
+) -> None:
+    """Also of samples that are for calibration alone, and are learnt from."""
+    x, options = np.load(unlabelled), PartOptions(part="calibration", shared_by=PARTS)
+    row = open_dataset(str(unlabelled), [TensorSpec.parse("x:float32:batch,4")], options=options).rows[0]
+    labels, path = np.zeros((len(x), 3), np.float32), unlabelled.with_name("gaps.npz")
+    labels[row] = np.nan
+    np.savez(path, x=x, labels=labels)
+    learning = task(path, method=method, metric=metric).model_copy(update={"data_options": options})
+    if not remedy:
+        assert row in learning._data(pair).rows
+        return
+    with pytest.raises(DataError, match=f"^the labels have NaN or infinity, first for row {row} of gaps.npz") as error:
+        learning._data(pair)
+    assert remedy in error.value.remedy
 
 
 def test_weights_of_half_precision_are_refused(pair: Pair) -> None:
