@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
 from enginesmith.pipeline.measure.rounding import COARSE, FINE, take_as_right
-from enginesmith.pipeline.measure.row_sets import MIN_SHARE, Table, find_tables, pair_rows
+from enginesmith.pipeline.measure.row_sets import MIN_SHARE, Table, are_row_counts, find_tables, pair_rows
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
@@ -174,7 +174,7 @@ def compare_calls(
             outputs.append(_compare_rows(name, paired[name].pairs[name], paired[name].share, thresholds, known))
             continue
         pairs = [(reference[name], actual[name]) for reference, actual in calls]
-        if name in unordered:  # how many were chosen
+        if name in unordered and are_row_counts(name, tables, [reference for reference, _ in calls]):
             pairs = [(wanted.astype(np.float64), given.astype(np.float64)) for wanted, given in pairs]
         outputs.append(_compare_output(name, pairs, thresholds, known))
     worst: dict[str, float | None] = {}

@@ -70,6 +70,25 @@ def count_rows(signature: Signature, reference: Feeds, actual: Feeds) -> int:
     return min(counts, default=0)
 
 
+def are_row_counts(name: str, tables: Sequence[Table], references: Sequence[Feeds]) -> bool:
+    """Tell whether an output is how many rows of a table count, for each sample: of 20 rows, those that do not fill up.
+
+    Those that fill up are equal to each other.
+    """
+    return references[0][name].dtype.kind in "iu" and any(
+        all(_is_row_count(reference[name].reshape(-1), table, reference) for reference in references)
+        for table in tables
+    )
+
+
+def _is_row_count(counts: Array, table: Table, reference: Feeds) -> bool:
+    samples = [rows for rows, _ in _iterate_samples(table, reference, reference)]
+    most, least = ([len(rows[0]) for rows in side] for side in (samples, map(_drop_repeated, samples)))
+    if table.batch_axis is None:  # rows of all samples are in one table
+        counts = counts.sum(keepdims=True)
+    return len(counts) == len(most) and bool(((counts <= most) & (counts >= np.array(least) - 1)).all())
+
+
 def _count_columns(table: Table, outputs: Feeds) -> int:
     return sum(math.prod(_split_samples(table, outputs[name]).shape[2:]) for name in table.outputs)
 

@@ -13,6 +13,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.model_file import find_unordered
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rounding import FINE
+from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 RNG = np.random.default_rng(0)
@@ -148,6 +149,44 @@ def test_numbers_in_a_fixed_order_are_compared_one_by_one() -> None:
     form = signature(logits=("batch", 10))
     logits = RNG.standard_normal((4, 10)).astype(np.float32)
     assert not judge({"logits": logits}, {"logits": logits[:, ::-1]}, "int8", form).passed
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int64", "uint8"])
+@pytest.mark.parametrize("beside", [{}, {"found": ("batch", 20, 6)}, {"box": ("n", 4)}])
+@pytest.mark.parametrize("shape", [("batch",), ("batch", 1), ("batch", 2)])
+def test_classes_and_truths_behind_a_choice_are_judged_by_agreement(
+    dtype: str, beside: dict[str, tuple[int | str, ...]], shape: tuple[int | str, ...]
+) -> None:
+    """The label of the nearest neighbour, and whether it is the one that was asked for."""
+    form = signature(**beside)
+    match = TensorSpec(name="match", dtype=dtype, shape=shape)
+    names = dict.fromkeys([*beside, "match"], "rows")
+    form = form.model_copy(update={"outputs": (*form.outputs, match), "unordered": names})
+    sizes: dict[int | str, int] = {"batch": 40, "n": 50}
+    fixed = {
+        name: RNG.random([sizes.get(size, size) for size in dims]).astype(np.float32) for name, dims in beside.items()
+    }
+    wanted = RNG.integers(0, 2, [sizes.get(size, size) for size in shape]).astype(dtype)
+    given = wanted.copy()
+    given[:2] = 1 - given[:2].astype(np.int64)  # an SQNR of about 10 dB, and all of the range
+    for precision, passes in (("int8", True), ("fp32", False)):
+        result = judge({**fixed, "match": wanted}, {**fixed, "match": given}, precision, form)
+        output = next(output for output in result.outputs if output.name == "match")
+        assert (output.agreement, output.sqnr_db, output.passed) == (0.95, None, passes)
+    given[:8] = 1 - wanted[:8].astype(np.int64)
+    result = judge({**fixed, "match": wanted}, {**fixed, "match": given}, "int8", form)
+    assert describe_failure(result) == "output 'match' agrees in 80.00 % of its elements"
+
+
+def test_how_many_rows_of_images_were_found_may_differ_by_one() -> None:
+    """All of them are in one table."""
+    form = FREE.model_copy(update={"outputs": (*FREE.outputs, *FIXED.outputs[1:])})
+    form = form.model_copy(update={"unordered": {**FREE.unordered, "count": "rows"}})
+    found = boxes(50)
+    fewer = {**take(found, slice(0, 49)), "count": np.array([30, 19])}
+    assert judge({**found, "count": np.array([30, 20])}, fewer, "int8", form).passed
+    other = {**fewer, "count": np.array([10, 39])}
+    assert not judge({**found, "count": np.array([30, 20])}, other, "int8", form).passed
 
 
 def test_no_rows_at_all_agree() -> None:
