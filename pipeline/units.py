@@ -74,6 +74,11 @@ def format_si(value: float, unit: str) -> str:
     return f"{float(f'{value / 1000**power:.3g}'):g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"
 
 
+def format_percent(share: float, digits: int = 2) -> str:
+    """Write a share with so many digits that count: ``0.31 %``, ``100 %``, ``260 %``."""
+    return f"{float(f'{100 * share:.{digits}g}'):g} %"
+
+
 def ms(value: float | None) -> str:
     """Write milliseconds with three digits that count."""
     if value is None:

@@ -5,7 +5,14 @@ import pytest
 
 from enginesmith.pipeline.errors import SignatureError, UsageError
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, rows_first, total_bytes
-from enginesmith.pipeline.units import format_bytes, format_metric, format_seconds, parse_bytes, parse_seconds
+from enginesmith.pipeline.units import (
+    format_bytes,
+    format_metric,
+    format_percent,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
 
 TEXT = (TensorSpec.parse("ids:int64:batch,length"), TensorSpec.parse("mask:int64:batch,length"))
 SIGNATURE = Signature(inputs=TEXT, outputs=(TensorSpec.parse("logits:float32:batch,2"),))
@@ -157,6 +164,26 @@ def test_drops_for_people(value: float, text: str) -> None:
     assert format_metric(value, "+") == text
     assert format_metric(value) == text.removeprefix("+")
     assert format_metric(-1e-17, "+", least=1e-16) == "+0.0000"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0031, "0.31 %"),
+        (0.5, "50 %"),
+        (1, "100 %"),
+        (2.6, "260 %"),
+        (41.23, "4100 %"),
+        (0.0, "0 %"),
+        (np.inf, "inf %"),
+    ],
+)
+def test_format_percent(share: float, text: str) -> None:
+    assert format_percent(share) == text
+
+
+def test_percentages_of_three_digits_have_no_exponent() -> None:
+    assert format_percent(12.345, 3) == "1230 %"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.31, "0.3 s"), (12.4, "12 s"), (185, "3 m 05 s")])

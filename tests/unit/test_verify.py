@@ -11,12 +11,13 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.samples import Case, Samples
+from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
-from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
+from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, describe_failure
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
 from graphs import save_operator
 
@@ -185,6 +186,13 @@ def test_a_tiny_error_on_samples_that_are_made_up_is_told(tmp_path: Path, data: 
     rejected = verify.run(given, out, lambda _: None).rejected
     assert "has an SQNR of " in rejected
     assert rejected.endswith("the samples are made up: --data or --eval judges on real ones") is told
+
+
+@pytest.mark.parametrize(("error", "share"), [(1.0, "100 %"), (2.6, "260 %"), (12.3, "1200 %")])
+def test_a_large_error_is_told_without_an_exponent(error: float, share: str) -> None:
+    reference = np.linspace(0, 1, 64)
+    found = compare({"y": reference}, {"y": np.append(reference[:-1], 1 + error)}, thresholds_for("fp32"))
+    assert f"max abs error {error:g} ({share} of the range of the answers)" in describe_failure(found)
 
 
 def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ for name, wanted in expected.items():
     span = span or float(np.abs(right[finite]).max(initial=0)) or 1.0
     at, error = np.unravel_index(apart.argmax(), apart.shape), float(apart.max())
     far = error > TOLERANCE * span
-    place, share = f"{name}{[int(each) for each in at]}", 100 * error / span
-    print(f"{place}: {given[at]}, expected {wanted[at]} ({share:.3g} % of the range){' <-' if far else ''}")
+    place, share = f"{name}{[int(each) for each in at]}", float(f"{100 * error / span:.3g}")
+    print(f"{place}: {given[at]}, expected {wanted[at]} ({share:g} % of the range){' <-' if far else ''}")
     wrong = wrong or far
 sys.exit(int(wrong))
 '''
