@@ -204,7 +204,7 @@ def _describe_closeness(fidelity: Sequence[StageFidelity], recipe: Recipe) -> st
     short = worst is not None and threshold is not None and worst < threshold
     if worst is None or worst >= THRESHOLDS["fp32"].min_sqnr_db or not (good or short):
         return f"{'equals' if good else 'differs from'} {recipe.model}"
-    least = f", {threshold:g} dB asked for" if threshold else ""
+    least = f", {threshold:g} dB asked for" if threshold is not None else ""
     return f"is {'' if good else 'not '}close enough to {recipe.model}: lowest SQNR {worst:.1f} dB{least}"
 
 

@@ -46,6 +46,8 @@ def test_numbers_are_summed_over_pieces() -> None:
         (126.0, None, True, "equals net"),
         (None, None, True, "equals net"),
         (43.68, None, True, "is close enough to net: lowest SQNR 43.7 dB"),
+        (10.1, 0.0, True, "is close enough to net: lowest SQNR 10.1 dB, 0 dB asked for"),
+        (-3.0, 0.0, False, "is not close enough to net: lowest SQNR -3.0 dB, 0 dB asked for"),
         (10.1, 3.0, True, "is close enough to net: lowest SQNR 10.1 dB, 3 dB asked for"),
         (10.1, 30.0, False, "is not close enough to net: lowest SQNR 10.1 dB, 30 dB asked for"),
         (10.1, None, False, "differs from net"),
