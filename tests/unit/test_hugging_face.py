@@ -116,6 +116,19 @@ def test_weights_that_no_file_holds_are_refused_where_an_answer_depends_on_them(
         hugging_face.check_missing(model, {}, ["mask"])
 
 
+def test_weights_are_put_back_where_the_model_fails_with_others() -> None:
+    model, example = Model(), {"input_ids": torch.arange(6).reshape(2, 3)}
+
+    def fail(module: Any, inputs: Any) -> None:
+        if module.mask.any():
+            raise ValueError("the mask is not 0")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(SourceError, match="would be the answers"):
+        hugging_face.check_missing(model, example, ["mask"])
+    assert not model.mask.any()
+
+
 def test_what_the_model_takes_leaves_out_what_is_for_training() -> None:
     assert list(hugging_face.list_inputs(Model())) == ["input_ids", "bbox"]
     assert list(hugging_face.list_inputs(Pictures())) == ["pixel_values", "pixel_mask"]

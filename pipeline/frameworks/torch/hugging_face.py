@@ -75,11 +75,13 @@ def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Col
     copies = [value.detach().clone() for value in drawn]
     with contextlib.suppress(Exception), torch.no_grad():  # it may not run without inputs that only the user knows
         before = _answer(module, example)
-        for value in drawn:
-            value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)))
-        after = _answer(module, example)
-        for value, old in zip(drawn, copies, strict=True):
-            value.copy_(old)
+        try:
+            for value in drawn:
+                value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(0)))
+            after = _answer(module, example)
+        finally:
+            for value, old in zip(drawn, copies, strict=True):
+                value.copy_(old)
         changed = [key for key in before if not all(map(torch.equal, before[key], after[key]))]
     if changed:
         raise SourceError(
