@@ -74,7 +74,7 @@ def format_si(value: float, unit: str) -> str:
     return f"{float(f'{value / 1000**power:.3g}'):g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"
 
 
-def format_percent(share: float, digits: int = 2) -> str:
+def format_share(share: float, digits: int = 2) -> str:
     """Write a share with so many digits that count: ``0.31 %``, ``100 %``, ``260 %``."""
     return f"{float(f'{100 * share:.{digits}g}'):g} %"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.onnx.shapes import View, value_bytes, view
 from enginesmith.pipeline.measure.rows import Bound, DeviceLimits, LimitRow, Work
-from enginesmith.pipeline.units import format_percent, format_si
+from enginesmith.pipeline.units import format_share, format_si
 
 if TYPE_CHECKING:
     import onnx
@@ -131,7 +131,7 @@ def _summarize(ratio: float | None, parts: Mapping[Bound, tuple[float, str]], li
     if bound == "memory":
         doubts.append("or more stays in caches than the kernel says there are")
     doubts += [f"({warning})" for warning in limits.warnings]
-    wrong = f"the floor is wrong, at least {format_percent(1 / ratio - 1, 3)} too high"
+    wrong = f"the floor is wrong, at least {format_share(1 / ratio - 1, 3)} too high"
     return f"{ratio:.3g} × its floor of {times[bound]}, so {wrong}: {' '.join(doubts)}; {words}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from enginesmith.pipeline.tensors import Array, Feeds
-from enginesmith.pipeline.units import format_percent
+from enginesmith.pipeline.units import format_share
 
 Perturb = Callable[[Feeds, float, int], dict[str, Array]]
 """Answers with changed operations, as ``Session.perturb`` does."""
@@ -53,7 +53,7 @@ class UnstableNumbers:
     def describe(self) -> list[str]:
         """Say how many there are in all calls, output by output."""
         return [
-            f"rounding decides {format_percent(count / self._sizes[name])} of the numbers in the output {name!r}, such "
+            f"rounding decides {format_share(count / self._sizes[name])} of the numbers in the output {name!r}, such "
             "as between two values that are equal but for it: engines may answer others there"
             for name, count in self._counts.items()
             if count

@@ -30,7 +30,7 @@ from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import EngineCheck, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, format_sizes
-from enginesmith.pipeline.units import count_words, format_percent
+from enginesmith.pipeline.units import count_words, format_share
 
 _T = TypeVar("_T")
 _BY_SIZE = (
@@ -111,7 +111,7 @@ class Sample(Task):
                 "measure sizes that the model has answers for, such as --batch 2,8",
             )
         strange = (
-            f"{format_percent(share, 3)} of the numbers in eager's output {key!r} are NaN or infinity"
+            f"{format_share(share, 3)} of the numbers in eager's output {key!r} are NaN or infinity"
             for key, share in odd.items()
         )
         notes = (*notes, *tried, *strange, *unstable.describe(), *interacting, *_describe_emptiness(cases, out))
@@ -430,7 +430,7 @@ def describe_failure(fidelity: Fidelity) -> str:
         return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
     error = f"max abs error {worst.max_abs_error:.3g}"
     if worst.max_error_of_range:
-        error += f" ({format_percent(worst.max_error_of_range)} of the range of the answers)"
+        error += f" ({format_share(worst.max_error_of_range)} of the range of the answers)"
     return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, {error}"
 
 

@@ -8,7 +8,7 @@ from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, rows
 from enginesmith.pipeline.units import (
     format_bytes,
     format_metric,
-    format_percent,
+    format_share,
     format_seconds,
     parse_bytes,
     parse_seconds,
@@ -178,12 +178,12 @@ def test_drops_for_people(value: float, text: str) -> None:
         (np.inf, "inf %"),
     ],
 )
-def test_format_percent(share: float, text: str) -> None:
-    assert format_percent(share) == text
+def test_format_share(share: float, text: str) -> None:
+    assert format_share(share) == text
 
 
 def test_percentages_of_three_digits_have_no_exponent() -> None:
-    assert format_percent(12.345, 3) == "1230 %"
+    assert format_share(12.345, 3) == "1230 %"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.31, "0.3 s"), (12.4, "12 s"), (185, "3 m 05 s")])

@@ -8,7 +8,7 @@ import numpy as np
 
 from enginesmith.pipeline.measure.prosecution.reduction import measure_distance
 from enginesmith.pipeline.tensors import Array, Feeds
-from enginesmith.pipeline.units import count_words, format_percent, name_some
+from enginesmith.pipeline.units import count_words, format_share, name_some
 
 if TYPE_CHECKING:
     import onnx
@@ -88,7 +88,7 @@ def _name_symptom(differences: "Sequence[_Difference]") -> str:
         return f", of shape {list(worst.found.shape)} instead of {list(worst.expected.shape)}"
     if not np.isfinite(worst.error):
         return f", {_write(worst.found[worst.worst])} instead of {_write(worst.expected[worst.worst])}"
-    return f", off by up to {format_percent(worst.error / worst.span, 3)} of its range"
+    return f", off by up to {format_share(worst.error / worst.span, 3)} of its range"
 
 
 def _is_optimizer(finding: "Finding") -> bool:
@@ -137,7 +137,7 @@ def _summarize(each: _Difference) -> str:
     parts = [f"{int(wrong.sum())} of {count_words(wrong.size, 'number')} differ"]
     finite = each.apart[np.isfinite(each.apart)]
     if finite.size and finite.max() > 0:
-        by = f"{format_percent(float(finite.max()) / each.span, 3)} of the range of the expected ones"
+        by = f"{format_share(float(finite.max()) / each.span, 3)} of the range of the expected ones"
         parts.append(f"by up to {float(finite.max()):.3g} ({by})")
     for word, side in (("expected", each.expected), ("found", each.found)):
         if side.dtype.kind == "f":

@@ -18,7 +18,7 @@ from enginesmith.pipeline.measure.fidelity import OutputFidelity, Thresholds, co
 from enginesmith.pipeline.measure.rounding import COARSE, find_farthest
 from enginesmith.pipeline.measure.row_sets import count_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
-from enginesmith.pipeline.units import format_percent
+from enginesmith.pipeline.units import format_share
 
 Answer = Callable[[Feeds], dict[str, Array]]
 
@@ -136,7 +136,7 @@ class Judge:
         if share >= self.thresholds.min_agreement:
             return _EQUAL
         error = float(np.abs(rows[0].astype(np.float64) - rows[1].astype(np.float64)).max())
-        text = f"{format_percent(1 - share, 3)} of the elements of output {name!r} are others in one sample"
+        text = f"{format_share(1 - share, 3)} of the elements of output {name!r} are others in one sample"
         return _Difference(text, error, np.inf)
 
     def _compare_floats(self, name: str, wanted: Array, given: Array) -> "_Difference":
@@ -161,7 +161,7 @@ class Judge:
         excess = np.minimum(noise / allowed_noise, error / allowed_error)  # both have to be too large
         row = int(np.argmax(np.where(excess > 1, error, -1))) if (excess > 1).any() else int(np.argmax(excess))
         where = f" of sample {row}" if len(error) > 1 else ""
-        share = format_percent(error[row] / span, 3)
+        share = format_share(error[row] / span, 3)
         text = f"output {name!r}{where} is wrong by up to {error[row]:.3g}, {share} of its range"
         return _Difference(text, float(error[row]), float(excess.max()))
 
