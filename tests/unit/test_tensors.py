@@ -8,8 +8,8 @@ from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, rows
 from enginesmith.pipeline.units import (
     format_bytes,
     format_metric,
-    format_share,
     format_seconds,
+    format_share,
     parse_bytes,
     parse_seconds,
 )
