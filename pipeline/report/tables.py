@@ -21,6 +21,7 @@ _LONG_WORD = 24
 _LONGEST_REASON = 120
 _NUMBER = re.compile(r"[~<>+−±-]*\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?[^\d\s]{1,5}( \d+ s)?)?( \[[^\]]*\])?")
 """A number, its unit, and its interval."""
+_INTERVAL = re.compile(rf"(.{{1,{_LONG_WORD}}}) (\[[^\]]*\d[^\]]*\])")
 _ROUNDING = 1e-5
 """Share of a metric below which a drop is shown as none: sums are rounded by as much."""
 _MARK = "*"
@@ -83,6 +84,12 @@ class Table:
     def breaks(cell: str) -> bool:
         """Tell whether a cell has a word so long that it may be broken anywhere."""
         return any(len(word) > _LONG_WORD for word in re.split(r"[\s-]", cell))
+
+    @staticmethod
+    def split_interval(cell: str) -> tuple[str, str] | None:
+        """Split a cell before its interval, between which and the number alone a line may break; None without one."""
+        found = _INTERVAL.fullmatch(cell)
+        return (found[1], found[2]) if found else None
 
     @property
     def groups(self) -> list[list[int]]:

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
-    "--window-size=1280,900",
 )
 EVIL = """<img src=x onerror="console.error('a')"></script><script>console.error('b')</script>"><svg onload=x()>'${d}"""
 
@@ -71,10 +71,11 @@ class Browser:
 
     folder: Path
 
-    def open(self, path: Path, *, wait: bool = True) -> Shown:
+    def open(self, path: Path, *, wait: bool = True, width: int = 1280) -> Shown:
         """The page when it is loaded; ``wait`` gives it time of its own for what it does afterwards."""
         assert CHROMIUM is not None
-        flags = [*FLAGS, f"--user-data-dir={self.folder / 'user'}", *(["--virtual-time-budget=10000"] if wait else [])]
+        flags = [*FLAGS, f"--window-size={width},900", f"--user-data-dir={self.folder / 'user'}"]
+        flags += ["--virtual-time-budget=10000"] if wait else []
         done = subprocess.run(
             [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, check=True, timeout=120
         )
@@ -120,10 +121,13 @@ def test_texts_of_a_fleet_do_too(browser: Browser, tmp_path: Path) -> None:
     assert found["inputs"] > 0
 
 
+def _allow_scripts(text: str) -> str:
+    allowed = "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+    return re.sub(r"(?<=content=\")default-src [^\"]*", allowed, text, count=1)
+
+
 def touched(text: str, browser: Browser, tmp_path: Path) -> dict[str, int]:
     """In a frame as wide as the smallest phone, everything is opened, sorted and searched; counts of what is found."""
-    allowed = "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-    probed = re.sub(r"(?<=content=\")default-src [^\"]*", allowed, text, count=1)
     probe = """<script>addEventListener("load", () => setTimeout(() => {
       for (const one of document.querySelectorAll("details")) one.open = true;
       setTimeout(() => {
@@ -143,7 +147,7 @@ def touched(text: str, browser: Browser, tmp_path: Path) -> dict[str, int]:
         }, "*");
       }, 3000);
     }, 1000))</script>"""
-    (tmp_path / "page.html").write_text(probed.replace("</body>", f"{probe}</body>"))
+    (tmp_path / "page.html").write_text(_allow_scripts(text).replace("</body>", f"{probe}</body>"))
     (tmp_path / "frame.html").write_text(
         "<!DOCTYPE html><html><body><iframe src='page.html' style='width:320px;height:700px'></iframe><script>"
         "addEventListener('message', (one) => { document.documentElement.dataset.found = JSON.stringify(one.data); })"
@@ -154,6 +158,53 @@ def touched(text: str, browser: Browser, tmp_path: Path) -> dict[str, int]:
     found: dict[str, int] = json.loads(str(shown.root["data-found"]))
     assert {found[name] for name in ("wide", "images", "handlers", "waiting", "undrawn")} == {0}
     return found
+
+
+def test_the_table_of_variants_fits_and_breaks_no_interval(browser: Browser, tmp_path: Path) -> None:
+    """At a width of 1300 pixels, where lines break before intervals; texts, and so what is copied, stay as they are."""
+    probe = """<script>addEventListener("load", () => {
+      for (const one of document.querySelectorAll("details")) one.open = true;
+      setTimeout(() => {
+        const box = document.querySelector("[data-name=variants] .scroll");
+        const heads = [...box.querySelectorAll("th button")];
+        const wholes = [...document.querySelectorAll(".whole")];
+        heads[2].click();
+        document.documentElement.dataset.found = JSON.stringify({
+          beyond: box.scrollWidth - box.clientWidth,
+          broken: wholes.filter((one) => one.getClientRects().length !== 1).length,
+          heads: [heads[2].textContent, heads.at(-2).textContent],
+          rows: [...box.querySelectorAll("tbody tr")].map((one) => [...one.cells].map((cell) => cell.textContent)),
+          drawn: [...document.querySelectorAll("[data-long] td:has(.whole)")].map((one) => one.textContent),
+        });
+      }, 500);
+    })</script>"""
+    drop = {"metric": "top1", "value": 1, "baseline": 1, "drop": 0, "drop_low": -0.0153, "drop_high": 0.0153}
+    records = [
+        runs.variant(
+            f"onnxruntime-int8-{number}",
+            latency=[_measure(0.0418, median=number, low=number - 0.26, high=number + 0.19)],
+            quality={**drop, "samples": 179},
+            peak_bytes=1012 << 10,
+            artifact={"bytes": 691 << 10, "path": "x", "sha256": "0", "kind": "engine"},
+        )
+        for number in range(59, 11, -1)
+    ]
+    run = runs.small(runs.variant("eager", latency=[_measure(0.692)]), *records, winner=records[0].id)
+    (tmp_path / "page.html").write_text(_allow_scripts(page.render(run)).replace("</body>", f"{probe}</body>"))
+    shown = browser.open(tmp_path / "page.html", width=1300)
+    assert not shown.console
+    found = json.loads(str(shown.root["data-found"]))
+    assert found["beyond"] == found["broken"] == 0
+    assert found["heads"] == ["speed-up [95 %]", "drop [95 %]"]
+    sorted_texts = [f"{number}.00× [{number - 0.26:.2f}, {number + 0.19:.2f}]" for number in range(12, 60)]
+    assert [row[2] for row in found["rows"]] == [*sorted_texts, "reference"]
+    assert {row[-2] for row in found["rows"]} == {"+0.0000 [−0.0153, +0.0153]", "–"}
+    assert found["drawn"][:2] == ["59.00× [58.74, 59.19]", "58.00× [57.74, 58.19]"]
+    assert len(found["drawn"]) >= len(records), "rows that the page draws itself are split, too"
+
+
+def _measure(p50_ms: float, **speedup: float) -> dict[str, Any]:
+    return {"batch": 1, "p50_ms": p50_ms, "p99_ms": 2 * p50_ms, "speedup": speedup or None}
 
 
 @pytest.mark.thorough

@@ -96,6 +96,22 @@ def test_numbers_stand_with_their_full_precision(some: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cell", "parts"),
+    [
+        ("18.76× [18.50, 18.95]", ("18.76×", "[18.50, 18.95]")),
+        ("+8.0 % [+3.1, +12]", ("+8.0 %", "[+3.1, +12]")),
+        ("speed-up [95 %]", ("speed-up", "[95 %]")),
+        ("+0.0000", None),
+        ("float32 [batch, length]", None),
+        ("a long sentence about what was measured [3]", None),
+        ("", None),
+    ],
+)
+def test_lines_break_before_intervals(cell: str, parts: tuple[str, str] | None) -> None:
+    assert Table.split_interval(cell) == parts
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},

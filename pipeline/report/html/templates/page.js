@@ -108,6 +108,14 @@ document.documentElement.dataset.started = String(Math.round(performance.now()))
     return direction * String(one).localeCompare(String(other), "en", { numeric: true });
   }
 
+  /* Lines break between a number and its interval, and not within them. */
+  function split(text) {
+    const found = /^(.{1,24}) (\[[^\]]*\d[^\]]*\])$/.exec(text);
+    if (!found) return [text];
+    const [number, interval] = found.slice(1).map((part) => make("span", part, { className: "whole" }));
+    return [number, " ", interval];
+  }
+
   class Rows {
     constructor(box) {
       this.box = box;
@@ -169,7 +177,8 @@ document.documentElement.dataset.started = String(Math.round(performance.now()))
     }
 
     addSorting(head, index) {
-      const button = make("button", head.textContent, { type: "button" });
+      const button = make("button", "", { type: "button" });
+      button.append(...head.childNodes);
       button.addEventListener("click", () => {
         const again = this.column === index;
         if (again && this.direction === -1) this.column = null;
@@ -185,7 +194,8 @@ document.documentElement.dataset.started = String(Math.round(performance.now()))
       if (!entry.element) {
         entry.element = make("tr");
         entry.texts.forEach((text, index) => {
-          const cell = make(index ? "td" : "th", text, { className: this.numeric[index] ? "number" : "breaks" });
+          const cell = make(index ? "td" : "th", "", { className: this.numeric[index] ? "number" : "breaks" });
+          cell.append(...split(text));
           if (!index) cell.scope = "row";
           entry.element.append(cell);
         });
