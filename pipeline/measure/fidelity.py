@@ -2,7 +2,7 @@
 
 SQNR = 10·log10(Σ reference² / Σ (reference − actual)²), in float64, over all samples together. Identical outputs have
 no finite one: they get ``SQNR_CAP_DB``, as does everything above it. What would hide wrong numbers behind large ones is
-judged apart: the fill of masked places, and probabilities beside coordinates in pixels.
+judged apart: the fill of masked places, probabilities beside coordinates in pixels, and columns in other units.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +26,14 @@ _ROUNDINGS = 100
 """Roundings of the largest answer from which on a difference between answers is one."""
 _COORDINATES = (4, 5, 6)
 """Numbers of a box that are no probabilities: four, with an angle or a distance."""
+_MOST_COLUMNS, _OTHER_UNIT = 32, 100.0
+"""Columns that may have units of their own, and the quotient of their spans from which on they do."""
+_COLUMN_DB, _COLUMN_OF_RANGE = 40.0, 1e-2
+"""The most that is asked of columns that are judged apart: it tells lost ones from those that are coarser than others."""
+_FEWEST_PLACES, _MANY_PLACES, _KEPT_SHARE = 3, 8, 0.5
+"""Places that have a whole number in the reference, from which on one of them has to be the same, and from which on
+this share: no class may vanish."""
+_MOST_VALUES = 64
 
 
 class Thresholds(BaseModel, frozen=True, extra="forbid"):
@@ -45,6 +53,15 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
         if min_sqnr_db is None:
             return self
         return self.model_copy(update={"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0})
+
+    @property
+    def for_columns(self) -> Self:
+        """Ask no more of columns that are judged apart than what tells that they are not lost."""
+        least = {
+            "min_sqnr_db": min(self.min_sqnr_db, _COLUMN_DB),
+            "max_error_of_range": max(self.max_error_of_range, _COLUMN_OF_RANGE) if self.max_error_of_range else 0.0,
+        }
+        return self.model_copy(update=least)
 
     @property
     def row_tolerance(self) -> float:
@@ -216,9 +233,14 @@ def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds, known_ra
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")
     if np.issubdtype(filled[0][0].dtype, np.floating):
         output = _compare_floats(name, filled, thresholds, known_range)
-        scores = _take_probabilities(filled) if output.passed else None
-        apart = _compare_floats(name, scores, thresholds, 1.0) if scores else output
-        return output if apart.passed else apart
+        if output.passed and (scores := _take_probabilities(filled)):
+            apart = _compare_floats(name, scores, thresholds, 1.0)
+            return output if apart.passed else apart
+        for columns, span in _split_by_unit(filled) if output.passed else ():
+            apart = _compare_floats(name, columns, thresholds.for_columns, span)
+            if not apart.passed:
+                return apart
+        return output
     return _compare_exactly(name, filled, thresholds)
 
 
@@ -248,9 +270,25 @@ def _compare_exactly(name: str, pairs: _Pairs, thresholds: Thresholds) -> Output
     equal = sum(int(np.count_nonzero(reference == actual)) for reference, actual in pairs)
     agreement = equal / sum(reference.size for reference, _ in pairs)
     error = max(float(np.abs(wanted - given).max()) for wanted, given in _iterate_chunks(pairs))
-    passed = agreement >= thresholds.min_agreement
+    passed = agreement >= thresholds.min_agreement and not _loses_a_value(pairs)
     output = OutputFidelity(name=name, max_abs_error=error, agreement=agreement, passed=passed)
     return explain_missing(output, f"{pairs[0][0].dtype} outputs are compared by equality")
+
+
+def _loses_a_value(pairs: _Pairs) -> bool:
+    """Tell whether a value that some places have is another one at all or most of them: no rare class may vanish.
+
+    Outputs with many values, such as counts or positions, are not looked at.
+    """
+    wanted, given = (np.concatenate([pair[side].reshape(-1) for pair in pairs]) for side in (0, 1))
+    values, counts = np.unique(wanted, return_counts=True)
+    if not 2 <= len(values) <= _MOST_VALUES:
+        return False
+    return any(
+        np.count_nonzero(given[wanted == value] == value) < (_KEPT_SHARE * count if count >= _MANY_PLACES else 1)
+        for value, count in zip(values, counts, strict=True)
+        if count >= _FEWEST_PLACES
+    )
 
 
 def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_range: float) -> OutputFidelity:
@@ -333,6 +371,43 @@ def _take_probabilities(pairs: _Pairs) -> _Pairs | None:
             places = np.flatnonzero(probable)
             return [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in pairs]
     return None
+
+
+def _split_by_unit(pairs: _Pairs) -> Iterator[tuple[_Pairs, float]]:
+    """Take columns apart whose spans are much smaller than others': a price and a risk, say. Yields groups, with spans.
+
+    Columns are the last axis, or axis 1 of four axes or more; of up to 32, which are quantities rather than features or
+    classes. Spans that may be rounding, scores below 0.1, and outputs without numbers from 30 on are not looked at.
+    """
+    shape = pairs[0][0].shape
+    axis = 1 if len(shape) >= 4 else -1
+    if len(shape) < 2 or not 2 <= shape[axis] <= _MOST_COLUMNS or any(a.shape[axis] != shape[axis] for a, _ in pairs):
+        return
+    ends = np.full(shape[axis], np.inf), np.full(shape[axis], -np.inf)
+    for reference, _ in pairs:
+        columns = np.moveaxis(reference, axis, -1).reshape(-1, shape[axis])
+        finite = np.isfinite(columns)
+        np.minimum(ends[0], columns.min(0, initial=np.inf, where=finite), out=ends[0])
+        np.maximum(ends[1], columns.max(0, initial=-np.inf, where=finite), out=ends[1])
+    varied = ends[1] > ends[0]
+    ends = np.where(varied, ends[0], 0.0), np.where(varied, ends[1], 0.0)
+    largest = np.maximum(np.abs(ends[0]), np.abs(ends[1]))
+    if not largest.max() >= _LEAST_PIXELS:
+        return
+    spans = ends[1] - ends[0]
+    varied &= spans > _ROUNDINGS * float(np.finfo(np.float32).eps) * largest
+    varied &= (ends[0] < 0) | (largest >= _LEAST_SCORE)
+    order = [int(index) for index in np.argsort(-spans) if varied[index]]
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and spans[groups[-1][-1]] < _OTHER_UNIT * spans[index]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    for group in groups[1:]:  # the first has been compared: it is as large as the whole
+        places = np.sort(group)
+        taken = [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in pairs]
+        yield taken, float(spans[group].max())
 
 
 def _iterate_chunks(pairs: _Pairs) -> Iterator[tuple[Array, Array]]:

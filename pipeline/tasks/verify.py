@@ -1,6 +1,7 @@
 """Sample feeds, answer them with the baseline, and compare what others answer."""
 
 import contextlib
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,8 +45,8 @@ _UNSTEADY = (
 _ROUNDING = 1e-6
 """Error that may be rounding alone, of answers in float32 that are up to 1 for other samples."""
 _MADE_UP = "; the error is tiny, and the samples are made up: --data or --eval judges on real ones"
-_LOOKED_THROUGH = 64
-"""Samples among which such are looked for that have an answer."""
+_LOOKED_THROUGH, _MOST_LOOKED_THROUGH = 64, 256
+"""Samples among which such are looked for whose answers tell most: of answers of any length, and of whole numbers."""
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
@@ -89,7 +90,7 @@ class Sample(Task):
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if data:
                 _check_missing(session, data, self.batches[0])
-                data = _put_answered_first(session, data)
+                data = _put_telling_first(session, data, max(self.batches))
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             interacting = _describe_interaction(session, cases, out)
@@ -231,22 +232,44 @@ def _check_missing(session: Session, data: Dataset, batch: int) -> None:
                 )
 
 
-def _put_answered_first(session: Session, data: Dataset) -> Dataset:
-    """Put samples first that have an answer, where values decide how long it is: images in which boxes are found.
+def _put_telling_first(session: Session, data: Dataset, batch: int) -> Dataset:
+    """Put samples first whose answers tell most, where values decide how long they are, or are of few kinds.
 
-    Of the others, answers agree whatever an engine computes.
+    Where no box is found, answers agree whatever an engine computes; where all samples are of the common class, so do
+    those of an engine that knows no other. Those with an answer come first, of each kind in turn. Answers whose length
+    values decide are looked at alone, others in batches of this size.
     """
-    signature, answered = session.signature, list[int]()
+    signature, kinds = session.signature, dict[object, list[int]]()
     varying = [spec.name for spec in signature.outputs if {*spec.symbols} - {*signature.symbols}]
-    with contextlib.suppress(EnginesmithError):  # it takes no single sample
-        for row in range(min(len(data), _LOOKED_THROUGH) if varying and samples.fixed_batch(signature) == 1 else 0):
-            outputs = session.run(data.feed(np.array([row])))
-            answered += [row] if all(outputs[name].size for name in varying) else []
-            if len(answered) == samples.JUDGED_SAMPLES:
-                break
-    if answered == [*range(len(answered))]:
+    symbol, looks = samples.batch_symbol(signature), _LOOKED_THROUGH if varying else _MOST_LOOKED_THROUGH
+    discrete = [
+        spec.name
+        for spec in signature.outputs
+        if not spec.dtype.startswith("float") and (varying or symbol in spec.shape[:1])
+    ]
+    size = 1 if varying else batch
+    with contextlib.suppress(EnginesmithError):  # it takes no such batch
+        usable = (varying and samples.fixed_batch(signature) == 1) or discrete
+        count = min(len(data), looks) if usable else 0
+        for start in range(0, count, size):
+            rows = range(start, min(start + size, count))
+            outputs = session.run(data.feed(np.array(rows)))
+            for place, row in enumerate(rows):
+                if all(outputs[name].size for name in varying):
+                    answers = (outputs[name] if varying else outputs[name][place] for name in discrete)
+                    kinds.setdefault(tuple(map(_name_kind, answers)), []).append(row)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
+    first = [row for row in turns if row is not None][: samples.JUDGED_SAMPLES]
+    if first == [*range(len(first))]:
         return data
-    return data.take(np.array([*answered, *(row for row in range(len(data)) if row not in answered)]), data.name)
+    return data.take(np.array([*first, *(row for row in range(len(data)) if row not in first)]), data.name)
+
+
+def _name_kind(answer: Array) -> object:
+    """Name the kind of a sample by its answer in whole numbers: the number itself, or which of the two a mask has."""
+    if answer.size == 1:
+        return answer.item()
+    return (bool(answer.any()), bool(answer.all())) if answer.dtype == np.bool_ else None
 
 
 def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str]:

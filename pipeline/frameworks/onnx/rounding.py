@@ -30,6 +30,9 @@ _BY_ELEMENT = frozenset(
     + ("Mean", "Sin", "Cos", "Tan", "Atan", "ThresholdedRelu", "Softsign")
 )
 """Operators of which each result has a rounding error of its own size; of all others, it is one of the largest."""
+_SUMS_OF_PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "ConvTranspose"))
+"""Operators of which each result is a sum of products: its error is one of the size of these."""
+_DEVIATIONS = 4.0
 _FILL = 1e8
 """Sizes from which on numbers stand for infinity, and stay."""
 _INWARDS = 4.0
@@ -86,7 +89,7 @@ class _Builder:
         if not read or not known or not (half or value.dtype == ir.DataType.FLOAT):
             return
         self._made, self._count = [], self._count + 1
-        changed = self._change_numbers(node.op_type, value, 2.0**-10 if half else 0.0)
+        changed = self._change_numbers(node, value, 2.0**-10 if half else 0.0)
         changed.type, changed.shape = value.type, value.shape
         ir.convenience.replace_all_uses_with(value, changed, replace_graph_outputs=True)
         for new_node in self._made:  # which read the value itself
@@ -100,17 +103,18 @@ class _Builder:
         """Add the inputs."""
         self._graph.inputs.extend((self._step, self._seed))
 
-    def _change_numbers(self, operator: str, value: "ir.Value", least_step: float) -> "ir.Value":
+    def _change_numbers(self, node: "ir.Node", value: "ir.Value", least_step: float) -> "ir.Value":
         floats = value if value.dtype == ir.DataType.FLOAT else self._make("Cast", value, to=ir.DataType.FLOAT)
         extent = self._make("Max", self._extent, self._constant(least_step)) if least_step else self._extent
         change = self._make("Mul", self._make_noise(value), self._make("Mul", self._sign, extent))
-        if operator in _BY_ELEMENT:
+        if node.op_type in _BY_ELEMENT:
             moved = self._make("Add", floats, self._make("Mul", change, floats))
         else:
-            moved = self._change_sum(operator, floats, change, extent)
+            moved = self._change_sum(node, floats, change, extent)
         return moved if floats is value else self._make("Cast", moved, to=value.dtype)
 
-    def _change_sum(self, operator: str, floats: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
+    def _change_sum(self, node: "ir.Node", floats: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
+        operator = node.op_type
         size = self._make("Abs", floats)
         usable = self._make("Less", size, self._constant(_FILL))  # not so for NaN
         known = self._make("Where", usable, floats, self._constant(0.0))
@@ -121,7 +125,10 @@ class _Builder:
             inwards = self._make("Mul", inwards, self._make("Mul", extent, self._constant(_INWARDS)))
             change = self._make("Add", change, inwards)
         else:
-            change = self._make("Mul", change, self._make_largest(known))
+            limit = self._make_largest(known)
+            if operator in _SUMS_OF_PRODUCTS:
+                limit = self._make("Min", limit, self._make("Max", size, self._make_spread(node)))
+            change = self._make("Mul", change, limit)
         moved = self._make("Add", known, change)
         beside = moved if operator in _PROBABILITIES else self._make("Mul", moved, known)  # which may move away from 0
         same_sign = self._make("Greater", beside, self._constant(0.0))
@@ -137,6 +144,17 @@ class _Builder:
         angles = self._make("Mul", places, frequency)
         noise = self._make("Sin", self._make("Add", angles, turn))
         return self._make("Reshape", noise, self._make("Shape", value))
+
+    def _make_spread(self, node: "ir.Node") -> "ir.Value":
+        """Make what rounding moves a node's sums by: some times the root of the sum of squared products."""
+        squares = []
+        for value in node.inputs:
+            if value is not None:
+                half = value.dtype != ir.DataType.FLOAT
+                floats = self._make("Cast", value, to=ir.DataType.FLOAT) if half else value
+                squares.append(self._make("Mul", floats, floats))
+        squared = self._make(node.op_type, *squares, **node.attributes)
+        return self._make("Mul", self._make("Sqrt", squared), self._constant(_DEVIATIONS))
 
     def _make_largest(self, known: "ir.Value") -> "ir.Value":
         flat = self._make("Reshape", self._make("Abs", known), self._constant(np.array([-1])))

@@ -1,5 +1,8 @@
 """Run a module as another implementation may compute it: the results of its operations differ by some rounding."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +34,13 @@ _PROBABILITIES = ("sigmoid", "softmax", "_softmax")
 _UP_TO_ONE = (*_PROBABILITIES, "tanh", "erf")
 _APPROXIMATE = (*_UP_TO_ONE, "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish", "log_sigmoid")
 """Functions that runtimes compute by polynomials, whose error is one of the whole range."""
+_SUMS_OF_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "dot", "convolution", "_convolution"),
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+"""Operations of which each result is a sum of products; none of them mixes the numbers of another result in."""
+_DEVIATIONS = 4.0
+"""The largest of a tensor's numbers, as a multiple of their root mean square: sums are changed by as much of theirs."""
 _MOST_OPERATIONS = 100_000
 _NEARER_TO_0, _LEAST_FILL = 16.0, 900.0
 _INWARDS = 4.0
@@ -40,6 +50,7 @@ _INWARDS = 4.0
 class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Change what operations compute at random: sums by ``step`` of the range of all, products by that of each.
 
+    Sums of products are changed by the size of their own products: columns of a matrix may have different units.
     Negative steps change everything the other way. No number changes its sign, and 0 stays 0, but where a function that
     ends at 1 is far from it. Masks and counts stay as they are.
 
@@ -61,15 +72,18 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if views or name in _CHOOSING or not any(isinstance(arg, (torch.Tensor, list, tuple)) for arg in args):
             return result
         by_element = torch.Tag.pointwise in func.tags and name not in _APPROXIMATE
+        spread = _compute_spread(func, args, kwargs or {}) if name in _SUMS_OF_PRODUCTS else None
 
         def change(value: object) -> object:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim and value.numel():
-                return self._change(value, name, by_element=by_element)
+                return self._change(value, name, spread, by_element=by_element)
             return value
 
         return type(result)(map(change, result)) if type(result) in (tuple, list) else change(result)
 
-    def _change(self, value: torch.Tensor, name: str, *, by_element: bool) -> torch.Tensor:
+    def _change(
+        self, value: torch.Tensor, name: str, spread: torch.Tensor | None, *, by_element: bool
+    ) -> torch.Tensor:
         floats, largest = value.float(), float(value.abs().max())
         numbers = None
         if not largest < _LEAST_FILL:  # NaN, infinity, or what may fill masked places
@@ -85,6 +99,24 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = noise.add_(inwards, alpha=_INWARDS * abs(step)).add_(floats)
             moved = torch.where(moved * floats < 0, floats / _NEARER_TO_0, moved)
         else:
-            moved = noise.mul_(largest).add_(floats)
+            size: torch.Tensor | float = largest
+            if spread is not None:
+                size = torch.maximum(floats.abs(), _DEVIATIONS * spread).nan_to_num(largest, largest).clamp(max=largest)
+            moved = noise.mul_(size).add_(floats)
             moved = torch.where(moved * floats <= 0, floats / _NEARER_TO_0, moved)
         return moved.to(value.dtype) if numbers is None else torch.where(numbers, moved.to(value.dtype), value)
+
+
+def _compute_spread(
+    func: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> torch.Tensor | None:
+    """Compute the root of the sum of squared products, for each result of an operation; None where it has no such form.
+
+    Rounding moves a sum of products by about that times the error of one of them.
+    """
+
+    def square(value: object) -> object:
+        return value.float().square() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    squared = func(*map(square, args), **{name: square(value) for name, value in kwargs.items()})
+    return squared.sqrt() if isinstance(squared, torch.Tensor) else None
