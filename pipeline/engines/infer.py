@@ -101,7 +101,8 @@ class Model:
                 known, unstable = float(vector.get(f"range:{name}", 0)), vector.get(f"unstable:{name}")
                 if unstable is not None and not kind and unstable.shape == value.shape:  # rounding decides these
                     value = np.where(unstable >= self.manifest["thresholds"]["right_bits"], wanted, value)
-                pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known)))
+                own = float(vector.get(f"rounding:{name}", 0))
+                pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known, own)))
         return answers, [name for name, near in pairs if not near]
 
     def _alike(self, wanted, value):
@@ -120,7 +121,7 @@ class Model:
         limits = self.manifest["thresholds"]
         return max(limits["max_error_of_range"], 10 ** (-limits["min_sqnr_db"] / 20))
 
-    def _near(self, wanted, value, known_range):
+    def _near(self, wanted, value, known_range, rounding=0.0):
         limits = self.manifest["thresholds"]
         if wanted.shape != value.shape or not wanted.size:
             return wanted.shape == value.shape
@@ -138,7 +139,10 @@ class Model:
         if not wanted.size:
             return True
         silent = np.square(error).sum() <= np.square(wanted).sum() / 10 ** (limits["min_sqnr_db"] / 10)
-        return silent or error.max() <= limits["max_error_of_range"] * max(np.ptp(wanted), known_range)
+        share = error.max() / max(np.ptp(wanted), known_range, np.finfo(float).tiny)
+        exact = limits["right_bits"] >= 19 and limits["max_error_of_range"] > 0  # computed in float32
+        rounded = exact and error.max() <= rounding and share <= 0.01
+        return silent or share <= limits["max_error_of_range"] or rounded
 
 
 def _scale(column, wide, may_be_classes):

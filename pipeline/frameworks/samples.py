@@ -8,6 +8,7 @@ them, ``unstable-N.npz`` tells where rounding decides what the answers are.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -64,6 +65,8 @@ class Samples(BaseModel, frozen=True):
     """True if the baseline's answer to a sample depends on the others of its batch."""
     unsteady: tuple[str, ...] = ()
     """Outputs of the baseline that move far where its operations are rounded otherwise."""
+    rounding: dict[str, float] = {}
+    """How far rounding in float32 moves each floating-point output of the baseline."""
 
 
 def batch_symbol(signature: Signature) -> str | None:
@@ -248,7 +251,7 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
 
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    unset = {name for name in ("parts", "spans", "interacting", "unsteady") if not getattr(samples, name)}
+    unset = {name for name in ("parts", "spans", "interacting", "unsteady", "rounding") if not getattr(samples, name)}
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset))
 
 
@@ -257,7 +260,7 @@ def write_vector(reference: Path, file: Path) -> None:
     known = read(reference)
     index = next(index for index, case in enumerate(known.cases) if "min" in case.points)
     feeds, outputs, unstable = (read_arrays(reference, what, index) for what in _WRITTEN)
-    save_vector(file, Vector(feeds, outputs, known.spans, unstable))
+    save_vector(file, Vector(feeds, outputs, known.spans, unstable, known.rounding))
 
 
 def find_ends(outputs: Feeds) -> dict[str, tuple[float, float]]:
@@ -297,14 +300,16 @@ class Vector(NamedTuple):
     """Ranges of outputs over all that they were verified on; one answer may be a single number."""
     unstable: Feeds
     """Numbers of the outputs that rounding decides, as ``find_unstable`` returns them."""
+    rounding: Mapping[str, float] = MappingProxyType({})
+    """How far rounding in float32 moves outputs."""
 
 
-_KINDS = ("input", "output", "range", UNSTABLE)
+_KINDS = ("input", "output", "range", UNSTABLE, "rounding")
 """First parts of the arrays' names in a test vector's file, in the order of its fields."""
 
 
 def save_vector(file: Path, vector: Vector) -> None:
-    """Save a test vector: arrays called ``input:<name>``, ``output:<name>``, ``range:<name>``, ``unstable:<name>``."""
+    """Save a test vector: arrays called ``input:<name>``, and so on: output, range, unstable, rounding."""
     arrays = {
         f"{kind}:{name}": np.asarray(value)
         for kind, values in zip(_KINDS, vector, strict=True)
@@ -323,7 +328,8 @@ def read_vector(file: Path) -> Vector:
         for key in stored.files:
             kind, _, name = key.partition(":")
             arrays[kind][name] = stored[key]
-    arrays["range"] = {name: float(value) for name, value in arrays["range"].items()}
+    for kind in ("range", "rounding"):
+        arrays[kind] = {name: float(value) for name, value in arrays[kind].items()}
     return Vector(*arrays.values())
 
 

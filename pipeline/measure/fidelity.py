@@ -29,7 +29,9 @@ _COORDINATES = (4, 5, 6)
 _MOST_COLUMNS, _OTHER_UNIT = 32, 100.0
 """Columns that may have units of their own, and the quotient of their spans from which on they do."""
 _COLUMN_DB, _COLUMN_OF_RANGE = 40.0, 1e-2
-"""The most that is asked of columns that are judged apart: it tells lost ones from those that are coarser than others."""
+"""The most that is asked of columns that are judged apart: it tells lost ones from coarser ones."""
+_MOST_ROUNDING = 1e-2
+"""Share of the range to which an error may be rounding: what moves further by it is not computed in float32."""
 _FEWEST_PLACES, _MANY_PLACES, _KEPT_SHARE = 3, 8, 0.5
 """Places that have a whole number in the reference, from which on one of them has to be the same, and from which on
 this share: no class may vanish."""
@@ -53,6 +55,11 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
         if min_sqnr_db is None:
             return self
         return self.model_copy(update={"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0})
+
+    @property
+    def allows_rounding(self) -> bool:
+        """Tell whether errors of rounding are allowed: by fp32's own limits, unless an SQNR was asked for."""
+        return self.right_bits == FINE and self.max_error_of_range > 0
 
     @property
     def for_columns(self) -> Self:
@@ -143,9 +150,10 @@ def compare(
     signature: Signature | None = None,
     ranges: Mapping[str, float] = MappingProxyType({}),
     unstable: Feeds = MappingProxyType({}),
+    rounding: Mapping[str, float] = MappingProxyType({}),
 ) -> Fidelity:
     """Compare outputs with the reference's, by name; errors as in :func:`compare_calls`."""
-    return compare_calls([(reference, actual)], thresholds, signature, ranges, [unstable])
+    return compare_calls([(reference, actual)], thresholds, signature, ranges, [unstable], rounding)
 
 
 def compare_calls(
@@ -154,13 +162,15 @@ def compare_calls(
     signature: Signature | None = None,
     ranges: Mapping[str, float] = MappingProxyType({}),
     unstable: Sequence[Feeds] = (),
+    rounding: Mapping[str, float] = MappingProxyType({}),
 ) -> Fidelity:
     """Compare the outputs of several calls with the reference's; each is the reference's outputs and those in question.
 
     Samples of all calls are pooled, as those of one larger batch are. Outputs whose rows are chosen by values, as the
     signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves. ``ranges`` are those of
     outputs beyond these calls, where they are known; ``unstable`` are numbers that rounding decides, call by call, as
-    ``find_unstable`` returns them: they are not compared.
+    ``find_unstable`` returns them: they are not compared. ``rounding`` is how far rounding in float32 moves outputs of
+    the reference itself: engines that compute in float32 may be as far from it.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.
@@ -193,7 +203,8 @@ def compare_calls(
         pairs = [(reference[name], actual[name]) for reference, actual in calls]
         if name in unordered and are_row_counts(name, tables, [reference for reference, _ in calls]):
             pairs = [(wanted.astype(np.float64), given.astype(np.float64)) for wanted, given in pairs]
-        outputs.append(_compare_output(name, pairs, thresholds, known))
+        own = rounding.get(name, 0.0) if thresholds.allows_rounding else 0.0
+        outputs.append(_compare_output(name, pairs, thresholds, known, own))
     worst: dict[str, float | None] = {}
     reasons = {}
     for field, pick in _WORST.items():
@@ -223,7 +234,9 @@ def _explain_shape(name: str, reference: Array, actual: Array) -> FidelityError:
     return FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}", remedy if dropped else "")
 
 
-def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds, known_range: float) -> OutputFidelity:
+def _compare_output(
+    name: str, pairs: "_Pairs", thresholds: Thresholds, known_range: float, rounding: float = 0.0
+) -> OutputFidelity:
     for pair in pairs:
         floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
         if pair[0].shape != pair[1].shape or len(floats) > 1:
@@ -232,7 +245,7 @@ def _compare_output(name: str, pairs: "_Pairs", thresholds: Thresholds, known_ra
     if not filled:
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")
     if np.issubdtype(filled[0][0].dtype, np.floating):
-        output = _compare_floats(name, filled, thresholds, known_range)
+        output = _compare_floats(name, filled, thresholds, known_range, rounding)
         if output.passed and (scores := _take_probabilities(filled)):
             apart = _compare_floats(name, scores, thresholds, 1.0)
             return output if apart.passed else apart
@@ -291,7 +304,9 @@ def _loses_a_value(pairs: _Pairs) -> bool:
     )
 
 
-def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_range: float) -> OutputFidelity:
+def _compare_floats(
+    name: str, pairs: _Pairs, thresholds: Thresholds, known_range: float, rounding: float = 0.0
+) -> OutputFidelity:
     """Compare by nearness, over the elements that are finite on both sides; the fill of masked places has to be one."""
     signal = noise = power = product = error = 0.0
     size = 0
@@ -326,6 +341,7 @@ def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds, known_rang
     follows = _is_followed(noise / max(size, 1), known_range, max(abs(low), abs(high)), pairs[0][0].dtype, thresholds)
     loud = sqnr is not None and sqnr >= thresholds.min_sqnr_db
     near = (loud and follows) or of_range <= thresholds.max_error_of_range
+    near |= error <= rounding and of_range <= _MOST_ROUNDING
     argmax, why_not = _argmax_agreement(pairs)
     output = OutputFidelity(
         name=name,

@@ -39,11 +39,13 @@ class UnstableNumbers:
         self._sizes = Counter[str]()
         self.unsteady = set[str]()
         """Outputs of which most floats move too far to be expected of an engine, and are compared all the same."""
+        self.movements = dict[str, float]()
+        """How far rounding in float32 moves each output of floats at most, where it decides no number."""
 
     def find(self, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
         """Find them in one call, as :func:`find_unstable` does."""
         self._sizes.update({name: value.size for name, value in answer.items()})
-        unstable_bits = find_unstable(self._perturb, feeds, answer, self.unsteady) if self._looking else {}
+        unstable_bits = find_unstable(self._perturb, feeds, answer, self) if self._looking else {}
         self._looking = self._looking and (
             bool(unstable_bits) or any(value.dtype.kind != "f" for value in answer.values())
         )
@@ -60,16 +62,18 @@ class UnstableNumbers:
         ]
 
 
-def find_unstable(perturb: Perturb, feeds: Feeds, answer: Feeds, unsteady: set[str] | None = None) -> dict[str, Array]:
+def find_unstable(
+    perturb: Perturb, feeds: Feeds, answer: Feeds, found: UnstableNumbers | None = None
+) -> dict[str, Array]:
     """Find the numbers that rounding decides, of whole numbers and of floats that move by far.
 
     Returns, by output where there are some, an array like it: with how many right bits a number is still another one,
-    0 where it never is. The outputs of which most floats move by far are added to ``unsteady``.
+    0 where it never is. Outputs of which most floats move by far, and how far others do, are added to ``found``.
     """
-    unstable = dict[str, Array]()
+    unstable, found = dict[str, Array](), found or UnstableNumbers(perturb)
     for bits in _PAIRS:
         for number, changed in enumerate(round_otherwise(perturb, feeds, bits)):
-            _mark(unstable, answer, changed, bits, set() if unsteady is None else unsteady)
+            _mark(unstable, answer, changed, bits, found)
             if number and not unstable and all(value.dtype.kind == "f" for value in answer.values()):
                 break  # after one pair, which is so with nearly all models
         if not any(_is_whole(value).any() for value in answer.values()):
@@ -84,14 +88,17 @@ def round_otherwise(perturb: Perturb, feeds: Feeds, bits: int) -> Iterator[dict[
             yield perturb(feeds, sign * 2.0**-bits, seed)
 
 
-def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, unsteady: set[str]) -> None:
+def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, found: UnstableNumbers) -> None:
     for name, value in answer.items():
         if name in changed and changed[name].shape == value.shape and value.size:
             moved, far = _find_moved(value, changed[name])
             if bits == FINE and far.mean() > _MOST_ILL:
-                unsteady.add(name)
+                found.unsteady.add(name)
             elif bits == FINE:
                 moved |= far
+            if bits == FINE and value.dtype.kind == "f":
+                farthest = find_farthest(value, changed[name], np.asarray(moved, np.uint8)) / _MARGIN
+                found.movements[name] = max(found.movements.get(name, 0.0), farthest)
             if moved.any():
                 known = unstable.get(name, np.zeros(value.shape, np.uint8))
                 unstable[name] = np.maximum(known, np.where(moved, np.uint8(bits), np.uint8(0)))

@@ -156,14 +156,15 @@ class Tune(Measurement):
         """Explain why a faster engine cannot be used: its outputs are wrong, or it needs too much memory."""
         reference, built = inputs["reference"], inputs[ENGINE]
         progress("comparing the outputs with these options")
-        spans = samples.read(reference.folder).spans
+        known = samples.read(reference.folder)
         with engine.load(built, self.device) as session:
             for _, feeds, expected, unstable in samples.read_calls(reference.folder):
                 dtypes = (str(value.dtype) for value in expected[0].values())
                 thresholds = find_thresholds(dtypes, self.precision, self.min_sqnr_db)
                 answers = [session.run(call) for call in feeds]
                 pairs = list(zip(expected, answers, strict=True))
-                if not compare_calls(pairs, thresholds, session.signature, spans, unstable).passed:
+                compared = compare_calls(pairs, thresholds, session.signature, known.spans, unstable, known.rounding)
+                if not compared.passed:
                     return "the outputs differ too much from the reference"
         if self.max_memory_bytes is None:
             return ""

@@ -100,6 +100,7 @@ class Sample(Task):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
+        facts["rounding"] = unstable.movements
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -392,6 +393,7 @@ class Verify(EngineCheck):
             session.signature,
             _rename(known.spans, names),
             unstable,
+            _rename(known.rounding, names),
         )
         reason = "" if result.passed else describe_failure(result) if self.judged else _NOT_JUDGED
         if self.judged and not result.passed and self.precision == "fp32":
@@ -539,5 +541,6 @@ class Answers(Task):
                     ends.append(samples.find_ends(outputs))
                     _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
         facts = {"spans": samples.join_ends(ends), "unsteady": tuple(sorted(unstable.unsteady))}
+        facts["rounding"] = unstable.movements
         samples.write(out, known.model_copy(update=facts))
         return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")

@@ -228,9 +228,7 @@ class LoadedModel:
         vector = samples.read_vector(self._stored.vector)
         outputs = self._answer([vector.feeds[name] for name in self._inputs])
         answers = {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
-        fidelity = compare(
-            vector.outputs, answers, self._stored.thresholds, self.signature, vector.ranges, vector.unstable
-        )
+        fidelity = compare(vector.outputs, answers, self._stored.thresholds, self.signature, *vector[2:])
         if not fidelity.passed:
             message = f"{self.variant} does not answer its test vector: {describe_failure(fidelity)}"
             raise FidelityError(message, "optimize again on this machine")

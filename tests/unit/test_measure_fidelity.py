@@ -159,6 +159,58 @@ def test_pixels_do_not_hide_wrong_probabilities(axis: int, precision: str) -> No
     assert against(head(few), head(few[::-1]), "int8").passed
 
 
+@pytest.mark.parametrize("shape", [(64, 2), (4, 2, 8, 8), (2, 50, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_column_in_a_large_unit_does_not_hide_that_another_is_lost(precision: str, shape: tuple[int, ...]) -> None:
+    """A price of some 200 000 and a risk below 1 in one tensor, whose int8 levels are wider than all risks."""
+    axis = 1 if len(shape) == 4 else -1
+    small = np.arange(2).reshape(-1, *(1,) * (2 if axis == 1 else 0)) == 1
+    both = np.where(small, 0.87 + 0.17 * RNG.standard_normal(shape), 2e5 + 4e4 * RNG.standard_normal(shape))
+    assert against(both, both * (1 + 1e-6), precision).passed
+    for lost in (0.0, 0.87):
+        pooled = against(both.reshape(-1), np.where(small, lost, both).reshape(-1), precision)
+        assert pooled.passed, "all numbers together do not tell"
+        assert not against(both, np.where(small, lost, both), precision).passed
+    nearly = both + np.where(small, 1e-4, 0) * RNG.standard_normal(shape)
+    assert against(both, nearly, "fp32").passed, "columns are asked whether they are lost, not for 90 dB"
+
+
+def test_columns_of_one_unit_and_of_rounding_are_not_judged_apart() -> None:
+    features = 100 * RNG.random((64, 40)) * np.logspace(0, -4, 40)
+    quiet = np.where(np.arange(40) == 39, 0, features)
+    assert against(features, quiet, "int8").passed, "features of a network, of which some are hardly used"
+    scores = np.stack([40 * RNG.random(64), 1e-3 * RNG.random(64)], 1)
+    assert against(scores, scores * [1, 0], "int8").passed, "a score that is always nearly 0"
+    offset = np.stack([1000 * RNG.random(64), np.float32(1e6) + np.float32(1e-1) * RNG.random(64)], 1)
+    assert against(offset, np.where([False, True], 1e6, offset), "int8").passed, "what float32 can hardly tell"
+
+
+def test_rounding_may_move_an_engine_as_far_as_the_reference_itself() -> None:
+    """Coordinates of some millions in sines: eager and an engine are equally far from the exact answer."""
+    other = LOGITS + 1e-3 * RNG.standard_normal(LOGITS.shape).astype(np.float32)
+    answers = {"y": LOGITS}, {"y": other}
+    assert not compare(*answers, FP32).passed
+    assert compare(*answers, FP32, rounding={"y": 0.01}).passed
+    assert not compare(*answers, FP32, rounding={"y": 1e-4}).passed
+    assert not compare(*answers, FP32.with_sqnr(90), rounding={"y": 0.01}).passed, "what was asked for"
+    assert not compare({"y": LOGITS}, {"y": LOGITS[::-1]}, FP32, rounding={"y": 100.0}).passed, "1 % at most"
+    assert not compare({"y": LOGITS}, {"y": 5 * LOGITS}, thresholds_for("int8"), rounding={"y": 100.0}).passed
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int64"])
+def test_a_rare_value_may_not_vanish_though_nearly_all_are_equal(dtype: str) -> None:
+    rare = np.zeros(200, dtype)
+    rare[:10] = 1
+    half, few = rare.copy(), np.zeros(200, dtype)
+    half[:4] = 0
+    few[0] = 1
+    assert not against(rare, 0 * rare, "int8").passed
+    assert not against(rare, few, "int8").passed
+    assert against(rare, half, "int8").passed
+    assert against(few, 0 * few, "int8").passed, "a single one may lie on an edge"
+    assert against(np.arange(200), np.where(np.arange(200) == 5, 6, np.arange(200)), "int8").passed
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 40, 40), (2, 40, 40), (2, 40, 1200)])
 def test_dark_places_beside_bright_ones_are_no_probabilities(shape: tuple[int, ...]) -> None:
     """Borders of an image, rows of a depth map without a value, channels that nothing excites."""

@@ -185,6 +185,22 @@ def test_the_script_judges_an_answer_near_zero_by_the_range_of_all(made: Example
 
 
 @pytest.mark.usefixtures("with_script")
+def test_the_script_allows_what_rounding_moves_the_reference_by(made: ExampleRun, tmp_path: Path) -> None:
+    vector, inputs = tmp_path / "run/test_vector.npz", {"x": np.ones((1, 4), np.float32)}
+    for moved in (1e-6, 1e-2):
+        wanted = {"y": np.float32([[0, 1, 2, 3.001]])}
+        save_vector(vector, Vector(inputs, wanted, {"y": 1.0}, {}, {"y": moved}))
+        made.vector = made.vector.model_copy(update={"sha256": file_digest(vector)})
+        made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
+        if moved < 1e-3:
+            with pytest.raises(ModelError, match="y does not match the test vector"):
+                package(made.write(), "bundle", tmp_path / str(moved))
+            continue
+        package(made.write(), "bundle", tmp_path / str(moved))
+        assert verify.verify(tmp_path / str(moved))[1].passed
+
+
+@pytest.mark.usefixtures("with_script")
 def test_the_script_does_not_judge_what_rounding_decides(made: ExampleRun, tmp_path: Path) -> None:
     vector, inputs = tmp_path / "run/test_vector.npz", {"x": np.ones((1, 4), np.float32)}
     for bits in (19, 7):

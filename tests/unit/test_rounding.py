@@ -47,7 +47,24 @@ def test_operations_are_changed_by_about_the_step_and_the_other_way_by_its_negat
     assert np.abs(up / right - 1).max() < 8 * 2**-10, "each product by its own size"
     assert np.allclose(up - right, right - down, atol=1e-6)
     sums = perturb(lambda x: x @ torch.eye(4), x)
-    assert np.abs(sums / x - 1).max() > 8 * 2**-10, "sums by the size of all"
+    assert np.abs(sums / x - 1).max() > 8 * 2**-10, "sums by the size of their products, and somewhat more"
+
+
+def test_sums_of_products_are_changed_by_the_size_of_their_own() -> None:
+    """Of a price and a risk that are computed from each other's inputs, rounding does not decide the risk."""
+    x = (RNG.standard_normal((512, 4)) * [1e6, 1, 1, 1]).astype(np.float32)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+    right = (torch.from_numpy(x) @ weight).numpy()
+    for function in (
+        lambda x: x @ weight,
+        lambda x: nn.functional.linear(x, weight.T, torch.zeros(2)),
+        lambda x: nn.functional.conv1d(x[:, :, None], weight.T[:, :, None])[:, :, 0],
+        lambda x: torch.bmm(x[None], weight[None])[0],
+    ):
+        apart = np.abs(perturb(function, x) - right)
+        assert 0 < apart[:, 1].max() < 0.1 < apart[:, 0].max()
+    mixed = perturb(lambda x: x @ torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), x)
+    assert np.abs(mixed[:, 1] - x[:, 0] - x[:, 1]).max() > 100, "what large numbers are part of"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +161,9 @@ def test_floats_that_move_far_are_decided_by_rounding_and_where_most_do_none_is(
     assert (unstable["y"] > 0).any(axis=1).tolist() == [row == 5 for row in range(20)]
     assert find(torch.tanh, constant)[1] == {}
     session, feeds = open_session(standardise), {"x": np.repeat(constant[5:6], 20, axis=0)}
+    calm = UnstableNumbers(open_session(torch.tanh).perturb)
+    assert calm.find({"x": constant}, {"y": np.tanh(constant)}) == {}
+    assert 1e-8 < calm.movements["y"] < 1e-5
     most = UnstableNumbers(session.perturb)
     assert most.find(feeds, session.run(feeds)) == {}
     assert most.unsteady == {"y"}

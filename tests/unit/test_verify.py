@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -17,8 +18,8 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
-from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, describe_failure
-from enginesmith.pipeline.tensors import Feeds, TensorSpec
+from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, _put_telling_first, describe_failure
+from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 from graphs import save_operator
 
 
@@ -209,3 +210,28 @@ def test_a_single_number_is_judged_by_the_range_of_all_answers(tmp_path: Path) -
         samples.write(reference, Samples(data="x", ranges={}, cases=(case,), spans=spans))
         (out := tmp_path / f"out{passed}").mkdir()
         assert (verify.run(given, out, lambda _: None).rejected == "") == passed
+
+
+class _Alarm:
+    """Answer whether the number of a sample is 7 or more, as a bool of each, and count the calls."""
+
+    def __init__(self) -> None:
+        x, y, z = (TensorSpec.parse(text) for text in ("x:float32:batch,1", "y:bool:batch", "z:float32:batch,1"))
+        self.signature, self.calls = Signature(inputs=(x,), outputs=(y, z)), 0
+
+    def run(self, feeds: Feeds) -> Feeds:
+        self.calls += 1
+        return {"y": feeds["x"][:, 0] >= 7, "z": feeds["x"]}
+
+
+def test_samples_of_a_rare_answer_are_among_those_that_are_compared() -> None:
+    """An engine that never answers True agrees in the first eight samples."""
+    rows, session = np.zeros((300, 1), np.float32), _Alarm()
+    rows[[100, 200, 290], 0] = 7
+    data = _put_telling_first(session, Dataset("x", {"x": rows}), 8)  # type: ignore[arg-type]
+    given = np.asarray(data.arrays["x"])[:, 0].tolist()
+    assert (len(given), session.calls) == (300, 32)
+    assert given[:8] == [0, 7, 0, 7, 0, 0, 0, 0], "of the first 256, of each kind in turn"
+    assert sorted(given) == [*[0.0] * 297, *[7.0] * 3]
+    same = Dataset("x", {"x": 0 * rows})
+    assert _put_telling_first(session, same, 8) is same  # type: ignore[arg-type]

@@ -81,9 +81,7 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return type(result)(map(change, result)) if type(result) in (tuple, list) else change(result)
 
-    def _change(
-        self, value: torch.Tensor, name: str, spread: torch.Tensor | None, *, by_element: bool
-    ) -> torch.Tensor:
+    def _change(self, value: torch.Tensor, name: str, spread: torch.Tensor | None, *, by_element: bool) -> torch.Tensor:
         floats, largest = value.float(), float(value.abs().max())
         numbers = None
         if not largest < _LEAST_FILL:  # NaN, infinity, or what may fill masked places

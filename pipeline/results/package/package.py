@@ -51,7 +51,9 @@ def write_bundle(chosen: Chosen, folder: Path, keep_samples: bool) -> None:
         stored = samples.read_vector(vector)
         feeds = {name: _make_up(value) for name, value in stored.feeds.items()}
         answers = answer(folder, manifest, feeds)
-        samples.save_vector(folder / manifests.VECTOR, samples.Vector(feeds, answers, stored.ranges, {}))
+        samples.save_vector(
+            folder / manifests.VECTOR, samples.Vector(feeds, answers, stored.ranges, {}, stored.rounding)
+        )
     shutil.copyfile(script, folder / manifests.INFER)
     manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
     (folder / manifests.FILE).write_text(manifest.text())

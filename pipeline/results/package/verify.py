@@ -60,7 +60,7 @@ def verify(
     except MissingCapability as error:
         raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
     thresholds = manifest.thresholds.with_sqnr(min_sqnr_db)
-    fidelity = compare(vector.outputs, answers, thresholds, manifest.signature, vector.ranges, vector.unstable)
+    fidelity = compare(vector.outputs, answers, thresholds, manifest.signature, *vector[2:])
     result = _result(manifest, fidelity)
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
