@@ -54,6 +54,18 @@ def test_answers_move_by_about_the_step_and_the_other_way(tmp_path: Path) -> Non
     assert (seeded != one).any()
 
 
+@pytest.mark.parametrize("product", ["Gemm(x, w, u)", "MatMul(x, w)", "Conv(x, v)"])
+def test_sums_of_products_are_changed_by_the_size_of_their_own(tmp_path: Path, product: str) -> None:
+    """Of two columns in different units, the numbers of the small one hardly move."""
+    weights = {"w": np.eye(2, dtype=np.float32), "u": np.zeros(2, np.float32)}
+    weights["v"] = weights["w"][:, :, None]
+    shape = "n, 2, 1" if "Conv" in product else "n, 2"
+    x = (normal(64, 2) * np.float32([1e6, 1.0])).reshape(64, 2, *((1,) if "Conv" in product else ()))
+    with opened(tmp_path, f"net (float[{shape}] x) => (float[{shape}] y) {{ y = {product} }}", **weights) as session:
+        moved = np.abs(session.perturb({"x": x}, STEP, 0)["y"] - x).reshape(64, 2).max(0)
+    assert 0 < moved[1] < 1e-4 < 1 < moved[0]
+
+
 def test_a_choice_between_equal_scores_is_another_one(tmp_path: Path) -> None:
     """ONNX Runtime levels scores of nearly 0, and takes the first of equal ones."""
     x = np.full((3, 4), -40.0, np.float32)

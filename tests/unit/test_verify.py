@@ -65,6 +65,22 @@ def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tm
         assert ("perhaps the module decides by a size" in rejected) is told
 
 
+@pytest.mark.parametrize("own", [0.0, 0.01])
+def test_an_engine_may_be_as_far_from_eager_as_rounding_moves_eager(tmp_path: Path, own: float) -> None:
+    case = Case(points=("min",), sizes={"batch": 2}, batch=2)
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=(case,), rounding={"y": own}))
+    rows = np.float32([[0, 5, 10], [1, 2, 3]])
+    samples.write_arrays(tmp_path, "feeds", 0, {"x": rows})
+    samples.write_arrays(tmp_path, "outputs", 0, {"y": rows + 0.005})
+    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    inputs = {"model": save_operator(tmp_path / "graph.onnx", "Identity"), "reference": judged}
+    verify = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    (out := tmp_path / "out").mkdir()
+    assert bool(verify.run(inputs, out, lambda _: None).rejected) is (own == 0)
+    samples.write_vector(tmp_path, tmp_path / "vector.npz")
+    assert samples.read_vector(tmp_path / "vector.npz").rounding == {"y": own}
+
+
 def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
     rows = np.float32([[0.5, 0.5, 0.5], [1.0, 0.0, -1e9], [-2.0, 0.0, 0.5]])
     np.savez(tmp_path / "data.npz", x=rows)
