@@ -111,6 +111,8 @@ class OutputFidelity(Closeness):
     """Share of equal elements, for integer and bool outputs."""
     paired: float | None = None
     """Share of rows that have a partner on the other side, where rows are chosen by values; figures are of those."""
+    part: str = ""
+    """The part of the output that was judged apart and whose figures these are: ``column 1``; empty for all of it."""
 
 
 class Fidelity(Closeness):
@@ -248,11 +250,14 @@ def _compare_output(
         output = _compare_floats(name, filled, thresholds, known_range, rounding)
         if output.passed and (scores := _take_probabilities(filled)):
             apart = _compare_floats(name, scores, thresholds, 1.0)
-            return output if apart.passed else apart
-        for columns, span in _split_by_unit(filled) if output.passed else ():
+            return output if apart.passed else apart.model_copy(update={"part": "the probabilities"})
+        for places, span in _split_by_unit(filled) if output.passed else ():
+            axis = 1 if filled[0][0].ndim >= 4 else -1
+            columns = [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in filled]
             apart = _compare_floats(name, columns, thresholds.for_columns, span)
             if not apart.passed:
-                return apart
+                words = f"column{'s'[: len(places) - 1]} {', '.join(map(str, places))}"
+                return apart.model_copy(update={"part": words})
         return output
     return _compare_exactly(name, filled, thresholds)
 
@@ -389,8 +394,8 @@ def _take_probabilities(pairs: _Pairs) -> _Pairs | None:
     return None
 
 
-def _split_by_unit(pairs: _Pairs) -> Iterator[tuple[_Pairs, float]]:
-    """Take columns apart whose spans are much smaller than others': a price and a risk, say. Yields groups, with spans.
+def _split_by_unit(pairs: _Pairs) -> Iterator[tuple[list[int], float]]:
+    """Group columns whose spans are much smaller than others', as a risk's beside a price's; yield groups, with spans.
 
     Columns are the last axis, or axis 1 of four axes or more; of up to 32, which are quantities rather than features or
     classes. Spans that may be rounding, scores below 0.1, and outputs without numbers from 30 on are not looked at.
@@ -421,9 +426,7 @@ def _split_by_unit(pairs: _Pairs) -> Iterator[tuple[_Pairs, float]]:
         else:
             groups.append([index])
     for group in groups[1:]:  # the first has been compared: it is as large as the whole
-        places = np.sort(group)
-        taken = [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in pairs]
-        yield taken, float(spans[group].max())
+        yield sorted(group), float(spans[group].max())
 
 
 def _iterate_chunks(pairs: _Pairs) -> Iterator[tuple[Array, Array]]:

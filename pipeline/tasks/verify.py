@@ -449,6 +449,7 @@ def describe_failure(fidelity: Fidelity) -> str:
     worst = next(output for output in fidelity.outputs if not output.passed)
     if not worst.finite:
         return f"output {worst.name!r} has NaN or Inf where the reference has none"
+    name = f"{worst.part} of output {worst.name!r}" if worst.part else f"output {worst.name!r}"
     if worst.paired is not None and worst.paired < 1:
         return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
     if worst.sqnr_db is None:
@@ -456,7 +457,8 @@ def describe_failure(fidelity: Fidelity) -> str:
     error = f"max abs error {worst.max_abs_error:.3g}"
     if worst.max_error_of_range:
         error += f" ({format_share(worst.max_error_of_range)} of the range of the answers)"
-    return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, {error}"
+    verb = "have" if worst.part.startswith(("columns", "the")) else "has"
+    return f"{name} {verb} an SQNR of {worst.sqnr_db:.1f} dB, {error}"
 
 
 def _may_be_rounding(fidelity: Fidelity) -> bool:

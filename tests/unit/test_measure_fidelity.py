@@ -12,6 +12,7 @@ from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate,
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.measure.statistics import count_for_width, drop_interval
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Array, find_fill
 from enginesmith.pipeline.workflows.stages import _describe_closeness
 
@@ -152,7 +153,9 @@ def test_pixels_do_not_hide_wrong_probabilities(axis: int, precision: str) -> No
     def head(scores: Array, boxes: Array = boxes) -> Array:
         return np.swapaxes(np.concatenate([boxes, scores], axis=1), 1, axis).astype(np.float32)
 
-    assert not against(head(scores), head(0 * scores), precision).passed
+    lost = against(head(scores), head(0 * scores), precision)
+    assert not lost.passed
+    assert describe_failure(lost).startswith("the probabilities of output 'y' have an SQNR of 0.0 dB")
     assert against(head(scores), head(scores * (1 + 1e-6)), precision).passed
     assert not against(head(scores), head(scores, boxes[::-1]), precision).passed
     few = 0.001 * scores  # nothing is detected, and noise is as large as the scores
@@ -170,7 +173,9 @@ def test_a_column_in_a_large_unit_does_not_hide_that_another_is_lost(precision: 
     for lost in (0.0, 0.87):
         pooled = against(both.reshape(-1), np.where(small, lost, both).reshape(-1), precision)
         assert pooled.passed, "all numbers together do not tell"
-        assert not against(both, np.where(small, lost, both), precision).passed
+        apart = against(both, np.where(small, lost, both), precision)
+        assert not apart.passed
+        assert describe_failure(apart).startswith("column 1 of output 'y' has an SQNR of ")
     nearly = both + np.where(small, 1e-4, 0) * RNG.standard_normal(shape)
     assert against(both, nearly, "fp32").passed, "columns are asked whether they are lost, not for 90 dB"
 
