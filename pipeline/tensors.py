@@ -147,7 +147,9 @@ class Signature(BaseModel, frozen=True):
     """Outputs whose rows are chosen by values: rounding may change their order and number. ``positions`` are a
     NonMaxSuppression's own answer; which of two boxes that are nearly equal was chosen, says nothing."""
     tables: dict[str, int] = {}
-    """Rows of the smallest table that an input is an index of, as tokens are; negative indices count from its end."""
+    """Rows of the smallest table that an input is an index of, as tokens are."""
+    unsigned: tuple[str, ...] = ()
+    """Inputs of which the module refuses negative numbers, as an embedding does; other indices count from the end."""
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -188,14 +190,14 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
                 raise ShapeError(message + same, remedy)
 
 
-def check_indices(name: str, indices: Array, rows: int) -> None:
-    """Check that whole numbers are indices of a table with so many rows; negative ones count from its end.
+def check_indices(name: str, indices: Array, rows: int, lowest: int) -> None:
+    """Check that whole numbers are indices of a table with so many rows, and at least ``lowest``: 0, or minus the rows.
 
     Raises:
         SignatureError: one is not.
     """
     least, most = int(indices.min(initial=0)), int(indices.max(initial=0))
-    if least < -rows or most >= rows:
+    if least < lowest or most >= rows:
         number = most if most >= rows else least
         raise SignatureError(f"input {name!r} has {number}, and its table has {rows} rows", f"give 0 to {rows - 1}")
 

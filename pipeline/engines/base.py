@@ -253,8 +253,6 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """Forms of packages that replay CUDA graphs, where the variant does: ``bundle``, ``triton``."""
     package_caution: ClassVar[str] = ""
     """Warning for people who are handed a package of it."""
-    checks_indices: ClassVar[bool] = False
-    """True if indices outside of a table are an error in it; others answer some numbers, or end the process."""
     kinds: ClassVar[tuple[str, ...]] = DEVICE_KINDS
     """Kinds of device that it can run on."""
     built_elsewhere: ClassVar[bool] = False

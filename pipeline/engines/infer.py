@@ -73,7 +73,8 @@ class Model:
         feeds = {spec["name"]: _fit(inputs[spec["name"]], **spec) for spec in specs}
         for name, rows in self.manifest["signature"].get("tables", {}).items():
             given = feeds[name]  # some engines do not check it
-            if given.size and not -rows <= given.min() <= given.max() < rows:
+            lowest = 0 if name in self.manifest["signature"].get("unsigned", ()) else -rows
+            if given.size and not lowest <= given.min() <= given.max() < rows:
                 message = f"{name} goes from {given.min()} to {given.max()}"
                 raise ValueError(f"{message}; its table has {rows} rows, 0 to {rows - 1}")
         sizes = {}

@@ -55,6 +55,8 @@ class Stored:
     thresholds: Thresholds
     returns: Any = None
     """Form of the module's outputs, as in :class:`Signature`."""
+    unsigned: tuple[str, ...] = ()
+    """Inputs of which the module refuses negative numbers, as in :class:`Signature`."""
     origin: Callable[[], Any] | None = None
     """:func:`load` with the arguments that open it again."""
 
@@ -91,8 +93,8 @@ def _find_in_bundle(folder: Path, variant: str | None, *, trust: bool) -> Stored
     manifests.check_files(folder, manifest)
     verify.require_trust(manifest, trust=trust)
     candidate = verify.candidate(folder, manifest)
-    vector, returns = folder / manifests.VECTOR, manifest.signature.returns
-    return Stored(candidate, manifest.shapes, vector, manifest.thresholds, returns)
+    vector, signature = folder / manifests.VECTOR, manifest.signature
+    return Stored(candidate, manifest.shapes, vector, manifest.thresholds, signature.returns, signature.unsigned)
 
 
 def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
@@ -107,8 +109,9 @@ def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
         describe.check_engine_file(folder, describe.require_engine(folder, run, record))
         candidate = remeasure.candidate(record.id, stored, trust=trust)
     ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
-    returns = run.model.signature.returns if run.model.signature else None
-    return Stored(candidate, ranges, vector, describe.thresholds_of(run, record, candidate.engine), returns)
+    thresholds, signature = describe.thresholds_of(run, record, candidate.engine), run.model.signature
+    form = (signature.returns, signature.unsigned) if signature else (None, ())
+    return Stored(candidate, ranges, vector, thresholds, *form)
 
 
 def _load_module(stored: remeasure.Stored) -> Candidate:
@@ -151,8 +154,10 @@ class LoadedModel:
         self._answer = session.answer if session.concurrent else self._pool.answer
         self._inputs = [spec.name for spec in self.signature.inputs]
         self._names = frozenset(self._inputs)
-        tables = {} if candidate.engine.checks_indices else self.signature.tables
-        self._tables = [(self._inputs.index(name), rows) for name, rows in tables.items()]
+        self._tables = [
+            (self._inputs.index(name), rows, 0 if name in stored.unsigned else -rows)
+            for name, rows in self.signature.tables.items()
+        ]
         self._pack = _make_packer(stored.returns, [spec.name for spec in self.signature.outputs])
         self._known: set[tuple[Any, ...]] = set()
         self._exceeded: set[str | int] = set()  # dimensions that were outside their range
@@ -177,8 +182,8 @@ class LoadedModel:
             self._check(dict(zip(self._inputs, values, strict=True)))
             if len(self._known) < 1000:  # sets of shapes
                 self._known.add(shapes)
-        for at, rows in self._tables:
-            check_indices(self._inputs[at], values[at], rows)
+        for at, rows, lowest in self._tables:
+            check_indices(self._inputs[at], values[at], rows, lowest)
         outputs = self._answer(values)
         return self._pack([convert(output) for output in outputs] if convert else outputs)
 

@@ -329,12 +329,18 @@ def test_the_script_judges_as_the_run_does(wanted: Array, value: Array, right: b
     assert bool(judged) == compare({"y": wanted}, {"y": value}, thresholds, signature).passed == right
 
 
-@pytest.mark.parametrize(("ids", "taken"), [([0, 3], True), ([-4], True), ([], True), ([4], False), ([-5, 0], False)])
-def test_the_script_refuses_indices_outside_of_a_table(ids: list[int], taken: bool) -> None:
+@pytest.mark.parametrize(
+    ("ids", "unsigned", "taken"),
+    [
+        *(([0, 3], [], True), ([-4], [], True), ([], [], True), ([4], [], False), ([-5, 0], [], False)),
+        *(([0, 3], ["ids"], True), ([], ["ids"], True), ([2, -1], ["ids"], False)),
+    ],
+)
+def test_the_script_refuses_indices_outside_of_a_table(ids: list[int], unsigned: list[str], taken: bool) -> None:
     script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
     model = script.__new__(script)
     inputs = [{"name": "ids", "dtype": "int64", "shape": ["batch"]}]
-    model.manifest = {"signature": {"inputs": inputs, "tables": {"ids": 4}}, "shapes": {}}
+    model.manifest = {"signature": {"inputs": inputs, "tables": {"ids": 4}, "unsigned": unsigned}, "shapes": {}}
     model._run = lambda feeds: feeds
     if taken:
         assert model({"ids": np.array(ids, np.int64)})["ids"].tolist() == ids

@@ -257,6 +257,21 @@ def test_examples_that_do_not_fit(load, example: Any, inputs: list[str], error: 
         load(Add(), example, *inputs)
 
 
+def test_inputs_of_which_the_module_refuses_negative_indices_are_known(load) -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(5, 3), nn.Parameter(torch.ones(5, 3))
+
+        def forward(self, words: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+            return (self.words(words) + self.places[places]) * mask[..., None]
+
+    numbers = torch.tensor([[1, 2], [3, 4]])
+    loaded = load(Tables(), {"words": numbers, "places": numbers, "mask": numbers % 2})
+    assert loaded.signature.unsigned == ("words",)
+    assert load(Add(), (ONE, ONE)).signature.unsigned == ()
+
+
 def test_outputs_called_as_an_input_get_names_of_their_own(load) -> None:
     class Recurrent(nn.Module):
         def forward(self, x: Tensor, h: Tensor, h_out: Tensor) -> dict[str, Tensor]:

@@ -104,7 +104,6 @@ class OnnxRuntime(Engine):
     placement: ClassVar[Placement] = "inputs+outputs"
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "nncf", "qat")
     shows_graph: ClassVar[bool] = True
-    checks_indices: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
     has_infer_script: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)

@@ -309,7 +309,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
             f"inputs that are left out, so that their defaults hold: {others}; --input, for all inputs, adds some"
         )
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
-    signature = signature.model_copy(update={"returns": structure})
+    signature = signature.model_copy(update={"returns": structure, "unsigned": tuple(_list_unsigned(module, example))})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
         notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
@@ -321,6 +321,21 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         )
     answers = tuple(flat.values())
     return LoadedModel(module, signature, example, tuple(notes), frozen=built.frozen, answers=answers)
+
+
+def _list_unsigned(module: NamedForward, example: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """List the inputs of which a negative number is an index that is out of range, as it is in an embedding."""
+    unsigned = []
+    for name, value in example.items():
+        if value.dtype in (torch.int32, torch.int64) and value.numel():
+            negative = value.contiguous().clone()
+            negative.view(-1)[0] = -1
+            with contextlib.suppress(Exception), torch.inference_mode():  # whatever else it raises tells nothing
+                try:
+                    module.call(*{**example, name: negative}.values())
+                except IndexError:
+                    unsigned.append(name)
+    return tuple(unsigned)
 
 
 def _tensor_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
