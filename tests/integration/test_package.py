@@ -128,7 +128,7 @@ def test_what_a_bundle_is_of_is_kept_in_the_run(digits_run: Path) -> None:
     assert (digits_run / record["graph"]["path"]).is_file()
     assert record["graph"]["path"] != record["artifact"]["path"]
     stored = np.load(digits_run / record["test_vector"]["path"])
-    assert sorted(stored.files) == ["input:image", "output:logits", "range:logits"]
+    assert sorted(stored.files) == ["input:image", "output:logits", "range:logits", "rounding:logits"]
 
 
 def test_a_file_needs_something_to_be_held_against(cli: Cli, digits_run: Path) -> None:

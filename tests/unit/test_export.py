@@ -1,5 +1,6 @@
 """Export of modules small enough to see through."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
-from enginesmith.pipeline.passes.export import export
+from enginesmith.pipeline.passes.export import export, sizes
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature, TensorSpec
@@ -215,6 +216,18 @@ def test_sizes_that_a_module_decides_by_are_named(tmp_path: Path, divisor: int, 
     notes = exported(tmp_path, model, exporter="dynamo").notes
     words = f"the graph is right only where {told}: with length = 7, the module answers otherwise"
     assert notes == ((words,) if told else ())
+
+
+def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there() -> None:
+    """Of what becomes of it, such as the ONNX graph, that tells nothing."""
+
+    def fail(*feeds: Any) -> Any:
+        raise RuntimeError("runtime assertion failed")
+
+    model = loaded(torch.nn.Identity(), {"x": torch.ones(2, 8)}, {"x": ("batch", 8)}, ["y:float32:batch,8"])
+    program: Any = types.SimpleNamespace(_guards_code=["L['x'].size()[0] != 1"], module=lambda check_guards: fail)
+    words = sizes.describe_other_sizes(program, model)
+    assert words.startswith("captured where batch != 1: with batch = 1, PyTorch's own program fails, so other sizes")
 
 
 def test_values_are_put_into_buckets_as_in_pytorch(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ in the program's guards: ``if length % 4 == 0`` holds at the example's length, a
 import operator
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -46,8 +46,12 @@ def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> s
             if broken is None or trials == _TRIALS:
                 continue
             trials += 1
-            if _differ(program, loaded, sizes):
+            fault = _find_fault(program, loaded, sizes)
+            if fault == "wrong":
                 return f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+            if fault:
+                fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
+                return f"{fails}, so other sizes than those of --shape and --batch, which are compared, may be wrong"
     return ""
 
 
@@ -59,8 +63,10 @@ def _holds(guard: str, sizes: Mapping[str, int]) -> bool:
         return True
 
 
-def _differ(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
-    """Tell whether program and module answer differently, or the program alone cannot answer."""
+def _find_fault(
+    program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]
+) -> Literal["", "wrong", "fails"]:
+    """Find out whether program and module answer differently, or the program alone cannot answer."""
     import torch
 
     feeds = resize_example(loaded, sizes)
@@ -68,12 +74,13 @@ def _differ(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[st
         try:
             expected = [value.numpy() for value in loaded.module(*feeds)]
         except _FAILURES:
-            return False  # such sizes are not for this module
+            return ""  # such sizes are not for this module
         try:
             answers: Any = program.module(check_guards=False)(*feeds)
         except _FAILURES:
-            return True
-    return any(not _are_close(value.numpy(), wanted) for value, wanted in zip(answers, expected, strict=True))
+            return "fails"
+    differs = any(not _are_close(value.numpy(), wanted) for value, wanted in zip(answers, expected, strict=True))
+    return "wrong" if differs else ""
 
 
 def _are_close(value: Any, wanted: Any) -> bool:
