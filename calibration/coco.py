@@ -19,14 +19,14 @@ from enginesmith.pipeline.tensors import Array
 
 _KEYS = ("images", "annotations", "categories")
 _FORMAT = "give a COCO file of boxes (images, annotations, categories), or another form of data"
-_NO_BOX = -1.0
+_NO_BOX, _FIRST_CROWD = -1.0, -2
 
 
 def read_coco(reference: str, request: Request) -> RawData:
     """Read images and boxes: labels are float32[images, boxes, 5], class and corners; class −1 where there is no box.
 
-    Classes are numbered from 0 in the order of the categories' ids. Crowds are left out, boxes without an area, and
-    what the crop cuts off.
+    Classes are numbered from 0 in the order of the categories' ids; a crowd of class n has the number −2 − n. Boxes
+    without an area are left out, and what the crop cuts off.
 
     Raises:
         DataError: it is no such file, or an image is missing, damaged or of another size than the file says.
@@ -41,9 +41,9 @@ def read_coco(reference: str, request: Request) -> RawData:
     numbers = {identity: number for number, identity in enumerate(_sorted_ids(path, document["categories"]))}
     boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
     sizes = {image["id"]: _check_size(reference, image, files[image["id"]]) for image in document["images"]}
-    flat = cut = 0
+    flat = cut = crowds = 0
     for entry in document["annotations"]:
-        if entry.get("iscrowd") or not entry.get("bbox"):
+        if not entry.get("bbox"):
             continue
         if entry.get("image_id") not in files or entry.get("category_id") not in numbers:
             raise DataError(
@@ -56,7 +56,10 @@ def read_coco(reference: str, request: Request) -> RawData:
         elif corners is None:
             cut += 1
         else:
-            boxes[entry["image_id"]].append(np.append(numbers[entry["category_id"]], corners))
+            number = numbers[entry["category_id"]]
+            crowd = bool(entry.get("iscrowd"))
+            crowds += crowd
+            boxes[entry["image_id"]].append(np.append(_FIRST_CROWD - number if crowd else number, corners))
     most = max(1, *map(len, boxes.values()))
     labels = np.full((len(files), most, 5), _NO_BOX, np.float32)
     for row, listed in enumerate(boxes.values()):
@@ -67,6 +70,7 @@ def read_coco(reference: str, request: Request) -> RawData:
     notes = (
         f"images as {steps}",
         f"labels: {box_count} boxes of {len(numbers)} categories, numbered in order of their ids",
+        *([f"crowds among these boxes, in which detections are not judged: {crowds}"] if crowds else []),
         *(f"boxes {why}: {count} of {box_count + flat + cut}, left out" for why, count in lost.items() if count),
     )
     folders = tuple(dict.fromkeys(file.parent.absolute() for file in files.values()))

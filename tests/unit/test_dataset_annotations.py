@@ -168,11 +168,12 @@ class TestBoxes:
     def test_boxes_have_classes_in_the_order_of_ids(self, tmp_path: Path) -> None:
         data = open_dataset(self.write(tmp_path), (RAW,), options=DataOptions(resize=(16, 16)))
         labels: Any = data.labels
-        assert labels.shape == (2, 2, 5)
-        assert labels[0, :, 0].tolist() == [1, 0]
+        assert labels.shape == (2, 3, 5)
+        assert labels[0, :, 0].tolist() == [1, 0, -2]
         np.testing.assert_allclose(labels[0, 1, 1:], [0, 0, 16, 16])
         assert (labels[1] == -1).all()
-        assert "labels: 2 boxes of 2 categories, numbered in order of their ids" in data.notes
+        assert "labels: 3 boxes of 2 categories, numbered in order of their ids" in data.notes
+        assert "crowds among these boxes, in which detections are not judged: 1" in data.notes
 
     @pytest.mark.parametrize("options", GEOMETRIES)
     def test_a_box_lies_around_its_pixels(self, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -311,21 +311,25 @@ def make_boxes(seed: int) -> tuple[Arrays, Arrays]:
     return np.concatenate([boxes, scores, kinds], 2), labels
 
 
+@pytest.mark.parametrize("crowds", [False, True])
 @pytest.mark.parametrize("seed", CASES)
-def test_precision_of_boxes_is_that_of_pycocotools(seed: int) -> None:
+def test_precision_of_boxes_is_that_of_pycocotools(seed: int, crowds: bool) -> None:
     """pycocotools is called as documented: a COCO file of the truth, and ``loadRes`` with the detections."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     output, labels = make_boxes(seed)
+    if crowds:
+        labels[2:4, 0, 0] = -2 - labels[2:4, 0, 0]
     truth, found = COCO(), []
     truth.dataset = {"images": [{"id": image} for image in range(6)], "categories": [{"id": kind} for kind in range(3)]}
     truth.dataset |= {"annotations": [], "info": {}}
     for image, (boxes, wanted) in enumerate(zip(output, labels, strict=True)):
-        for kind, left, top, right, bottom in wanted[wanted[:, 0] >= 0]:
+        for number, left, top, right, bottom in wanted[wanted[:, 0] != -1]:
+            kind, crowd = (number, 0) if number >= 0 else (-2 - number, 1)
             sides = [left, top, right - left, bottom - top]
             one = {"id": len(truth.dataset["annotations"]) + 1, "image_id": image, "category_id": int(kind)}
-            truth.dataset["annotations"].append(one | {"bbox": sides, "area": sides[2] * sides[3], "iscrowd": 0})
+            truth.dataset["annotations"].append(one | {"bbox": sides, "area": sides[2] * sides[3], "iscrowd": crowd})
         for left, top, right, bottom, score, kind in boxes:
             one = {"image_id": image, "category_id": int(kind), "score": score}
             found.append(one | {"bbox": [left, top, right - left, bottom - top]})

@@ -19,12 +19,14 @@ _MOST_BOXES = 100
 _OVERLAP = 0.6
 """Intersection over union from which a box is suppressed by a better one of its class."""
 _LEAST_SCORE = 1e-3
+_NO_BOX = -1
+"""Class where there is no box; below it, crowds: −2 is one of class 0, in which detections do not count as wrong."""
 
 
 def _match_boxes(output: Array, labels: Array) -> Array:
     """Match what was found in each image with what there is: lists of pycocotools' records, one of each class."""
     coco, evaluation = import_library("pycocotools.coco"), import_library("pycocotools.cocoeval")
-    truth = [_box(place, box[0], box[1:]) for place, image in enumerate(labels) for box in image if box[0] >= 0]
+    truth = [_box(place, box[0], box[1:]) for place, image in enumerate(labels) for box in image if box[0] != _NO_BOX]
     detections = [
         _box(place, box[5], box[:4]) | {"score": float(box[4])}
         for place, image in enumerate(_find_boxes(output))
@@ -74,10 +76,14 @@ def _silently(function: Callable[[], None]) -> None:
         function()
 
 
-def _box(image: int, category: float, corners: Array) -> dict[str, Any]:
+def _box(image: int, number: float, corners: Array) -> dict[str, Any]:
+    """Make a record of COCO; ``number`` is that of a class, or of a crowd of one."""
     left, top, right, bottom = map(float, corners)
     sides = [left, top, right - left, bottom - top]
-    return {"image_id": image, "category_id": int(category), "bbox": sides, "area": sides[2] * sides[3], "iscrowd": 0}
+    crowd = number < _NO_BOX
+    category = int(2 * _NO_BOX - number if crowd else number)
+    area = sides[2] * sides[3]
+    return {"image_id": image, "category_id": category, "bbox": sides, "area": area, "iscrowd": int(crowd)}
 
 
 def _find_boxes(output: Array) -> list[Array]:
@@ -151,7 +157,7 @@ METRICS: dict[str, OwnMetric] = {
         "boxes of shape [images, boxes, 6] (corners, score, class), or [images, 4 + classes, boxes] (centre, extent, "
         "scores), or three outputs: corners [images, boxes, 4], scores and classes [images, boxes], named as in "
         "map:boxes,scores,classes where classes are floats; labels [images, boxes, 5] (class, corners), class -1 where "
-        "there is none",
+        "there is none, -2 and less for crowds of class 0 and on",
         _compute_map,
         draws=50,
         join=_join_detections,
