@@ -54,8 +54,8 @@ def take_labels(labels: Labels, rows: slice | Array) -> Labels:
 def find_missing_labels(labels: Labels) -> Array:
     """Find the rows whose labels have NaN or infinity."""
     arrays = labels.values() if isinstance(labels, Mapping) else [labels]
-    found = [np.argwhere(~np.isfinite(array))[:, 0] for array in arrays if array.dtype.kind == "f"]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+    rows = [np.argwhere(~np.isfinite(array))[:, 0] for array in arrays if array.dtype.kind == "f"]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *rows]))
 
 
 def assign_labels(

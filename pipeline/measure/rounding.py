@@ -63,17 +63,17 @@ class UnstableNumbers:
 
 
 def find_unstable(
-    perturb: Perturb, feeds: Feeds, answer: Feeds, found: UnstableNumbers | None = None
+    perturb: Perturb, feeds: Feeds, answer: Feeds, record: UnstableNumbers | None = None
 ) -> dict[str, Array]:
     """Find the numbers that rounding decides, of whole numbers and of floats that move by far.
 
     Returns, by output where there are some, an array like it: with how many right bits a number is still another one,
-    0 where it never is. Outputs of which most floats move by far, and how far others do, are added to ``found``.
+    0 where it never is. Outputs of which most floats move by far, and how far others do, are added to ``record``.
     """
-    unstable, found = dict[str, Array](), found or UnstableNumbers(perturb)
+    unstable, record = dict[str, Array](), record or UnstableNumbers(perturb)
     for bits in _PAIRS:
         for number, changed in enumerate(round_otherwise(perturb, feeds, bits)):
-            _mark(unstable, answer, changed, bits, found)
+            _mark(unstable, answer, changed, bits, record)
             if number and not unstable and all(value.dtype.kind == "f" for value in answer.values()):
                 break  # after one pair, which is so with nearly all models
         if not any(_is_whole(value).any() for value in answer.values()):
@@ -88,17 +88,17 @@ def round_otherwise(perturb: Perturb, feeds: Feeds, bits: int) -> Iterator[dict[
             yield perturb(feeds, sign * 2.0**-bits, seed)
 
 
-def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, found: UnstableNumbers) -> None:
+def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, record: UnstableNumbers) -> None:
     for name, value in answer.items():
         if name in changed and changed[name].shape == value.shape and value.size:
             moved, far = _find_moved(value, changed[name])
             if bits == FINE and far.mean() > _MOST_ILL:
-                found.unsteady.add(name)
+                record.unsteady.add(name)
             elif bits == FINE:
                 moved |= far
             if bits == FINE and value.dtype.kind == "f":
                 farthest = find_farthest(value, changed[name], np.asarray(moved, np.uint8)) / _MARGIN
-                found.movements[name] = max(found.movements.get(name, 0.0), farthest)
+                record.movements[name] = max(record.movements.get(name, 0.0), farthest)
             if moved.any():
                 known = unstable.get(name, np.zeros(value.shape, np.uint8))
                 unstable[name] = np.maximum(known, np.where(moved, np.uint8(bits), np.uint8(0)))

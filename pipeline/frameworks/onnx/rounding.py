@@ -153,7 +153,7 @@ class _Builder:
                 half = value.dtype != ir.DataType.FLOAT
                 floats = self._make("Cast", value, to=ir.DataType.FLOAT) if half else value
                 squares.append(self._make("Mul", floats, floats))
-        squared = self._make(node.op_type, *squares, **node.attributes)
+        squared = self._make("Abs", self._make(node.op_type, *squares, **node.attributes))  # alpha may be negative
         return self._make("Mul", self._make("Sqrt", squared), self._constant(_DEVIATIONS))
 
     def _make_largest(self, known: "ir.Value") -> "ir.Value":

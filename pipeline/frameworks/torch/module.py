@@ -309,7 +309,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
             f"inputs that are left out, so that their defaults hold: {others}; --input, for all inputs, adds some"
         )
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
-    signature = signature.model_copy(update={"returns": structure, "unsigned": tuple(_list_unsigned(module, example))})
+    signature = signature.model_copy(update={"returns": structure, "unsigned": _list_unsigned(module, example)})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
         notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
