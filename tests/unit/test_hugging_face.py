@@ -134,6 +134,23 @@ def test_what_the_model_takes_leaves_out_what_is_for_training() -> None:
     assert list(hugging_face.list_inputs(Pictures())) == ["pixel_values", "pixel_mask"]
 
 
+@pytest.mark.parametrize(
+    ("tags", "noted"),
+    [
+        (["O", "B-LOC", "I-LOC", "B-PER", "I-PER"], False),
+        (["O", "B-LOC", "B-PER", "I-LOC", "I-PER"], True),
+        (["B-LOC", "I-LOC", "O"], True),
+        (["O", "I-LOC", "B-LOC"], True),
+        (["LABEL_0", "LABEL_1"], False),
+        ([], False),
+    ],
+)
+def test_tags_in_another_order_than_the_metric_of_entities_takes_are_noted(tags: list[str], noted: bool) -> None:
+    notes = hugging_face.describe_tags(dict(enumerate(tags)))
+    assert len(notes) == noted
+    assert all(note.startswith(f"its tags are {', '.join(tags)}, and --metric entity_f1 reads") for note in notes)
+
+
 @pytest.mark.parametrize(("own", "remedy"), [(True, "is not run"), (False, "install a version")])
 def test_a_class_that_the_library_lacks_is_named(own: bool, remedy: str) -> None:
     config = SimpleNamespace(architectures=["NewModel"], **({"auto_map": {}} if own else {}))

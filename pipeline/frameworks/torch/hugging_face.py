@@ -56,7 +56,22 @@ def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], li
     )
     if surplus := sorted(report["unexpected_keys"]):
         notes.append(f"weights that {type(module).__name__} does not have were left out: {_list_names(surplus)}")
+    notes += describe_tags(config.id2label) if named.endswith("ForTokenClassification") else []
     return module, sorted(report["missing_keys"]), notes
+
+
+def describe_tags(names: Mapping[int, str]) -> list[str]:
+    """Describe that tags of entities, by number, are in another order than the metric of entities takes them to be."""
+    tags = [names[number] for number in sorted(names)]
+    if not tags or not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in tags):
+        return []
+    types = [tag[2:] for tag in tags[1::2]]
+    if tags == ["O", *(f"{place}-{name}" for name in types for place in "BI")]:
+        return []
+    return [
+        f"its tags are {', '.join(tags)}, and --metric entity_f1 reads their numbers as O, and B and I of each type by "
+        "turns: put outputs and labels into that order, or write a metric of your own"
+    ]
 
 
 def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Collection[str]) -> list[str]:
