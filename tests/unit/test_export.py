@@ -219,7 +219,7 @@ def test_sizes_that_a_module_decides_by_are_named(tmp_path: Path, divisor: int, 
 
 
 def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there() -> None:
-    """Of what becomes of it, such as the ONNX graph, that tells nothing."""
+    """Its failure tells nothing of what becomes of it, such as the ONNX graph."""
 
     def fail(*feeds: Any) -> Any:
         raise RuntimeError("runtime assertion failed")

@@ -56,7 +56,7 @@ def test_answers_move_by_about_the_step_and_the_other_way(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("product", ["Gemm(x, w, u)", "MatMul(x, w)", "Conv(x, v)"])
 def test_sums_of_products_are_changed_by_the_size_of_their_own(tmp_path: Path, product: str) -> None:
-    """Of two columns in different units, the numbers of the small one hardly move."""
+    """Numbers of a column in a small unit hardly move beside one in a large unit."""
     weights = {"w": np.eye(2, dtype=np.float32), "u": np.zeros(2, np.float32)}
     weights["v"] = weights["w"][:, :, None]
     shape = "n, 2, 1" if "Conv" in product else "n, 2"

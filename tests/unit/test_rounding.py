@@ -51,7 +51,7 @@ def test_operations_are_changed_by_about_the_step_and_the_other_way_by_its_negat
 
 
 def test_sums_of_products_are_changed_by_the_size_of_their_own() -> None:
-    """Of a price and a risk that are computed from each other's inputs, rounding does not decide the risk."""
+    """Rounding does not decide a risk that is computed beside a price by one product."""
     x = (RNG.standard_normal((512, 4)) * [1e6, 1, 1, 1]).astype(np.float32)
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     right = (torch.from_numpy(x) @ weight).numpy()
