@@ -140,10 +140,9 @@ class Model:
         if not wanted.size:
             return True
         silent = np.square(error).sum() <= np.square(wanted).sum() / 10 ** (limits["min_sqnr_db"] / 10)
-        share = error.max() / max(np.ptp(wanted), known_range, np.finfo(float).tiny)
-        exact = limits["right_bits"] >= 19 and limits["max_error_of_range"] > 0  # computed in float32
-        rounded = exact and error.max() <= rounding and share <= 0.01
-        return silent or share <= limits["max_error_of_range"] or rounded
+        span, allowed = max(np.ptp(wanted), known_range), limits["max_error_of_range"]
+        exact = limits["right_bits"] >= 19 and allowed > 0  # computed in float32, where rounding moves answers
+        return silent or error.max() <= max(allowed * span, min(rounding, 0.01 * span) if exact else 0)
 
 
 def _scale(column, wide, may_be_classes):

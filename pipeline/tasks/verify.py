@@ -30,7 +30,7 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import EngineCheck, try_metric
-from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, format_sizes
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
 
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ _ROUNDING = 1e-6
 """Error that may be rounding alone, of answers in float32 that are up to 1 for other samples."""
 _MADE_UP = "; the error is tiny, and the samples are made up: --data or --eval judges on real ones"
 _LOOKED_THROUGH, _MOST_LOOKED_THROUGH = 64, 256
-"""Samples among which such are looked for whose answers tell most: of answers of any length, and of whole numbers."""
+"""Samples among which those are looked for whose answers tell most: answers of any length, and of few kinds."""
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
@@ -237,40 +237,56 @@ def _put_telling_first(session: Session, data: Dataset, batch: int) -> Dataset:
     """Put samples first whose answers tell most, where values decide how long they are, or are of few kinds.
 
     Where no box is found, answers agree whatever an engine computes; where all samples are of the common class, so do
-    those of an engine that knows no other. Those with an answer come first, of each kind in turn. Answers whose length
-    values decide are looked at alone, others in batches of this size.
+    those of an engine that knows no other. Those that have an answer come first; or those of each kind in turn, for
+    which samples are run in batches of this size.
     """
-    signature, kinds = session.signature, dict[object, list[int]]()
+    signature, symbol = session.signature, samples.batch_symbol(session.signature)
     varying = [spec.name for spec in signature.outputs if {*spec.symbols} - {*signature.symbols}]
-    symbol, looks = samples.batch_symbol(signature), _LOOKED_THROUGH if varying else _MOST_LOOKED_THROUGH
-    discrete = [
-        spec.name
-        for spec in signature.outputs
-        if not spec.dtype.startswith("float") and (varying or symbol in spec.shape[:1])
-    ]
-    size = 1 if varying else batch
+    discrete = [spec.name for spec in signature.outputs if symbol in spec.shape[:1] and _has_kinds(spec)]
+    first = list[int]()
     with contextlib.suppress(EnginesmithError):  # it takes no such batch
-        usable = (varying and samples.fixed_batch(signature) == 1) or discrete
-        count = min(len(data), looks) if usable else 0
-        for start in range(0, count, size):
-            rows = range(start, min(start + size, count))
-            outputs = session.run(data.feed(np.array(rows)))
-            for place, row in enumerate(rows):
-                if all(outputs[name].size for name in varying):
-                    answers = (outputs[name] if varying else outputs[name][place] for name in discrete)
-                    kinds.setdefault(tuple(map(_name_kind, answers)), []).append(row)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
-    first = [row for row in turns if row is not None][: samples.JUDGED_SAMPLES]
+        if varying and samples.fixed_batch(signature) == 1:
+            first = _list_answered(session, data, varying)
+        elif discrete and not varying:
+            first = _list_kinds_in_turn(session, data, discrete, batch)
     if first == [*range(len(first))]:
         return data
     return data.take(np.array([*first, *(row for row in range(len(data)) if row not in first)]), data.name)
 
 
+def _list_answered(session: Session, data: Dataset, varying: Sequence[str]) -> list[int]:
+    """List the first samples for which none of these outputs is empty, as many as are judged."""
+    answered = list[int]()
+    for row in range(min(len(data), _LOOKED_THROUGH)):
+        outputs = session.run(data.feed(np.array([row])))
+        answered += [row] if all(outputs[name].size for name in varying) else []
+        if len(answered) == samples.JUDGED_SAMPLES:
+            break
+    return answered
+
+
+def _list_kinds_in_turn(session: Session, data: Dataset, discrete: Sequence[str], batch: int) -> list[int]:
+    """List samples with each answer of these outputs in turn, as many as are judged."""
+    kinds, count = dict[object, list[int]](), min(len(data), _MOST_LOOKED_THROUGH)
+    for start in range(0, count, batch):
+        rows = range(start, min(start + batch, count))
+        outputs = session.run(data.feed(np.array(rows)))
+        for place, row in enumerate(rows):
+            kinds.setdefault(tuple(_name_kind(outputs[name][place]) for name in discrete), []).append(row)
+        if len(kinds) >= samples.JUDGED_SAMPLES:
+            break
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
+    return [row for row in turns if row is not None][: samples.JUDGED_SAMPLES]
+
+
+def _has_kinds(spec: TensorSpec) -> bool:
+    """Tell whether samples have few kinds of answers: one whole number each, or a mask."""
+    return spec.dtype == "bool" or (not spec.dtype.startswith("float") and all(dim == 1 for dim in spec.shape[1:]))
+
+
 def _name_kind(answer: Array) -> object:
-    """Name the kind of a sample by its answer in whole numbers: the number itself, or which of the two a mask has."""
-    if answer.size == 1:
-        return answer.item()
-    return (bool(answer.any()), bool(answer.all())) if answer.dtype == np.bool_ else None
+    """Name the kind of a sample by its answer: the number itself, or which of the two values a mask has."""
+    return answer.item() if answer.size == 1 else (bool(answer.any()), bool(answer.all()))
 
 
 def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str]:
