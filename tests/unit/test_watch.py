@@ -1,6 +1,7 @@
 """Test what a user's code touches: files are remembered, pickles refused."""
 
 import importlib
+import importlib.metadata
 import io
 import json
 import multiprocessing
@@ -10,6 +11,7 @@ import sqlite3
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from enginesmith.calibration.user_code import check_reference
 from enginesmith.pipeline.errors import DataError, SourceError, UsageError
 from enginesmith.pipeline.frameworks.torch import file_tracking as watch_module
-from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.frameworks.torch.file_tracking import FileTracker, track_files
 from enginesmith.pipeline.recipe import make
 
 
@@ -132,6 +134,27 @@ def test_imported_code_is_remembered_but_no_packages(tmp_path: Path, monkeypatch
         sys.modules.pop("watched_code", None)
     assert tmp_path / "watched_code.py" in tracker.files
     assert not tracker.files & {Path(json.__file__), Path(np.__file__)}
+
+
+def test_packages_are_listed_with_versions_and_read_only_if_there_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = importlib.metadata.packages_distributions
+    calls: list[str] = []
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: calls.append("") or read())
+    preload = SimpleNamespace(COMMON=frozenset(name.partition(".")[0] for name in sys.modules) - {"numpy"})
+    monkeypatch.setitem(sys.modules, watch_module.PRELOADED, preload)
+    assert FileTracker(allow_pickle=False).packages() == {"numpy": np.__version__}
+    assert len(calls) == 1
+    preload.COMMON |= {"numpy"}
+    (tmp_path / "own_code.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        importlib.import_module("own_code")
+        assert FileTracker(allow_pickle=False).packages() == {}
+    finally:
+        sys.modules.pop("own_code", None)
+    assert len(calls) == 1, "a module beside the model is no package, and reading all distributions takes long"
 
 
 def test_code_that_changes_within_a_second_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

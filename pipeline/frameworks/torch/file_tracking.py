@@ -27,10 +27,11 @@ PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
 _OWN_CODE = (*(f"{_ROOT / name}/" for name in OWN_FOLDERS), *(str(_ROOT / name) for name in OWN_FILES))
 
-
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Names of the folders that pip installs distributions into."""
 _PACKAGES = {
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),  # of another environment
+    *(path for path in sys.path if Path(path).name in _INSTALLED),  # of another environment
 }
 _FOREIGN = tuple(f"{path}/" for path in (*sorted({*_PACKAGES, site.getusersitepackages()}), "/proc", "/sys", "/dev"))
 """Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
@@ -81,12 +82,19 @@ class FileTracker:
     def packages(self) -> dict[str, str]:
         """List packages imported beyond those that every worker has, with their versions."""
         common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
-        modules = {name.partition(".")[0] for name in sys.modules} - common
-        if not modules:
+        imported = {name for name in sys.modules if "." not in name} - common
+        modules = [name for name in imported if _is_installed(sys.modules[name])]
+        if not modules:  # as for most models: reading what each distribution holds takes half a second
             return {}
         homes = importlib.metadata.packages_distributions()
         names = {name for module in modules for name in homes.get(module, ())}
         return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
+def _is_installed(module: object) -> bool:
+    """Tell whether a module is of an installed distribution; files of all others are tracked themselves."""
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(_INSTALLED.intersection(Path(place).parts) for place in places if place)
 
 
 _active: list[FileTracker] = []
