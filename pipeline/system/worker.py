@@ -88,7 +88,7 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED])
         self.log = log
-        self._said_before = log.stat().st_size if log.is_file() else 0
+        self._earlier_bytes = log.stat().st_size if log.is_file() else 0
         self._ending = threading.Lock()
         """An exit code can be read once, and two threads may want it: the one that kills and the one that waits."""
         self._connection, theirs = context.Pipe()
@@ -154,7 +154,7 @@ class Worker:
             code = self._process.exitcode
         log_text = ""
         if self.log.is_file():
-            log_text = self.log.read_bytes()[self._said_before :].decode(errors="replace").strip()
+            log_text = self.log.read_bytes()[self._earlier_bytes :].decode(errors="replace").strip()
         log_text, place = _split_trace(log_text)
         tail = f"; the end of its log ({self.log.name}): {log_text or 'empty'}{place}"
         if code == -signal.SIGKILL:

@@ -59,7 +59,7 @@ def test_on_a_gpu_what_a_deployment_takes_comes_first() -> None:
     column = table.columns.index("on the GPU")
     assert [row[column : column + 2] for row in table.rows] == [("–", "3 MiB"), ("512 MiB, 48 fit", "3 MiB")]
     assert "on the GPU" in run_tables.tabulate_memory(shown).columns
-    assert "a deployment takes 512 MiB of the GPU's 24 GiB, so that 48 fit; peak 3 MiB" in page._memory(shown)
+    assert "a deployment takes 512 MiB of the GPU's 24 GiB, so that 48 fit; peak 3 MiB" in page._describe_memory(shown)
 
 
 def test_groups_on_a_gpu_are_named() -> None:
@@ -519,6 +519,6 @@ def test_cautions_about_the_run_do_not_make_the_machine_noisy() -> None:
     """Also one about fields of a newer version, which reading adds."""
     told = "the model is not the one that this run was started with"
     environment: dict[str, Any] = {"warnings": [told], "cautions": [told]}
-    assert not page._quiet(run(environment=environment)).startswith("No: ")
+    assert not page._describe_disturbance(run(environment=environment)).startswith("No: ")
     environment["warnings"] = [told, "the machine is busy"]
-    assert page._quiet(run(environment=environment)).startswith("No: the machine is busy")
+    assert page._describe_disturbance(run(environment=environment)).startswith("No: the machine is busy")

@@ -224,19 +224,19 @@ class Compiled:
 
     def __init__(self, compile_for: Callable[[int | None], Any], batches: Collection[int]) -> None:
         self.batches = frozenset(batches)
-        self._compile_for, self._made, self._lock = compile_for, dict[int | None, Any](), threading.Lock()
+        self._compile_for, self._compiled, self._lock = compile_for, dict[int | None, Any](), threading.Lock()
 
     def find(self, batch: int | None) -> Any:
         """Return the compiled model for a batch size; None is for all others."""
         with self._lock:
-            if batch not in self._made:
-                self._made[batch] = self._compile_for(batch)
-            return self._made[batch]
+            if batch not in self._compiled:
+                self._compiled[batch] = self._compile_for(batch)
+            return self._compiled[batch]
 
     def release_memory(self) -> None:
         """Free the buffers of layers, which the next call allocates again."""
         with self._lock:
-            for compiled in self._made.values():
+            for compiled in self._compiled.values():
                 compiled.release_memory()
 
 

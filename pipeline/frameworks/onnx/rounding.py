@@ -73,13 +73,13 @@ class _Builder:
     """Inserts what changes values."""
 
     def __init__(self, graph: "ir.Graph") -> None:
-        self._graph, self._count, self._made = graph, 0, list[ir.Node]()
+        self._graph, self._count, self._new_nodes = graph, 0, list[ir.Node]()
         self._constants: dict[tuple[str, bytes], ir.Value] = {}
         kind = ir.TensorType(ir.DataType.FLOAT)
         self._step, self._seed = (ir.Value(name=name, type=kind, shape=ir.Shape([])) for name in (STEP, SEED))
         self._extent = self._make("Abs", self._step)
         self._sign = self._make("Mul", self._make("Sign", self._step), self._constant(2**0.5))  # a sine varies by half
-        self._graph.insert_before(self._graph[0], self._made)
+        self._graph.insert_before(self._graph[0], self._new_nodes)
 
     def change(self, node: "ir.Node", value: "ir.Value") -> None:
         """Change what a node writes, if it is of floats: all that reads it reads what it has become."""
@@ -88,15 +88,15 @@ class _Builder:
         known = value.shape is not None and len(value.shape) > 0
         if not read or not known or not (half or value.dtype == ir.DataType.FLOAT):
             return
-        self._made, self._count = [], self._count + 1
+        self._new_nodes, self._count = [], self._count + 1
         changed = self._change_numbers(node, value, 2.0**-10 if half else 0.0)
         changed.type, changed.shape = value.type, value.shape
         ir.convenience.replace_all_uses_with(value, changed, replace_graph_outputs=True)
-        for new_node in self._made:  # which read the value itself
+        for new_node in self._new_nodes:  # which read the value itself
             for index, given in enumerate(new_node.inputs):
                 if given is changed:
                     new_node.replace_input_with(index, value)
-        self._graph.insert_after(node, self._made)
+        self._graph.insert_after(node, self._new_nodes)
         value.name, changed.name = f"{value.name}/exact", value.name
 
     def finish(self) -> None:
@@ -163,7 +163,7 @@ class _Builder:
 
     def _make(self, operator: str, *inputs: "ir.Value", **attributes: object) -> "ir.Value":
         node = ir.node(operator, inputs, attributes)  # type: ignore[arg-type]
-        self._made.append(node)
+        self._new_nodes.append(node)
         return node.outputs[0]
 
     def _constant(self, numbers: Array | float) -> "ir.Value":

@@ -135,7 +135,7 @@ def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) ->
 
     Where channels were pruned and the rest of an image's shape is as it was, maps are compared.
     """
-    theirs, ours = (_seen(model, batch) for model in (teacher, student))
+    theirs, ours = (_capture_outputs(model, batch) for model in (teacher, student))
     blocks = _blocks(teacher.module.model)
     usable = {path: kind for path in theirs if path in ours and (kind := _comparable(ours[path], theirs[path]))}
     chosen = {path: kind for path, kind in usable.items() if path in blocks} or usable
@@ -149,7 +149,7 @@ def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) ->
     return tuple(Target(name=path, kind=chosen[path], scale=_scale(theirs[path])) for path in ends)
 
 
-def _seen(model: LoadedModel, batch: Batch) -> Mapping[str, Tensor]:
+def _capture_outputs(model: LoadedModel, batch: Batch) -> Mapping[str, Tensor]:
     with tap(model.module.model, [path for path, _ in model.module.model.named_modules() if path]) as values:
         model.module(*batch.inputs.values())
     return values

@@ -109,7 +109,7 @@ class _Equalizer:
     """Equalises sets of channels: all those that one product reads and that can be scaled."""
 
     def __init__(self, channel_labels: ChannelLabels, every: Sequence[Product], ranges: Ranges | None) -> None:
-        self._found, self._limits = channel_labels, _Limits.find(channel_labels, ranges)
+        self._labels, self._limits = channel_labels, _Limits.find(channel_labels, ranges)
         self._factors = np.ones(channel_labels.count)
         self._magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
         for product in every:
@@ -153,10 +153,10 @@ class _Equalizer:
     def finish(self, before: float, after: float) -> EqualizationResult:
         """Write the factors into the graph."""
         changed = [each for each in self.sets if np.abs(self._factors[each.labels] - 1).max() > _CONVERGED]
-        factors = np.ones(self._found.count)
+        factors = np.ones(self._labels.count)
         for each in changed:
             factors[each.labels] = self._factors[each.labels]
-        self._found.divide(factors)
+        self._labels.divide(factors)
         gone = {clip for clip, channels in self._limits.unbounded if (factors[channels] != 1).any()}
         for clip in gone:
             clip.op_type = "Relu"

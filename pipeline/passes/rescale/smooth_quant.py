@@ -242,17 +242,17 @@ class _Smoother:
         self._ranges, self._settings = ranges, settings
         every = products.find(model)
         self._first = model.graph[0]
-        self._found = labels.label(model, every)
-        self._read = {product.node: read for product, read in self._found.readers}
-        self._movable = ~self._found.fixed
-        for _, passed in self._found.clips:
+        self._labels = labels.label(model, every)
+        self._read = {product.node: read for product, read in self._labels.readers}
+        self._movable = ~self._labels.fixed
+        for _, passed in self._labels.clips:
             self._movable[passed] = False
-        self._costing = np.zeros(self._found.count, bool)
+        self._costing = np.zeros(self._labels.count, bool)
         """Labels whose factors cost a multiplication."""
-        for _, there in self._found.sources:
+        for _, there in self._labels.sources:
             self._costing[there] = True
         self._read_by: dict[tuple[ir.Value, int], list[Product]] = {}
-        self._scaled = np.zeros(self._found.count, bool)
+        self._scaled = np.zeros(self._labels.count, bool)
         """Labels that were scaled already: what is known of their channels no longer holds."""
         for product in every:
             if product.is_matrix or settings.mode == "smooth":
@@ -332,14 +332,14 @@ class _Smoother:
         """Find values that channels come from, with their labels, and the gain of noise on the way from there."""
         sources: list[tuple[ChannelStatistics, Labels, Array]] = []
         square = np.array(self._ranges.channels[str(value.name)].mean_square)
-        for before, there in self._found.values.items():
+        for before, there in self._labels.values.items():
             if before is value:
                 return sources
             axis, theirs = find_axis(there), there.reshape(-1)
             if axis is None or (statistics := self._statistics(before, axis, theirs.size)) is None:
                 continue
-            if np.isin(read, theirs[~self._found.fixed[theirs]]).any():
-                of_label = np.full(self._found.count, np.inf)  # mean square of what has this label there
+            if np.isin(read, theirs[~self._labels.fixed[theirs]]).any():
+                of_label = np.full(self._labels.count, np.inf)  # mean square of what has this label there
                 of_label[theirs] = np.maximum(statistics.mean_square, _TINY)
                 averaged = _count_places(before, axis) / _count_places(value, place)  # as a mean evens noise out
                 sources.append((statistics, theirs, square / of_label[read] / max(1.0, averaged)))
@@ -347,7 +347,7 @@ class _Smoother:
 
     def _sum_errors(self, readings: "Sequence[_Reading]", channels: Labels, factors: Array) -> float:
         """Estimate the error in all products of these readings where channels are divided by factors."""
-        every = np.ones(self._found.count)
+        every = np.ones(self._labels.count)
         every[channels] = factors
         if self._settings.mode == "awq":
             return sum(_int4_error(each.weights, every[each.labels], each.statistics) for each in readings)
@@ -381,13 +381,13 @@ class _Smoother:
 
     def _divide(self, channels: Labels, factors: Array) -> None:
         """Divide channels, and all with the same labels; by multiplications where nothing else takes the factors."""
-        every = np.ones(self._found.count)
+        every = np.ones(self._labels.count)
         every[channels] = factors
-        for value, there in self._found.sources:
+        for value, there in self._labels.sources:
             if (every[there] != 1).any():
                 node, uses = value.producer(), [(use.node, use.idx) for use in value.uses()]
                 self._insert(value, 1 / every[there], node or self._first, uses, after=node is not None)
-        self._found.divide(every)
+        self._labels.divide(every)
         self._scaled[channels] = True
 
     def _insert(

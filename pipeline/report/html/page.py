@@ -162,15 +162,15 @@ def answer_questions(run: Run) -> tuple[Fact, ...]:
     """Answer a reviewer's questions in a line each, naming the section that has the rest."""
     versions = ", ".join(f"{name} {number}" for name, number in provenance.list_versions(run.environment).items())
     return (
-        Fact("Is the latency budget met at p99?", _p99(run), "latency"),
-        Fact("Which clock, how many rounds?", _clock(run), "method"),
-        Fact("Was the machine quiet?", _quiet(run), "environment"),
-        Fact("Where does memory go?", _memory(run), "memory"),
-        Fact("Where was accuracy lost?", _lost(run), "fidelity"),
-        Fact("Which layers stayed in floating point, and why?", _kept(run), "precision"),
-        Fact("Which variants failed, were rejected or not measured?", _out(run), "out"),
-        Fact("Calibrated and evaluated on what?", _data(run), "precision"),
-        Fact("How far from the hardware's limit?", _limit(run), "limits"),
+        Fact("Is the latency budget met at p99?", _describe_p99(run), "latency"),
+        Fact("Which clock, how many rounds?", _describe_clock(run), "method"),
+        Fact("Was the machine quiet?", _describe_disturbance(run), "environment"),
+        Fact("Where does memory go?", _describe_memory(run), "memory"),
+        Fact("Where was accuracy lost?", _describe_loss(run), "fidelity"),
+        Fact("Which layers stayed in floating point, and why?", _list_floating_groups(run), "precision"),
+        Fact("Which variants failed, were rejected or not measured?", _count_unmeasured(run), "out"),
+        Fact("Calibrated and evaluated on what?", _describe_data(run), "precision"),
+        Fact("How far from the hardware's limit?", _describe_limit(run), "limits"),
         Fact("What do I install to run this again?", f"{versions or 'No versions are known'}.", "reproduce"),
     )
 
@@ -184,11 +184,11 @@ def choose_variant(run: Run) -> VariantRecord:
     return records[min(timed)[1]] if timed else run.baseline
 
 
-def _p99(run: Run) -> str:
+def _describe_p99(run: Run) -> str:
     record, batch = choose_variant(run), run.deciding_batch
     row = record.row(batch)
     if row is None:
-        return f"Not known: {_why(record, 'latency')}."
+        return f"Not known: {_explain_missing(record, 'latency')}."
     if row.p99_ms is None:
         sentence = f"p99 of {record.id} at batch {batch} is not known: {row.reasons.get('p99_ms', 'too few samples')}"
     else:
@@ -204,22 +204,22 @@ def _p99(run: Run) -> str:
     return f"The budget is on p50, {budgets.max_latency_ms:g} ms; {sentence}, {within} it."
 
 
-def _clock(run: Run) -> str:
+def _describe_clock(run: Run) -> str:
     rows = [row for record in run.records for row in record.latency if row.rounds]
     if not rows:
-        return f"Nothing was timed: {_why(run.baseline, 'latency')}."
+        return f"Nothing was timed: {_explain_missing(run.baseline, 'latency')}."
     device = " and CUDA events beside it" if any(row.device_p50_ms is not None for row in rows) else ""
-    rounds, launches = _range(row.rounds for row in rows), _range(row.launches for row in rows)
-    samples = _range(row.n for row in rows)
+    rounds, launches = _format_range(row.rounds for row in rows), _format_range(row.launches for row in rows)
+    samples = _format_range(row.n for row in rows)
     return f"The host's monotonic clock{device}; rounds: {rounds}, launches: {launches}, samples: {samples}."
 
 
-def _range(counts: Iterator[int | None]) -> str:
+def _format_range(counts: Iterator[int | None]) -> str:
     known = sorted({count for count in counts if count is not None})
     return " to ".join(f"{count:,}" for count in dict.fromkeys((known[0], known[-1]))) if known else "unknown"
 
 
-def _quiet(run: Run) -> str:
+def _describe_disturbance(run: Run) -> str:
     others = run.environment.get("cautions", ())
     warnings = [text for text in run.environment.get("warnings", ()) if text not in others]
     shares = [row.disturbed_share for entry in run.records for row in entry.latency if row.disturbed_share is not None]
@@ -233,11 +233,11 @@ def _quiet(run: Run) -> str:
     return f"Yes, no disturbance was found{'; ' if disturbance else ''}{disturbance}."
 
 
-def _memory(run: Run) -> str:
+def _describe_memory(run: Run) -> str:
     record = choose_variant(run)
     row = record.memory
     if row is None or row.peak_bytes is None:
-        return f"Not known: {(row and row.reasons.get('peak_bytes')) or _why(record, 'memory')}."
+        return f"Not known: {(row and row.reasons.get('peak_bytes')) or _explain_missing(record, 'memory')}."
     whole = run.baseline.peak_bytes if record is not run.baseline else None
     share = f", {row.peak_bytes / whole:.0%} of that of {run.baseline.id}" if whole else ""
     parts = f"weights {format_bytes(row.weights_bytes)}, activations {format_bytes(row.activation_bytes)}"
@@ -248,7 +248,7 @@ def _memory(run: Run) -> str:
     return f"{record.id} at batch {row.batch}: {taken}peak {format_bytes(row.peak_bytes)}{share}; {parts}."
 
 
-def _lost(run: Run) -> str:
+def _describe_loss(run: Run) -> str:
     rows = tabulate_losses(run).rows
     mine = next((row for row in rows if row[0] == mark_name(choose_variant(run))), next(iter(rows), None))
     if mine is None:
@@ -258,7 +258,7 @@ def _lost(run: Run) -> str:
     return f"{name}: {where}{f'; {metric}' if metric != '–' else ''}."
 
 
-def _kept(run: Run) -> str:
+def _list_floating_groups(run: Run) -> str:
     answers = []
     for record in (record for record in run.variants if record.assignment):
         low, total = narrowest_type(record.precision), len(record.assignment)
@@ -281,7 +281,7 @@ def _group_by_reason(groups: Sequence[Assignment]) -> Iterator[str]:
         yield f"and {len(together) - _NAMED} more reasons"
 
 
-def _out(run: Run) -> str:
+def _count_unmeasured(run: Run) -> str:
     ends = [record.status for record in run.requested]
     counts = {
         "failed": ends.count("failed"),
@@ -293,7 +293,7 @@ def _out(run: Run) -> str:
     return f"{summary} of {len(run.requested)}." if summary else "None."
 
 
-def _data(run: Run) -> str:
+def _describe_data(run: Run) -> str:
     parts = []
     if any(record.assignment or record.synthetic_calibration for record in run.variants):
         made_up = any(record.synthetic_calibration for record in run.variants)
@@ -305,15 +305,15 @@ def _data(run: Run) -> str:
     return f"{'; '.join(parts)}."
 
 
-def _limit(run: Run) -> str:
+def _describe_limit(run: Run) -> str:
     record = choose_variant(run)
     row = next((limit for limit in record.limits if limit.batch == run.deciding_batch), next(iter(record.limits), None))
     if row is None:
-        return f"Not known: {_why(record, 'limits')}."
+        return f"Not known: {_explain_missing(record, 'limits')}."
     if row.measured_over_floor is None:
         return f"Not known: {row.reasons.get('measured_over_floor', row.summary)}."
     return f"{record.id} at batch {row.batch} takes {row.measured_over_floor:.3g}× its floor, bound by {row.bound_by}."
 
 
-def _why(record: VariantRecord, field: str) -> str:
+def _explain_missing(record: VariantRecord, field: str) -> str:
     return shorten_reason(record.reasons.get(field) or record.reason or "not asked for")
