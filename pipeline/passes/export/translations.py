@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, nn
 
 from enginesmith.pipeline.frameworks.onnx import ir
 
@@ -44,6 +44,10 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten.kthvalue.default: kthvalue,
         aten.median.dim: median,
         aten.median.default: median_of_all,
+        aten._adaptive_avg_pool2d.default: adaptive_average_pool,
+        aten._adaptive_avg_pool3d.default: adaptive_average_pool,
+        aten.adaptive_max_pool2d.default: adaptive_max_pool,
+        aten.adaptive_max_pool3d.default: adaptive_max_pool,
         aten.stft.default: stft,
         prims.prod.default: prod,
         prims.fmax.default: fmax,
@@ -308,6 +312,69 @@ def median_of_all(self: Any) -> Any:
     flat = op.Reshape(self, [-1])
     flat.dtype, flat.shape = self.dtype, ir.Shape([None])
     return median(flat, 0)[0]
+
+
+# Adaptive pooling: of n inputs, output i of m reads those from floor(i n / m) to ceil((i + 1) n / m), so that windows
+# overlap, and differ in size. The exporter has none for maxima, and for means one that is right at some sizes alone.
+
+
+def _kernel_of(self: Any, output_size: Sequence[int]) -> list[int] | None:
+    """Return the size of all windows, if it is one size, known at export; the windows then lie side by side."""
+    sizes = self.shape[-len(output_size) :]
+    if any(not isinstance(size, int) or size % count for size, count in zip(sizes, output_size, strict=True)):
+        return None
+    return [size // count for size, count in zip(sizes, output_size, strict=True)]
+
+
+def _windows(self: Any, axis: int, count: int) -> tuple[Any, Any]:
+    """List the places that each window reads, [count, largest window], the last one repeated; and where it is not."""
+    edges, size = op.Constant(value_ints=[*range(count + 1)]), op.Shape(self, start=axis, end=axis + 1)
+    parts = op.Constant(value_ints=[count])
+    starts = op.Div(op.Mul(op.Slice(edges, [0], [count], [0]), size), parts)
+    scaled = op.Mul(op.Slice(edges, [1], [count + 1], [0]), size)
+    ends = op.Div(op.Add(scaled, op.Sub(parts, 1)), parts)
+    largest = op.ReduceMax(op.Sub(ends, starts), [0], keepdims=0)
+    places = op.Add(op.Unsqueeze(starts, [1]), op.Range(0, largest, 1))
+    last = op.Unsqueeze(op.Sub(ends, 1), [1])
+    is_inside = op.LessOrEqual(places, last)
+    return op.Where(is_inside, places, last), is_inside
+
+
+def adaptive_average_pool(self: Any, output_size: Sequence[int]) -> Any:
+    """Average windows, axis by axis: each one's size is a product of sizes along the axes."""
+    rank, spatial = len(self.shape), len(output_size)
+    if kernel := _kernel_of(self, output_size):
+        rows = op.Unsqueeze(self, [0]) if rank == spatial + 1 else self
+        means = op.AveragePool(rows, kernel_shape=kernel, strides=kernel)
+        return op.Squeeze(means, [0]) if rank == spatial + 1 else means
+    means = self
+    for axis, count in zip(range(rank - spatial, rank), output_size, strict=True):
+        places, is_inside = _windows(self, axis, count)
+        share = op.CastLike(is_inside, self)
+        share = op.Div(share, op.ReduceSum(share, [1], keepdims=1))
+        trailing = list(range(2, 1 + rank - axis))
+        weights = op.Unsqueeze(share, trailing) if trailing else share
+        means = op.ReduceSum(op.Mul(op.Gather(means, places, axis=axis), weights), [axis + 1], keepdims=0)
+    return means
+
+
+def adaptive_max_pool(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+    """Find the largest number of each window, and its place among those of its channel."""
+    rank, spatial = len(self.shape), len(output_size)
+    if kernel := _kernel_of(self, output_size):
+        translate = nn.aten_max_pool2d_with_indices if spatial == 2 else nn.aten_max_pool3d_with_indices
+        return translate(self, kernel, kernel, [0] * spatial, [1] * spatial)
+    largest, plane = self, op.Shape(self, start=rank - spatial)
+    numbers = op.Range(0, op.ReduceProd(plane, keepdims=0), 1)
+    numbered = op.Expand(op.Reshape(numbers, plane), op.Shape(self))
+    for axis in reversed(range(rank - spatial, rank)):  # so that the first of equal numbers is the first in its channel
+        places, _ = _windows(self, axis, output_size[axis - rank])
+        windows = op.Gather(largest, places, axis=axis)
+        best = op.ArgMax(windows, axis=axis + 1)
+        largest = op.ReduceMax(windows, [axis + 1], keepdims=0)
+        of_best = op.GatherElements(op.Gather(numbered, places, axis=axis), best, axis=axis + 1)
+        numbered = op.Squeeze(of_best, [axis + 1])
+    return largest, numbered
 
 
 _LARGEST_CONVOLVED, _LARGEST_POWER_OF_TWO = 2048, 512

@@ -1,0 +1,288 @@
+"""Translations of operators to ONNX, held against PyTorch."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator
+from exporting import exported, loaded
+from published_bugs import probes
+
+
+def test_rounding_divisions_are_exact(tmp_path: Path) -> None:
+    """PyTorch's results are expected: whole numbers beyond float32, and 1.0 // 0.1, which is 9."""
+
+    class Divided(torch.nn.Module):
+        def forward(self, key: Any, by: Any, x: Any) -> Any:
+            whole = [torch.div(key, by, rounding_mode=mode) for mode in ("floor", "trunc")]
+            return (
+                *whole,
+                torch.div(key, -7, rounding_mode="floor"),
+                torch.div(x, 0.1, rounding_mode="floor"),
+                x // by,
+            )
+
+    steps = torch.arange(-100, 100)
+    feeds = {"key": 123_456_789 * steps + 1, "by": steps % 7 - 9, "x": steps / 10}
+    names = [f"{name}:{dtype}:200" for name, dtype in zip("abcde", ["int64"] * 3 + ["float32"] * 2, strict=True)]
+    model = loaded(Divided(), feeds, dict.fromkeys(feeds, (200,)), names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, model.module(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
+_MAGNITUDES = 10.0 ** torch.arange(-34, 38, 1.5)
+
+
+_NUMBERS = torch.cat([_MAGNITUDES, -_MAGNITUDES, torch.linspace(-80, 80, 65), torch.linspace(-2, 2, 65)])
+
+
+_SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.logsigmoid,
+        torch.log1p,
+        torch.expm1,
+        torch.logaddexp,
+        torch.logaddexp2,
+        torch.atan2,
+        torch.erfc,
+        torch.special.log_ndtr,
+    ],
+)
+def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) -> None:
+    """OpenVINO's maxima and exponentials of NaN are numbers, so it is compared at the others."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *given: Any) -> Any:
+            return function(*given)
+
+    two = function in (torch.logaddexp, torch.logaddexp2, torch.atan2)
+    numbers = torch.cat([_SPECIAL, _NUMBERS[::6] if two else _NUMBERS])
+    feeds = dict(zip("xy", torch.meshgrid(*[numbers] * (1 + two), indexing="ij"), strict=False))
+    shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+    text = ",".join(map(str, shapes["x"]))
+    model = loaded(Module(), feeds, shapes, [f"out:float32:{text}"])
+    exported(tmp_path, model, exporter="dynamo")
+    arrays = {name: value.numpy() for name, value in feeds.items()}
+    (found,) = evaluator.run_graph(tmp_path / edit.FILE, arrays)
+    wanted = function(*feeds.values()).numpy()
+    is_number = ~np.isnan(wanted)
+    smallest = 1e-7 if two else 1e-37
+    np.testing.assert_allclose(found, wanted, 1e-5, smallest)
+    if function is torch.atan2:
+        np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
+    (found,) = probes.run_openvino(onnx.load(tmp_path / edit.FILE), arrays)
+    np.testing.assert_allclose(found[is_number], wanted[is_number], 1e-5, smallest)
+
+
+def test_functions_of_halves_are_computed_in_float32(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any) -> Any:
+            return F.logsigmoid(x), torch.logaddexp(x, y), torch.atan2(x, y)
+
+    x, y = torch.linspace(-9, 9, 200).half(), torch.linspace(5, -3, 200).half()
+    names = [f"{name}:float16:200" for name in "abc"]
+    model = loaded(Module(), {"x": x, "y": y}, {"x": (200,), "y": (200,)}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy(), "y": y.numpy()})
+    for value, wanted in zip(found, Module()(x.float(), y.float()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), 6e-4)  # one rounding
+
+
+def test_running_sums_in_log_space_are_exact(tmp_path: Path) -> None:
+    """Their length is dynamic, and what comes first is far below the maximum, or is nothing at all."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.logcumsumexp(x, -2)
+
+    x = 300 * torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0))
+    x[0, :3] = -torch.inf
+    x[1, 4, 1] = torch.inf
+    model = loaded(Module(), {"x": x}, {"x": (2, "length", 3)}, ["y:float32:2,length,3"])
+    exported(tmp_path, model, exporter="dynamo")
+    for value in (x, x[:, :4]):
+        (found,) = evaluator.run_graph(tmp_path / edit.FILE, {"x": value.numpy()})
+        np.testing.assert_allclose(found, torch.logcumsumexp(value, -2).numpy(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_means_and_extremes_by_place_are_those_of_pytorch(tmp_path: Path, dtype: torch.dtype) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any, index: Any) -> Any:
+            asked = (("mean", True), ("mean", False), ("amax", False), ("amin", False))
+            return tuple(x.scatter_reduce(1, index, y, kind, include_self=own) for kind, own in asked)
+
+    draw = torch.Generator().manual_seed(0)
+    x, y = ((20 * torch.randn(2, size, generator=draw)).to(dtype) for size in (4, 6))
+    if dtype.is_floating_point:
+        y[0, 1], y[1, :5] = torch.inf, -torch.inf
+    feeds = {"x": x, "y": y, "index": torch.tensor([[0, 1, 1, 3, 0, 0], [2, 2, 2, 2, 2, 0]])}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    names = [f"{name}:{str(dtype).removeprefix('torch.')}:batch,4" for name in "abcd"]
+    model = loaded(Module(), feeds, shapes, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), 1e-6)
+
+
+def test_values_are_put_into_buckets_as_in_pytorch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, rows: Any, x: Any, number: Any) -> Any:
+            order = rows.argsort(-1)
+            ordered = rows.sort(-1).values
+            return (
+                torch.searchsorted(ordered, x),
+                torch.searchsorted(ordered, x, side="right", out_int32=True),
+                torch.searchsorted(rows, x, right=True, sorter=order),
+                torch.searchsorted(ordered[0], 2),
+                torch.bucketize(x, ordered[0], right=True),
+                torch.bucketize(number, torch.tensor([-5, 0, 3, 3, 2**40])),
+            )
+
+    rows = torch.tensor([[3.0, 1, 2, 2], [torch.inf, 0, -torch.inf, 5]])
+    x = torch.tensor([[2.0, torch.nan, -9, 3, 7, 2.5], [0.0, torch.inf, -torch.inf, 5, 1, -1]])
+    feeds = {"rows": rows, "x": x, "number": torch.tensor([[3, 2**40 - 1, -6], [4, 0, 2**41]])}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    kinds = ("int64:batch,6", "int32:batch,6", "int64:batch,6", "int64:", "int64:batch,6", "int64:batch,3")
+    model = loaded(Module(), feeds, shapes, [f"out_{at}:{kind}" for at, kind in enumerate(kinds)])
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
+def test_operators_that_the_exporter_lacks_are_those_of_pytorch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any, number: Any) -> Any:
+            extremes = torch.fmax(x, y), torch.fmin(x, y), torch.copysign(x.abs(), y), torch.signbit(y)
+            chosen = (
+                x.median(1).values,
+                x.median(),
+                *number.median(0),
+                number.median(),
+                *number.kthvalue(2, 1, keepdim=True),
+            )
+            return *extremes, x.cumprod(1), *chosen
+
+    x = torch.tensor([[3.0, -1, 2, 0.5], [torch.inf, 0, -torch.inf, 5], [torch.nan, 2, 1, torch.nan]])
+    y = torch.tensor([[1.0, -0.0, torch.nan, 7], [torch.inf, 0.0, 4, -5], [torch.nan, -2, 9, 0]])
+    number = torch.tensor([[3, 2**40, -6], [4, 0, 2**41], [1, 9, 9]])
+    feeds = {"x": x, "y": y, "number": number}
+    shapes = {name: ("batch", value.shape[1]) for name, value in feeds.items()}
+    floats, single = "float32:batch,4", "float32:"
+    kinds = [floats, floats, floats, "bool:batch,4", floats, "float32:batch", single, "int64:3", "int64:3", "int64:"]
+    names = [*kinds, "int64:batch,1", "int64:batch,1"]
+    model = loaded(Module(), feeds, shapes, [f"out_{at}:{kind}" for at, kind in enumerate(names)])
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for value, wanted in zip(found, Module()(*feeds.values()), strict=True):
+        np.testing.assert_array_equal(value, wanted.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"n_fft": 50, "hop_length": 20, "window": torch.hann_window(50)},
+        {"n_fft": 64, "win_length": 41, "window": torch.hamming_window(41), "normalized": True, "center": False},
+        {"n_fft": 33, "win_length": 20, "onesided": False},
+        {"n_fft": 1024, "window": torch.hann_window(1024)},
+    ],
+)
+def test_spectra_are_those_of_pytorch_at_any_length(tmp_path: Path, how: dict[str, Any]) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            spectra = torch.stft(x, return_complex=True, **{"window": torch.ones(20), **how})
+            return torch.view_as_real(spectra), torch.stft(x[0], return_complex=True, **{"window": None, **how}).abs()
+
+    x = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
+    bins = how["n_fft"] if how.get("onesided") is False else how["n_fft"] // 2 + 1
+    outputs = [f"parts:float32:batch,{bins},frames,2", f"sizes:float32:{bins},frames"]
+    model = loaded(Module(), {"x": x}, {"x": ("batch", "length")}, outputs)
+    exported(tmp_path, model, exporter="dynamo")
+    graph = onnx.load(tmp_path / edit.FILE).graph
+    assert any(node.op_type == "STFT" for node in graph.node) is (how["n_fft"] == 1024)
+    for value in (x, x[:1, :2345]):
+        found = evaluator.run_graph(tmp_path / edit.FILE, {"x": value.numpy()})
+        for answer, wanted in zip(found, Module()(value), strict=True):
+            np.testing.assert_allclose(answer, wanted.numpy(), atol=1e-4 if how["n_fft"] == 1024 else 2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_an_lstm_with_a_projection_is_exported(tmp_path: Path, both_ways: bool) -> None:
+    class Projected(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.LSTM(
+                4, 6, 2, batch_first=True, bidirectional=both_ways, proj_size=3, bias=not both_ways
+            )
+
+        def forward(self, x: Any, state: Any, cell: Any) -> Any:
+            y, (state, cell) = self.layer(x, (state, cell))
+            return y, state, cell
+
+    layers = 4 if both_ways else 2
+    feeds = {"x": torch.randn(2, 5, 4), "state": torch.randn(layers, 2, 3), "cell": torch.randn(layers, 2, 6)}
+    names = [f"y:float32:2,5,{6 if both_ways else 3}", f"h:float32:{layers},2,3", f"c:float32:{layers},2,6"]
+    model = loaded(Projected(), feeds, {name: tuple(value.shape) for name, value in feeds.items()}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    wanted = [value.detach().numpy() for value in model.module(*feeds.values())]
+    assert evaluator.largest_difference(wanted, found) < 1e-6
+
+
+class AdaptivePools(torch.nn.Module):
+    """Pools to sizes that divide those of the example in one axis, in both and in none."""
+
+    def forward(self, x: Any, volume: Any) -> Any:
+        means = F.adaptive_avg_pool2d(x, (3, 5)), F.adaptive_avg_pool2d(x, (4, 2)), F.adaptive_avg_pool3d(volume, 2)
+        maxima = (
+            *F.adaptive_max_pool2d(x, (3, 5), return_indices=True),
+            *F.adaptive_max_pool2d(x[0], (4, 2), return_indices=True),
+            *F.adaptive_max_pool3d(volume, (2, 3, 3), return_indices=True),
+        )
+        return *means, *maxima, F.adaptive_max_pool1d(x[:, 0], 3), F.adaptive_avg_pool1d(x[:, 0], 5)
+
+
+@pytest.mark.parametrize("sizes", [("height", "width"), (8, 16)])
+def test_adaptive_pools_are_those_of_pytorch_at_any_size(tmp_path: Path, sizes: tuple[Any, Any]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    feeds = {
+        "x": torch.randn(2, 3, 8, 16, generator=draw).round(),
+        "volume": torch.randn(2, 2, 5, 6, 7, generator=draw),
+    }
+    shapes = {"x": ("batch", 3, *sizes), "volume": ("batch", 2, 5, 6, 7)}
+    kinds = [
+        *("float32:batch,3,3,5", "float32:batch,3,4,2", "float32:batch,2,2,2,2"),
+        *("float32:batch,3,3,5", "int64:batch,3,3,5", "float32:3,4,2", "int64:3,4,2"),
+        *("float32:batch,2,2,3,3", "int64:batch,2,2,3,3", f"float32:batch,{sizes[0]},3", f"float32:batch,{sizes[0]},5"),
+    ]
+    model = loaded(AdaptivePools(), feeds, shapes, [f"out_{at}:{kind}" for at, kind in enumerate(kinds)])
+    exported(tmp_path, model, exporter="dynamo")
+    operators = [node.op_type for node in onnx.load(tmp_path / edit.FILE).graph.node]
+    assert {"MaxPool", "AveragePool"} <= set(operators) or "height" in sizes, "windows side by side need no more"
+    others = [(1, 3, 3, 5), (3, 3, 17, 9)] if "height" in sizes else [(1, 3, 8, 16)]
+    for x in (feeds["x"], *(torch.randn(shape, generator=draw).round() for shape in others)):
+        arrays = {"x": x.numpy(), "volume": feeds["volume"][[0] * len(x)].numpy()}
+        wanted = AdaptivePools()(*map(torch.from_numpy, arrays.values()))
+        runs = (
+            evaluator.run_graph(tmp_path / edit.FILE, arrays),
+            probes.run_openvino(onnx.load(tmp_path / edit.FILE), arrays),
+        )
+        for answers in runs:
+            for answer, value in zip(answers, wanted, strict=True):
+                np.testing.assert_allclose(answer, value.numpy(), atol=1e-6)
