@@ -351,7 +351,9 @@ class Rescale(Task):
             if model is given:
                 return _pass_on(given, out, "no channels can be scaled against each other")
             rescaled = {MODEL: model, RANGES: records[RANGES], REFERENCE: reference}
-            reads.update(self.sensitivity.run(rescaled, model.folder, progress).reads)
+            ranking = self.sensitivity.model_copy(update={"left_seconds": self.left_seconds})
+            ranked = ranking.run(rescaled, model.folder, progress)
+            reads.update(ranked.reads)
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
             rejected = check.run(rescaled, Path(scratch), progress).rejected
             shutil.copytree(model.folder, out, dirs_exist_ok=True)
@@ -361,7 +363,12 @@ class Rescale(Task):
             f"{'; '.join(summaries)}; now at least {min(errors):.1f} dB"
         )
         return Effect(
-            file=edit.FILE, summary=summary, signature=model.signature, rejected=rejected, reads=tuple(sorted(reads))
+            file=edit.FILE,
+            summary=summary,
+            signature=model.signature,
+            rejected=rejected,
+            reads=tuple(sorted(reads)),
+            incomplete=ranked.incomplete,
         )
 
 

@@ -275,6 +275,8 @@ def test_channels_are_scaled_for_the_part_of_the_answers_that_is_lost(tmp_path: 
     lost = {group.name: group.sqnr_db for group in read_models(rescaled, GroupFact)}
     assert lost["second"] is not None
     assert lost["second"] > 10, "it was 0 dB"
+    (again := tmp_path / "again").mkdir()
+    assert task.model_copy(update={"left_seconds": 0.0}).run(inputs, again, lambda _: None).incomplete
 
 
 def test_sensitivity_to_parts_is_measured_again_where_time_was_too_short(tmp_path: Path) -> None:
