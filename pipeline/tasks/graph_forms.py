@@ -98,12 +98,7 @@ class Sensitivity(Task):
         lost_parts, measured = self._find_lost_parts(inputs, ratios, progress)
         ratios |= {name: to_decibels(impact.energy) for name, impact in lost_parts.items()}
         weak = {name: shifts.get(name, 0.0) for name, ratio in ratios.items() if ratio < WEAK_DB}
-        causes = self._explain_weak(inputs, weak)
-        causes |= {
-            name: (causes[name][0], f"{impact.part}: {causes[name][1]}")
-            for name, impact in lost_parts.items()
-            if name in causes
-        }
+        causes = self._explain_weak(inputs, weak, lost_parts)
         if not ratios:
             raise ModelError(
                 f"nothing in this model has a form in {self.step.precision}: it has no product with a constant weight",
@@ -145,15 +140,24 @@ class Sensitivity(Task):
         lower = {name: impact for name, impact in impacts.items() if to_decibels(impact.energy) < ratios[name]}
         return lower, measured
 
-    def _explain_weak(self, inputs: Inputs, shifts: Mapping[str, float]) -> dict[str, tuple[Cause, str]]:
-        """Explain by group why these lose much; nothing where no ranges are known, as for weights alone."""
+    def _explain_weak(
+        self, inputs: Inputs, shifts: Mapping[str, float], lost_parts: Mapping[str, Impact]
+    ) -> dict[str, tuple[Cause, str]]:
+        """Explain by group why these lose much, and which part of the answers, where it is one of these.
+
+        Nothing is explained where no ranges are known, as for weights alone.
+        """
         if not shifts or "ranges" not in inputs:
             return {}
         model = edit.load(inputs["model"].path)
         layers.find_groups(model)  # which names the nodes
         known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
-        nodes = ((str(node.name), node) for node in model.graph)
-        return {name: layerwise_error.explain_loss(node, known, shifts[name]) for name, node in nodes if name in shifts}
+        causes = dict[str, tuple[Cause, str]]()
+        for node in model.graph:
+            if (name := str(node.name)) in shifts:
+                cause, words = layerwise_error.explain_loss(node, known, shifts[name])
+                causes[name] = cause, f"{lost_parts[name].part}: {words}" if name in lost_parts else words
+        return causes
 
     def _measure_errors(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
