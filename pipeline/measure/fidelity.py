@@ -7,7 +7,7 @@ judged apart: the fill of masked places, probabilities beside coordinates in pix
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel
@@ -248,16 +248,11 @@ def _compare_output(
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")
     if np.issubdtype(filled[0][0].dtype, np.floating):
         output = _compare_floats(name, filled, thresholds, known_range, rounding)
-        if output.passed and (scores := _take_probabilities(filled)):
-            apart = _compare_floats(name, scores, thresholds, 1.0)
-            return output if apart.passed else apart.model_copy(update={"part": "the probabilities"})
-        for places, span in _split_by_unit(filled) if output.passed else ():
-            axis = 1 if filled[0][0].ndim >= 4 else -1
-            columns = [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in filled]
-            apart = _compare_floats(name, columns, thresholds.for_columns, span)
+        for part in find_parts([wanted for wanted, _ in filled]) if output.passed else ():
+            asked = thresholds.for_columns if part.is_columns else thresholds
+            apart = _compare_floats(name, part.take(filled), asked, part.span)
             if not apart.passed:
-                words = f"column{'s'[: len(places) - 1]} {', '.join(map(str, places))}"
-                return apart.model_copy(update={"part": words})
+                return apart.model_copy(update={"part": part.name})
         return output
     return _compare_exactly(name, filled, thresholds)
 
@@ -376,36 +371,80 @@ def _is_followed(
     return bool(np.sqrt(mean_square) <= allowed * known_range / 2)
 
 
-def _take_probabilities(pairs: _Pairs) -> _Pairs | None:
-    """Take the probabilities from the head of a detector, [images, numbers, boxes] or [images, boxes, numbers].
+class Part(NamedTuple):
+    """Name numbers of an output that are judged apart, as larger ones would hide that they are lost."""
+
+    name: str
+    """``column 1``, ``columns 0, 2``, or ``the probabilities``."""
+    axis: int
+    places: tuple[int, ...]
+    """Places of its numbers along the axis."""
+    span: float
+    """Range of its numbers (max − min)."""
+    is_columns: bool
+    """True for quantities in another unit, of which no more is asked than that they are not lost."""
+
+    def take(self, pairs: _Pairs) -> _Pairs:
+        """Take its numbers from both sides of each call."""
+        return [(wanted.take(self.places, self.axis), given.take(self.places, self.axis)) for wanted, given in pairs]
+
+
+def find_parts(references: Sequence[Array]) -> list[Part]:
+    """Find the parts of a float output that are judged apart: a detector's probabilities, else columns in other units.
+
+    ``references`` are the reference's answers, call by call.
+    """
+    filled = [reference for reference in references if reference.size]
+    probabilities = _find_probabilities(filled) if filled else None
+    return [probabilities] if probabilities else list(_split_by_unit(filled)) if filled else []
+
+
+def measure_losses(name: str, pairs: _Pairs, parts: Sequence[Part]) -> dict[str, float]:
+    """Measure the energy of the errors of an output and of its parts, of the reference's energy there, from 0 to 1.
+
+    It is 1 where shapes differ, or numbers are not finite any more. Keys are names for people.
+    """
+    whole = f"output {name!r}"
+    if any(wanted.shape != given.shape for wanted, given in pairs):
+        return {whole: 1.0}
+    filled = [pair for pair in pairs if pair[0].size]
+    taken = {whole: filled, **{f"{part.name} of {whole}": part.take(filled) for part in parts}} if filled else {}
+    figures = {key: _compare_floats(name, numbers, THRESHOLDS["int8"], 0.0) for key, numbers in taken.items()}
+    return {
+        key: min(1.0, 10 ** (-each.sqnr_db / 10)) if each.finite and each.sqnr_db is not None else 1.0
+        for key, each in figures.items()
+    }
+
+
+def _find_probabilities(references: Sequence[Array]) -> Part | None:
+    """Find the probabilities in the head of a detector, [images, numbers, boxes] or [images, boxes, numbers].
 
     Four to six of the numbers are coordinates, 30 or more in some place; all others are from 0 to 1, and some reach
     0.1. None for other outputs.
     """
-    for axis in (1, 2) if pairs[0][0].ndim == 3 else ():
-        shape = pairs[0][0].shape
-        others = tuple(other for other in range(len(shape)) if other != axis)
-        low = np.min([reference.min(others) for reference, _ in pairs], axis=0)
-        high = np.max([reference.max(others) for reference, _ in pairs], axis=0)
+    rank = references[0].ndim
+    for axis in (1, 2) if rank == 3 else ():
+        others = tuple(other for other in range(rank) if other != axis)
+        low = np.min([reference.min(others) for reference in references], axis=0)
+        high = np.max([reference.max(others) for reference in references], axis=0)
         probable, large = (low >= 0) & (high <= 1), np.maximum(-low, high) >= _LEAST_PIXELS
         if large.sum() in _COORDINATES and (probable | large).all() and high[probable].max(initial=0) >= _LEAST_SCORE:
-            places = np.flatnonzero(probable)
-            return [(wanted.take(places, axis), given.take(places, axis)) for wanted, given in pairs]
+            return Part("the probabilities", axis, tuple(map(int, np.flatnonzero(probable))), 1.0, is_columns=False)
     return None
 
 
-def _split_by_unit(pairs: _Pairs) -> Iterator[tuple[list[int], float]]:
-    """Group columns whose spans are much smaller than others', as a risk's beside a price's; yield groups, with spans.
+def _split_by_unit(references: Sequence[Array]) -> Iterator[Part]:
+    """Group columns whose spans are much smaller than others', as a risk's beside a price's; yield the groups.
 
     Columns are the last axis, or axis 1 of four axes or more; of up to 32, which are quantities rather than features or
     classes. Spans that may be rounding, scores below 0.1, and outputs without numbers from 30 on are not looked at.
     """
-    shape = pairs[0][0].shape
+    shape = references[0].shape
     axis = 1 if len(shape) >= 4 else -1
-    if len(shape) < 2 or not 2 <= shape[axis] <= _MOST_COLUMNS or any(a.shape[axis] != shape[axis] for a, _ in pairs):
+    if len(shape) < 2 or not 2 <= shape[axis] <= _MOST_COLUMNS or any(a.shape[axis] != shape[axis] for a in references):
         return
     ends = np.full(shape[axis], np.inf), np.full(shape[axis], -np.inf)
-    for reference, _ in pairs:
+    for reference in references:
         columns = np.moveaxis(reference, axis, -1).reshape(-1, shape[axis])
         finite = np.isfinite(columns)
         np.minimum(ends[0], columns.min(0, initial=np.inf, where=finite), out=ends[0])
@@ -426,7 +465,9 @@ def _split_by_unit(pairs: _Pairs) -> Iterator[tuple[list[int], float]]:
         else:
             groups.append([index])
     for group in groups[1:]:  # the first has been compared: it is as large as the whole
-        yield sorted(group), float(spans[group].max())
+        places = tuple(sorted(group))
+        words = f"column{'s'[: len(places) - 1]} {', '.join(map(str, places))}"
+        yield Part(words, axis, places, float(spans[group].max()), is_columns=True)
 
 
 def _iterate_chunks(pairs: _Pairs) -> Iterator[tuple[Array, Array]]:

@@ -68,6 +68,10 @@ class Pass(BaseModel, frozen=True, extra="forbid"):
         """
         return ()
 
+    def judging_outputs_apart(self) -> Self:
+        """Return the pass for a model whose answers have parts in other units: no large output may hide a small one."""
+        return self
+
     @property
     def step_name(self) -> str:
         """Return the name of the step that applies it."""

@@ -1,7 +1,7 @@
 """Describe plans: steps, references to steps, the variants that they lead to, and both together."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -188,6 +188,13 @@ class Variant:
         return next((check for check in reversed(self.verified) if check != self.prosecuted), None)
 
     @property
+    def steps(self) -> tuple[StepRef, ...]:
+        """List the steps that make it, and those that say how good it is."""
+        made = (*self.pruned, *self.recovered, self.calibration, *self.search, self.assignment, self.artifact)
+        judged = (*self.verified, self.prosecuted, *self.audits, self.memory, self.quality, self.work, self.profile)
+        return tuple(ref for ref in (*made, *judged) if ref)
+
+    @property
     def as_built(self) -> "Variant":
         """The variant without CUDA graphs, whose engine this one runs."""
         return replace(self, name=replace(self.name, graphs=False), engine=self.engine.without_graphs())
@@ -214,6 +221,29 @@ class Plan:
         """List steps and all that they cannot do without, the first ones first."""
         reached = leading_to(self.steps, ends)
         return [step.id for step in self.steps if step.id in reached]
+
+    def list_serving(self, variants: Sequence[Variant]) -> list[StepRef]:
+        """List the steps that serve these variants and nothing else, the first ones first.
+
+        What compares all variants, such as a race, can do without them.
+        """
+        names = {variant.id for variant in variants}
+        others = [variant for variant in (self.baseline, *self.variants) if variant.id not in names]
+        ends = {ref for variant in others for ref in variant.steps}
+        ends.update(ref for ref in (self.latency, self.references_latency, self.limits) if ref)
+        own = {ref for variant in variants for ref in variant.steps} - ends
+        own |= {step.id for step in self.steps if step.id.variant in names}
+        needed, used = self._follow(ends, own), self._follow(own)
+        return [step.id for step in self.steps if step.id in used and step.id not in needed]
+
+    def _follow(self, ends: Collection[str], without: Collection[str] = ()) -> set[str]:
+        """List the ends and all that they take, but for what they can do ``without``."""
+        reached = set(ends)
+        for step in reversed(self.steps):
+            if step.id in reached:
+                reached.update(step.inputs.values())
+                reached.update(ref for ref in step.optional_inputs.values() if ref not in without)
+        return reached
 
     def input_of(self, step: StepRef, role: str) -> StepRef | None:
         """Find the step whose artifact has a role in a step of the plan; None where there is none."""

@@ -105,7 +105,8 @@ class Assignment(BaseModel, frozen=True):
     precision: str
     why: str = ""
     sqnr_db: float | None = None
-    """SQNR of its own result in the low precision, its inputs being exact; None where that was not found out."""
+    """SQNR of its own result in the low precision, its inputs being exact; or of the part of the answers in another
+    unit that it alone loses most, if that is lower. None where that was not found out."""
     macs: int | None = None
     form: Form = "given"
     """Form of the float graph that was quantised: as it is, or with channels rescaled, also by multiplications."""

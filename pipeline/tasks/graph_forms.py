@@ -1,13 +1,14 @@
 """The forms of a float graph that a search can quantise: as it is, or rescaled; and what each of their groups loses."""
 
 import json
+import logging
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -19,9 +20,10 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, ir, model_file
+from enginesmith.pipeline.measure.fidelity import find_parts, measure_losses
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
-from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
+from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import GroupFact
 from enginesmith.pipeline.passes.run import run_pass
@@ -31,6 +33,7 @@ from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Array, Feeds
 
+_log = logging.getLogger(__name__)
 MODEL, REFERENCE, RANGES, SENSITIVITY = "model", "reference", "ranges", "sensitivity"
 RESCALED: Form = "rescaled"
 MULTIPLIED: Form = "multiplied"
@@ -38,14 +41,28 @@ _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
 _IMPACT_ROWS = 4
 """Samples on which groups are quantised alone: it is for their order."""
+_IMPACT_SECONDS = 120.0
+"""Longest time in which groups are quantised alone."""
+_IMPACT_SHARE = 0.3
+"""Share of the time that is left which that may take."""
 _FIDELITY = "fp16"
 """Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
+
+
+class Impact(NamedTuple):
+    """Tell what a group alone in few bits changes in the answers."""
+
+    energy: float
+    """Energy of the error, of that of the answers, 0 to 1: in the part of an output that changes most."""
+    part: str
+    """That part, in words: ``column 1 of output 'y'``."""
 
 
 class Sensitivity(Task):
     """List the groups of a float graph, with the work in each and the error that each brings in when quantised.
 
-    It is measured for all of them in one pass over the data.
+    The error in a group's own output is measured for all of them in one pass over the data. It does not tell what is
+    left of a part of the answers in another unit: where there is one, each group is quantised alone, too.
     """
 
     title: ClassVar[str] = "sensitivity"
@@ -78,8 +95,10 @@ class Sensitivity(Task):
                 raise
             write_records(out, [])
             return Effect(file=RECORDS, summary="nothing to measure", rejected=error.message)
+        lost_parts, measured = self._find_lost_parts(inputs, ratios, progress)
+        ratios |= {name: to_decibels(impact.energy) for name, impact in lost_parts.items()}
         weak = {name: shifts.get(name, 0.0) for name, ratio in ratios.items() if ratio < WEAK_DB}
-        causes = self._explain_weak(inputs, weak)
+        causes = self._explain_weak(inputs, weak, lost_parts)
         if not ratios:
             raise ModelError(
                 f"nothing in this model has a form in {self.step.precision}: it has no product with a constant weight",
@@ -106,17 +125,39 @@ class Sensitivity(Task):
         if share < self.least_share and all(group.name in work for group in groups):
             rejected = f"only {share:.1%} of the multiply-adds have a form in {self.step.precision}"
         summary = f"{len(records)} groups, {len(known)} measured{worst}"
-        return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected)
+        return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected, incomplete=not measured)
 
-    def _explain_weak(self, inputs: Inputs, shifts: Mapping[str, float]) -> dict[str, tuple[Cause, str]]:
-        """Explain by group why these lose much; nothing where no ranges are known, as for weights alone."""
+    def _find_lost_parts(
+        self, inputs: Inputs, ratios: Mapping[str, float], progress: Progress
+    ) -> tuple[dict[str, Impact], bool]:
+        """Find the groups that alone lose more of a part of the answers in another unit than of their own output.
+
+        Returns also whether time was enough to measure that; nothing is measured where answers have no such parts.
+        """
+        if not _has_parts(inputs[REFERENCE].folder):
+            return {}, True
+        impacts, measured = measure_impacts(self.step, "given", inputs, {}, ratios, self.left_seconds, progress)
+        lower = {name: impact for name, impact in impacts.items() if to_decibels(impact.energy) < ratios[name]}
+        return lower, measured
+
+    def _explain_weak(
+        self, inputs: Inputs, shifts: Mapping[str, float], lost_parts: Mapping[str, Impact]
+    ) -> dict[str, tuple[Cause, str]]:
+        """Explain by group why these lose much, and which part of the answers, where it is one of these.
+
+        Nothing is explained where no ranges are known, as for weights alone.
+        """
         if not shifts or "ranges" not in inputs:
             return {}
         model = edit.load(inputs["model"].path)
         layers.find_groups(model)  # which names the nodes
         known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
-        nodes = ((str(node.name), node) for node in model.graph)
-        return {name: layerwise_error.explain_loss(node, known, shifts[name]) for name, node in nodes if name in shifts}
+        causes = dict[str, tuple[Cause, str]]()
+        for node in model.graph:
+            if (name := str(node.name)) in shifts:
+                cause, words = layerwise_error.explain_loss(node, known, shifts[name])
+                causes[name] = cause, f"{lost_parts[name].part}: {words}" if name in lost_parts else words
+        return causes
 
     def _measure_errors(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
@@ -153,7 +194,7 @@ class Sensitivity(Task):
                 float(totals[layerwise_error.output_name(group, what)])
                 for what in (layerwise_error.SIGNAL, layerwise_error.NOISE)
             )
-            ratios[group.name] = round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
+            ratios[group.name] = to_decibels(max(noise, 1e-30) / max(signal, 1e-30))
             sums = totals.get(layerwise_error.output_name(group, layerwise_error.SUM))
             if sums is not None and noise > 0:
                 count = float(totals[layerwise_error.output_name(group, layerwise_error.COUNT)])
@@ -166,52 +207,80 @@ def measure_impacts(
     form: Form,
     inputs: Inputs,
     records: Records,
-    fixed: Collection[str],
-    seconds: float,
+    names: Collection[str],
+    left_seconds: float,
     progress: Progress,
-) -> tuple[dict[str, float], bool]:
-    """Measure by group the error of the answers with that group alone quantised, of their energy, 0 to 1.
+) -> tuple[dict[str, Impact], bool]:
+    """Measure the impact of each of these groups that can be quantised, by name.
 
-    ``records`` has the assignment by which ``step`` quantises everything. Nothing is measured for ``fixed`` groups,
-    without Q/DQ pairs, and where no output is a float in a fixed order. After so many ``seconds``, fewer samples have
-    to do; returns also whether they were enough for one. If not, nothing is measured.
+    ``records`` has the assignment by which ``step`` quantises everything. Nothing is measured without Q/DQ pairs, where
+    no output is a float in a fixed order, and where the graph cannot be run with single groups quantised. After a share
+    of the time that is left, fewer samples have to do; returns also whether time was enough for one. If not, nothing is
+    measured.
     """
-    (model, its_ranges), start = find_form(form, inputs), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
-        out = Path(folder)
-        alone = step.rounding_alone()
-        effect = run_pass(alone, model, out, progress, {**its_ranges, **records})
-        floating, quantised = edit.load(model.path), edit.load(out / effect.file)
-        edit.flatten(floating)
-        layers.find_groups(floating)  # which names the nodes
-        switched = layerwise_error.add_switches(floating, quantised, alone.find_writers(quantised))
-        places = {name: index for index, name in enumerate(switched)}
-        groups = [group for group in _read_form(form, inputs) if group.name in places and group.name not in fixed]
-        outputs = [str(value.name) for value in quantised.graph.outputs if _has_fixed_order(value, model)]
-        if not groups or not outputs:
-            return {}, True
-        edit.save(quantised, out)
-        passes = 0
-        totals = dict.fromkeys((group.name for group in groups), 0.0)
-        with open_activation_capture(out / edit.FILE, outputs) as session:
+    limit = _IMPACT_SHARE * left_seconds
+    deadline = time.monotonic() + min(limit, _IMPACT_SECONDS)
+    (model, its_ranges), alone = find_form(form, inputs), step.rounding_alone()
+    try:
+        with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
+            out = Path(folder)
+            effect = run_pass(alone, model, out, progress, {**its_ranges, **records})
+            floating, quantised = edit.load(model.path), edit.load(out / effect.file)
+            edit.flatten(floating)
+            layers.find_groups(floating)  # which names the nodes
+            switched = layerwise_error.add_switches(floating, quantised, alone.find_writers(quantised))
+            groups = [name for name in names if name in switched]
+            outputs = [str(value.name) for value in quantised.graph.outputs if _has_fixed_order(value, model)]
+            if not groups or not outputs:
+                return {}, True
+            edit.save(quantised, out)
+            rows = _read_rows(inputs[REFERENCE].folder, "feeds", _IMPACT_ROWS)
+            with open_activation_capture(out / edit.FILE, outputs) as session:
+                passes = list(_quantise_alone(session, rows, groups, switched, deadline, progress))
+    except ModelError as error:
+        _log.warning("groups are ranked by their own errors: %s", error)
+        return {}, True
+    impacts = {name: _find_worst([losses[name] for losses in passes]) for name in groups if passes}
+    return impacts, bool(passes) or limit > _IMPACT_SECONDS
 
-            def answer(feeds: Feeds, *switched: str) -> list[Array]:
-                switches = np.zeros(len(places), bool)
-                switches[[places[name] for name in switched]] = True
-                return list(session.run({**feeds, layerwise_error.SWITCHES: switches}).values())
 
-            for feeds in _read_rows(inputs[REFERENCE].folder, _IMPACT_ROWS):
-                exact, errors = answer(feeds), dict[str, float]()
-                for name in totals:
-                    if time.monotonic() - start > seconds:
-                        break
-                    progress(f"{len(errors)} of {len(totals)} groups quantized alone, pass {passes + 1}")
-                    errors[name] = layerwise_error.compare_answers(exact, answer(feeds, name))
-                if len(errors) < len(totals):  # those of some groups alone would mislead
-                    break
-                totals = {name: total + errors[name] for name, total in totals.items()}
-                passes += 1
-    return ({name: total / passes for name, total in totals.items()}, True) if passes else ({}, False)
+def _quantise_alone(
+    session: ActivationCapture,
+    rows: Sequence[Feeds],
+    groups: Sequence[str],
+    switched: Sequence[str],
+    deadline: float,
+    progress: Progress,
+) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield by group what it alone loses of each part of the answers, for one feed after the other until a time."""
+
+    def answer(feeds: Feeds, group: str = "") -> dict[str, Array]:
+        return session.run({**feeds, layerwise_error.SWITCHES: np.array([name == group for name in switched])})
+
+    exact = [answer(feeds) for feeds in rows]
+    parts = {output: find_parts([answers[output] for answers in exact]) for output in exact[0]}
+    for count, (feeds, wanted) in enumerate(zip(rows, exact, strict=True), 1):
+        losses = dict[str, dict[str, float]]()
+        for group in groups:
+            if time.monotonic() > deadline:  # those of some groups alone would mislead
+                return
+            progress(f"{len(losses)} of {len(groups)} groups quantized alone, pass {count}")
+            answers, losses[group] = answer(feeds, group), {}
+            for output, its_parts in parts.items():
+                losses[group] |= measure_losses(output, [(wanted[output], answers[output])], its_parts)
+        yield losses
+
+
+def to_decibels(energy: float) -> float:
+    """Convert the energy of an error, of that of a signal, to an SQNR in dB."""
+    return round(-10 * math.log10(max(energy, 1e-30)), 3)
+
+
+def _find_worst(losses: Sequence[Mapping[str, float]]) -> Impact:
+    """Find the part of the answers that loses most, in the mean over several samples."""
+    means = {part: sum(each.get(part, 0.0) for each in losses) / len(losses) for each in losses for part in each}
+    part = max(means, key=lambda name: means[name], default="")
+    return Impact(means.get(part, 0.0), part)
 
 
 def _has_fixed_order(output: "ir.Value", model: Artifact) -> bool:
@@ -221,12 +290,19 @@ def _has_fixed_order(output: "ir.Value", model: Artifact) -> bool:
     return output.dtype in floats and output.name not in signature.unordered
 
 
-def _read_rows(reference: Path, count: int) -> list[dict[str, Array]]:
-    """Read feeds of the largest batch in the reference, call by call, until there are so many rows."""
+def _read_rows(reference: Path, what: str, count: int) -> list[dict[str, Array]]:
+    """Read feeds or outputs of the largest batch in the reference, call by call, until there are so many rows."""
     cases = samples.read(reference).cases
     index = max(range(len(cases)), key=lambda position: cases[position].batch)
     calls = min(cases[index].calls, -(-count // cases[index].batch))
-    return [samples.read_arrays(reference, "feeds", index, call) for call in range(calls)]
+    return [samples.read_arrays(reference, what, index, call) for call in range(calls)]
+
+
+def _has_parts(reference: Path) -> bool:
+    """Tell whether the answers have parts that are judged apart."""
+    answers = _read_rows(reference, "outputs", _IMPACT_ROWS)
+    floats = [name for name, value in answers[0].items() if np.issubdtype(value.dtype, np.floating)]
+    return any(find_parts([each[name] for each in answers]) for name in floats)
 
 
 class Rescale(Task):
@@ -264,7 +340,8 @@ class Rescale(Task):
                 file = Path(scratch, "products.json")
                 file.write_text(json.dumps([name for _, name in weak]))
                 records["products"] = scratch_artifact("record", file, None)
-            for index, step in enumerate(self.steps):
+            has_parts = _has_parts(reference.folder)
+            for index, step in enumerate(step.judging_outputs_apart() if has_parts else step for step in self.steps):
                 folder = Path(scratch, str(index))
                 folder.mkdir()
                 effect = run_pass(step, model, folder, progress, records)
@@ -278,7 +355,9 @@ class Rescale(Task):
             if model is given:
                 return _pass_on(given, out, "no channels can be scaled against each other")
             rescaled = {MODEL: model, RANGES: records[RANGES], REFERENCE: reference}
-            reads.update(self.sensitivity.run(rescaled, model.folder, progress).reads)
+            ranking = self.sensitivity.model_copy(update={"left_seconds": self.left_seconds})
+            ranked = ranking.run(rescaled, model.folder, progress)
+            reads.update(ranked.reads)
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
             rejected = check.run(rescaled, Path(scratch), progress).rejected
             shutil.copytree(model.folder, out, dirs_exist_ok=True)
@@ -288,7 +367,12 @@ class Rescale(Task):
             f"{'; '.join(summaries)}; now at least {min(errors):.1f} dB"
         )
         return Effect(
-            file=edit.FILE, summary=summary, signature=model.signature, rejected=rejected, reads=tuple(sorted(reads))
+            file=edit.FILE,
+            summary=summary,
+            signature=model.signature,
+            rejected=rejected,
+            reads=tuple(sorted(reads)),
+            incomplete=ranked.incomplete,
         )
 
 

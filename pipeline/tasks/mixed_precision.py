@@ -95,7 +95,7 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
                     drop, high, reason = quality.drop, quality.seen_high, self._judge_drop(quality)
         sqnr = worst.sqnr_db
         few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
-        if any((output.paired or 1) < 1 for output in worst.outputs) and not worst.passed:
+        if not worst.passed and any(output.part or (output.paired or 1) < 1 for output in worst.outputs):
             few = describe_failure(worst)
         reasons = [] if worst.passed else [few]
         reasons += [reason] if reason else []
@@ -135,12 +135,6 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
 
 _SEARCH_SECONDS = 600.0
 """Time of trials after which no other is begun; the time that one trial may take, where that is less."""
-
-
-_IMPACT_SECONDS = 120.0
-"""Longest time in which groups are quantised alone."""
-_IMPACT_SHARE = 0.3
-"""Share of the time that is left which that may take."""
 
 
 class Search(Task):
@@ -259,20 +253,17 @@ class Search(Task):
     ) -> tuple[dict[str, float], bool]:
         """Measure the impact of each group that can be quantised, in the setting that came nearest to the goal.
 
-        Returns also whether time was enough for all. Nothing is returned where the graph cannot be run with single
-        groups quantised: then their own errors tell.
+        Returns also whether time was enough.
         """
-        everything, limit = replace(candidate, kept=fixed), _IMPACT_SHARE * self.left_seconds
+        everything, names = replace(candidate, kept=fixed), [group.name for group in groups if group.name not in fixed]
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             file = Path(scratch, RECORDS)
             file.write_text(json.dumps(assignment(groups, everything, self.step, {})))
-            records, seconds = {ASSIGNMENT: scratch_artifact("record", file, None)}, min(limit, _IMPACT_SECONDS)
-            try:
-                impacts, every = measure_impacts(self.step, candidate.form, inputs, records, fixed, seconds, progress)
-            except ModelError as error:
-                _log.warning("groups are ranked by their own errors: %s", error)
-                return {}, True
-        return impacts, every or limit > _IMPACT_SECONDS
+            records = {ASSIGNMENT: scratch_artifact("record", file, None)}
+            impacts, measured = measure_impacts(
+                self.step, candidate.form, inputs, records, names, self.left_seconds, progress
+            )
+        return {name: impact.energy for name, impact in impacts.items()}, measured
 
     def _quantize(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, scratch: Path, progress: Progress

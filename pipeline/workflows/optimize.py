@@ -39,7 +39,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import explain_end
+from enginesmith.pipeline.results.assemble import End, explain_end
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.race import Race
@@ -114,19 +114,38 @@ class _ActiveRun:
         self.directory.update(self.outcomes)
 
     def _why_lost(self, variant: Variant) -> str:
-        """Explain why a variant cannot win any more; empty if it can, also where no time is left to judge it.
-
-        A stage is to blame only once all earlier ones are verified, which may end later than it.
-        """
-        known = self.outcomes
-        rest = itertools.dropwhile(known.__contains__, variant.verified)
-        if any(step in known and not known[step].good for step in rest):
+        """Explain why a variant cannot win any more; empty if it can, also where no time is left to judge it."""
+        if self._may_blame_another(variant):
             return ""
-        verified = tuple(step for step in variant.verified if step != variant.prosecuted)
-        unjudged_variant = replace(variant, verified=verified, quality=None, memory=None)
-        end = explain_end(unjudged_variant, self.plan, self.outcomes)
+        end = self._explain_making(variant)
         unmade = end.unfinished if end.unfinished in LATE else ""
         return end.failure or unmade or explain_end(variant, self.plan, self.outcomes).failure
+
+    def _may_blame_another(self, variant: Variant) -> bool:
+        """Tell whether a stage failed before an earlier one is verified, which may be to blame."""
+        known = self.outcomes
+        rest = itertools.dropwhile(known.__contains__, variant.verified)
+        return any(step in known and not known[step].good for step in rest)
+
+    def _explain_making(self, variant: Variant) -> End:
+        """Explain why a variant could not be made, or is wrong, whatever is measured of it."""
+        verified = tuple(step for step in variant.verified if step != variant.prosecuted)
+        unjudged_variant = replace(variant, verified=verified, quality=None, memory=None)
+        return explain_end(unjudged_variant, self.plan, self.outcomes)
+
+    def list_pointless(self) -> dict[StepRef, str]:
+        """List the steps that nothing can come of any more, with the reason: those for variants that are wrong."""
+        if self.over:
+            return {step.id: self.over for step in self.plan.steps}
+        if all(outcome.good for outcome in self.outcomes.values()):
+            return {}
+        unblamed = (variant for variant in self.plan.variants if not self._may_blame_another(variant))
+        wrong = [(variant, end.failure) for variant in unblamed if (end := self._explain_making(variant)).failure]
+        reasons = dict[StepRef, str]()
+        for variant, failure in reversed(wrong):  # of a step for several, the first one's
+            reasons |= dict.fromkeys(variant.steps, failure)
+        serving = self.plan.list_serving([variant for variant, _ in wrong])
+        return {step: reasons.get(step, wrong[0][1]).splitlines()[0] for step in serving}
 
     def list_last_resort(self) -> list[StepRef]:
         """List the steps to a variant that takes no ONNX graph, where none that takes one can win any more."""
@@ -270,9 +289,13 @@ class OptimizeJob:
                         runner.prefer([together.shared_step(name, step).id for step in tried_next])
                     if active.ended:
                         report(active)
-                over = {name: active.over for name, active in self._active.items() if active.over}
-                taken = together.takers.items() if over else ()
-                return {step: over[takers[0][0]] for step, takers in taken if all(name in over for name, _ in takers)}
+                pointless = {name: active.list_pointless() for name, active in self._active.items()}
+                taken = together.takers.items() if any(pointless.values()) else ()
+                return {
+                    step: pointless[takers[0][0]][takers[0][1]]
+                    for step, takers in taken
+                    if all(own in pointless[name] for name, own in takers)
+                }
 
             try:
                 update(given)

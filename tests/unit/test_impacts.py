@@ -1,6 +1,7 @@
 """Test what one group alone in few bits changes in the answers, and which groups stay in floating point for it."""
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +19,29 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
+from enginesmith.pipeline.measure.fidelity import measure_losses
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import NothingToQuantize
-from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches, compare_answers
+from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches
 from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.search import Advice, Candidate, GroupFact, Trial, propose
 from enginesmith.pipeline.passes.quantize.weights import quantise_to_int4
+from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, write_records
-from enginesmith.pipeline.tasks.calibrate import Feeder
-from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, Sensitivity, measure_impacts
+from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
+from enginesmith.pipeline.tasks.graph_forms import (
+    MODEL,
+    RANGES,
+    REFERENCE,
+    SENSITIVITY,
+    Rescale,
+    Sensitivity,
+    measure_impacts,
+)
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tensors import ShapeRange
 from graphs import NOWHERE, normal, parse_graph, run_model
@@ -45,10 +57,9 @@ RNG = np.random.default_rng(0)
 SHAPES = {"w": (8, 6), "v": (8, 6), "q": (6, 6), "u": (6,), "t": (6,)}
 WEIGHTS = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 WEIGHTS["tiny"] = np.array(1e-3, np.float32)
+WEIGHTS["units"] = np.repeat(np.float32([1e4, 1]), [1, 5])
+WEIGHTS["heads"] = np.float32([[1, 0], *[[0, number] for number in (0.5, -0.3, 0.4, 0.2, -0.6)]])
 X = 1 + RNG.standard_normal((8, 8), np.float32)
-
-
-_UNUSED = ("amax", "mean_absolute", "mean_square")
 
 
 def facts(*groups: tuple[str, float, int]) -> list[GroupFact]:
@@ -77,7 +88,11 @@ def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
     }
     means = {
         name: ChannelStatistics(
-            axis=-1, mean=value.mean(axis=0).tolist(), **dict.fromkeys(_UNUSED, (1.0,) * value.shape[-1])
+            axis=-1,
+            mean=value.mean(axis=0).tolist(),
+            amax=np.abs(value).max(axis=0).tolist(),
+            mean_square=np.square(value).mean(axis=0).tolist(),
+            mean_absolute=np.abs(value).mean(axis=0).tolist(),
         )
         for name, value in values.items()
     }
@@ -111,7 +126,9 @@ def measure(
 ) -> tuple[dict[str, float], bool]:
     options = {"method": "minmax", "bias_correction": corrected} if precision == "int8" else {}
     step = Precision(precision=precision, placement="inputs+read outputs", **options)
-    return measure_impacts(step, "given", inputs, {}, fixed, seconds, lambda _: None)
+    names = [name for name in ("first", "second") if name not in fixed]
+    impacts, measured = measure_impacts(step, "given", inputs, {}, names, seconds / 0.3, lambda _: None)
+    return {name: impact.energy for name, impact in impacts.items()}, measured
 
 
 def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path: Path) -> None:
@@ -166,7 +183,7 @@ def test_the_impact_is_that_of_the_graph_with_all_others_in_float(placement: Any
     }
     inputs[MODEL] = Artifact(kind="onnx", path=path, sha256="m", bytes=0, signature=model_file.signature(path))
     step = Precision(precision="int8", placement=placement, method="minmax")
-    found, _ = measure_impacts(step, "given", inputs, {}, (), 60.0, lambda _: None)
+    impacts, _ = measure_impacts(step, "given", inputs, {}, "acy", 200.0, lambda _: None)
     for name in "acy":
         (out := tmp_path / name).mkdir()
         kept = [{"group": other, "precision": "fp32"} for other in "acy" if other != name]
@@ -177,7 +194,8 @@ def test_the_impact_is_that_of_the_graph_with_all_others_in_float(placement: Any
         }
         step.apply(inputs[MODEL], out, lambda _: None, records)
         answer = run_model(ir.load(out / edit.FILE), {"x": x}, optimized=False)["y"]
-        assert found[name] == pytest.approx(compare_answers([values["y"]], [answer]), rel=1e-3)
+        (loss,) = measure_losses("y", [(values["y"], answer)], []).values()
+        assert impacts[name].energy == pytest.approx(loss, rel=1e-3)
 
 
 BIASED = """net (float[batch, 8] x) => (float[batch, 6] y) {
@@ -205,6 +223,70 @@ def test_with_all_switches_off_nothing_is_rounded(net: str, corrected: bool, tmp
         off, on = (session.run({"x": X, SWITCHES: np.full(2, value)})["y"] for value in (False, True))
     np.testing.assert_allclose(off, wanted, rtol=1e-5, atol=1e-5)
     assert not np.allclose(on, wanted, rtol=1e-3, atol=1e-3)
+
+
+UNITS = """net (float[batch, 8] x) => (float[batch, 2] y) <float[batch, 6] m, float[batch, 6] h> {
+    m = MatMul(x, w)
+    h = Mul(m, units)
+    y = MatMul(h, heads)
+}"""
+"""A price of some 10 000, which one large channel makes, beside a risk that the others make."""
+
+
+def test_a_group_that_loses_a_column_in_another_unit_has_the_largest_impact(tmp_path: Path) -> None:
+    """All columns together, the first product changes the answers more."""
+    inputs = prepare(tmp_path, UNITS)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    impacts, _ = measure_impacts(step, "given", inputs, {}, ("first", "second"), 200.0, lambda _: None)
+    assert impacts["second"] == (1.0, "column 1 of output 'y'")
+    assert impacts["first"].energy < 0.1
+
+
+@pytest.mark.parametrize(("net", "part"), [(UNITS, "column 1 of output 'y'"), (NET, "")])
+def test_a_group_is_as_sensitive_as_the_part_of_the_answers_that_it_loses(net: str, part: str, tmp_path: Path) -> None:
+    """Of an answer in one unit, its own error tells."""
+    inputs = prepare(tmp_path, net)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+    (out := tmp_path / "out").mkdir()
+    Sensitivity(step=step, feeder=Feeder(data=None, seed=0, samples=8)).run(inputs, out, lambda _: None)
+    second = read_models(Artifact(kind="record", path=out / RECORDS, sha256="", bytes=0), GroupFact)[1]
+    assert second.sqnr_db is not None
+    if not part:
+        assert second.sqnr_db > WEAK_DB
+        return
+    assert second.sqnr_db == 0
+    assert second.pattern == "uneven activations"
+    assert second.cause.startswith(f"{part}: activations to ")
+
+
+def test_channels_are_scaled_for_the_part_of_the_answers_that_is_lost(tmp_path: Path) -> None:
+    """Judged by all columns, the price's channel would stay as it is: the others hardly add to their sum."""
+    inputs, feeder = prepare(tmp_path, UNITS), Feeder(data=None, seed=0, samples=8)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    sensitivity = Sensitivity(step=step.rounding_inputs(), feeder=feeder)
+    for name in ("sensitivity", "rescaled"):
+        (tmp_path / name).mkdir()
+    sensitivity.run(inputs, tmp_path / "sensitivity", lambda _: None)
+    inputs[SENSITIVITY] = Artifact(kind="record", path=tmp_path / "sensitivity" / RECORDS, sha256="", bytes=0)
+    task = Rescale(steps=(Smooth(),), calibration=Calibrate(feeder=feeder), sensitivity=sensitivity)
+    effect = task.run(inputs, tmp_path / "rescaled", lambda _: None)
+    assert not effect.rejected
+    rescaled = Artifact(kind="record", path=tmp_path / "rescaled" / RECORDS, sha256="", bytes=0)
+    lost = {group.name: group.sqnr_db for group in read_models(rescaled, GroupFact)}
+    assert lost["second"] is not None
+    assert lost["second"] > 10, "it was 0 dB"
+    (again := tmp_path / "again").mkdir()
+    assert task.model_copy(update={"left_seconds": 0.0}).run(inputs, again, lambda _: None).incomplete
+
+
+def test_sensitivity_to_parts_is_measured_again_where_time_was_too_short(tmp_path: Path) -> None:
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+    (out := tmp_path / "out").mkdir()
+    task = Sensitivity(step=step, feeder=Feeder(data=None, seed=0, samples=8), left_seconds=0.0)
+    assert task.run(prepare(tmp_path, UNITS), out, lambda _: None).incomplete
+    for left in (0.0, math.inf):
+        task = task.model_copy(update={"left_seconds": left})
+        assert not task.run(prepare(tmp_path, NET if not left else UNITS), out, lambda _: None).incomplete
 
 
 def test_a_bias_that_makes_up_for_a_weight_counts_with_it(tmp_path: Path) -> None:
@@ -292,8 +374,7 @@ def test_weights_that_could_be_fed_are_weights(tmp_path: Path) -> None:
 )
 def test_errors_of_answers_are_of_their_energy(exact: list[float], answer: list[float], error: float) -> None:
     numbers, other = np.array(exact, np.float32), np.array(answer, np.float32)
-    assert compare_answers([numbers], [other]) == pytest.approx(error)
-    assert compare_answers([numbers, numbers], [other, numbers]) == pytest.approx(error / 2)
+    assert measure_losses("y", [(numbers, other)], []) == {"output 'y'": pytest.approx(error)}
 
 
 FAILED = Trial(passed=False, error=1.0, phase="everything", method="mse", kept=(), why="everything quantized")

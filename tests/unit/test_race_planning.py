@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import pytest
 
+from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.openvino import engine as openvino
 from enginesmith.pipeline.engines.torch import eager
@@ -18,7 +19,7 @@ from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.race import race_again
 from enginesmith.pipeline.planning.variants import resolve_recipe
-from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.assemble import End, explain_end
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability
@@ -378,8 +379,15 @@ def test_a_variant_whose_latency_is_known_can_be_used_without_its_memory(failure
     assert explain_end(variant, made, outcomes, rows) == end
 
 
-def begun(*engines: str) -> _ActiveRun:
-    recipe = make({"model": "digits", "data": "digits", "time_seconds": 60, "engines": engines})
+LOSSY = {"precisions": ["fp32", "int8"], "budgets": {"max_drop": 0.01}}
+GOOD = Artifact(kind="record", path=Path("r"), sha256="", bytes=0)
+
+
+def begun(*engines: str, **more: Any) -> _ActiveRun:
+    return start(make({"model": "digits", "data": "digits", "time_seconds": 60, "engines": engines, **more}))
+
+
+def start(recipe: Recipe) -> _ActiveRun:
     made, directory = plan(resolve_recipe(recipe)), SimpleNamespace(update=lambda outcomes: None)
     return _ActiveRun(RunRequest("demo", recipe, Path("demo")), made, directory)  # type: ignore[arg-type]
 
@@ -419,6 +427,35 @@ def test_the_first_stage_that_is_wrong_is_to_blame_in_whatever_order_stages_are_
         assert active.over == over
 
 
+def test_nothing_more_is_made_for_variants_whose_graph_is_wrong() -> None:
+    """What others need, and what compares all, goes on; so does the search of an engine whose fp32 alone is wrong."""
+    active = begun("onnxruntime", "compiled", **LOSSY)
+    steps = {step.id for step in active.plan.steps}
+    active.add({step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")})
+    assert active.list_pointless() == {}
+    active.add({"verify-simplify": Outcome("verify-simplify", "failed", reason="simplified")})
+    assert active.list_pointless() == {}, "the export may be to blame"
+    active.add({"verify-export": Outcome("verify-export", "failed", reason="wrong\nby far")})
+    pointless = active.list_pointless()
+    searched = {"calibrate", "search-int8-onnxruntime-1", "search-int8-onnxruntime-2", "assign-int8-onnxruntime"}
+    assert searched | {"build-onnxruntime-fp32", "verify-onnxruntime-int8", "memory-onnxruntime-int8"} <= set(pointless)
+    assert set(pointless.values()) == {"verify-export: wrong"}
+    needed = {"load", "reference", "latency", "verify-compiled-fp32", "memory-eager", "memory-compiled-fp32"}
+    assert needed <= steps - set(pointless)
+    assert "quality-eager" not in pointless
+
+
+def test_what_a_search_needs_of_a_wrong_variant_is_made_all_the_same() -> None:
+    active = begun("onnxruntime", **LOSSY)
+    ends = {step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")}
+    active.add(ends | {step: Outcome(step, "done", artifact=GOOD) for step in ("verify-export", "verify-simplify")})
+    wrong = Outcome("verify-onnxruntime-fp32", "failed", reason="its kernels")
+    active.add({"build-onnxruntime-fp32": Outcome("build-onnxruntime-fp32", "done", artifact=GOOD), wrong.step: wrong})
+    pointless = active.list_pointless()
+    assert "memory-onnxruntime-fp32" in pointless
+    assert not {"build-onnxruntime-fp32", "calibrate", "search-int8-onnxruntime-1", "latency"} & set(pointless)
+
+
 def test_a_variant_without_onnx_graph_outlasts_a_search_once_those_with_one_have_failed() -> None:
     active = begun("onnxruntime", "compiled", "aotinductor")
     active.add({step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")})
@@ -435,3 +472,16 @@ def test_a_variant_without_onnx_graph_outlasts_a_search_once_those_with_one_have
 
 def test_where_no_variant_has_an_onnx_graph_one_outlasts_a_search_from_the_beginning() -> None:
     assert "build-aotinductor-fp32" in begun("aotinductor").list_last_resort()
+
+
+def test_a_variant_without_onnx_graph_begins_as_soon_as_no_graph_can_win() -> None:
+    """It waits for the first race, which waits for all that have a graph: these end at once."""
+    active = start(make({"model": "digits", "data": "digits", "time_seconds": 60, "budgets": {"max_drop": 0.01}}))
+    active.add({step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify", "choice-eager")})
+    active.add({"verify-export": Outcome("verify-export", "failed", reason="wrong")})
+    waits_for, pointless = {"build-aotinductor-fp32"}, active.list_pointless()
+    for step in reversed(active.plan.steps):
+        if step.id in waits_for and step.id not in pointless:
+            waits_for.update(step.sources)
+    left = waits_for - pointless.keys() - active.outcomes.keys()
+    assert left == {"race-first", "stay-aotinductor-fp32-first", "build-aotinductor-fp32"}

@@ -228,20 +228,6 @@ def _find_adder(node: "ir.Node") -> "ir.Node | None":
     return reader if reader is not None and reader.op_type == "Add" else None
 
 
-def compare_answers(exact: Sequence[Array], answers: Sequence[Array]) -> float:
-    """Compute the energy of the error of answers, of that of the exact ones, from 0 to 1; the mean over the outputs."""
-    return sum(_compare(*pair) for pair in zip(exact, answers, strict=True)) / len(exact)
-
-
-def _compare(exact: Array, answer: Array) -> float:
-    known = np.isfinite(exact)
-    if exact.shape != answer.shape or not np.isfinite(answer[known]).all():
-        return 1.0
-    wanted, values = (exact, answer) if known.all() else (exact[known], answer[known])
-    error = np.subtract(values, wanted, dtype=np.float64).ravel()
-    return min(1.0, float(error @ error) / max(float(np.square(wanted, dtype=np.float64).sum()), 1e-30))
-
-
 class _Copy:
     """Copies the nodes that make one value into another graph, down to the values that both graphs have."""
 

@@ -53,7 +53,8 @@ class GroupFact(BaseModel, frozen=True):
     """Operator; convolutions in groups are a kind of their own."""
     macs: int
     sqnr_db: float | None
-    """SQNR of its output with quantised weights and activations, its inputs being exact; None without such a form."""
+    """SQNR of its output with quantised weights and activations, its inputs being exact; or of the part of the answers
+    in another unit that it alone loses most, if that is lower. None without such a form."""
     reason: str = ""
     """Reason for staying in floating point anyway."""
     cause: str = ""

@@ -138,6 +138,18 @@ def _int8_error(
     return total / len(weights)
 
 
+def _with_equal_outputs(weight: Array, square: Array) -> Array:
+    """Scale a weight so that all outputs are equally large, for inputs of these mean squares.
+
+    Each output has a scale of its own in few bits, so its relative error stays the same.
+    """
+    groups, _, inputs, _ = weight.shape
+    energy = np.einsum("goik,goik->goi", weight, weight, dtype=np.float64)
+    signal = np.einsum("goi,gi->go", energy, square.reshape(groups, inputs))
+    size = np.sqrt(np.where(signal > 0, signal, 1.0))
+    return (weight / size[:, :, None, None]).astype(np.float32)
+
+
 def _noise(statistics: ChannelStatistics, scale: Array) -> float:
     """Estimate the mean square of the error of rounding to int8, of activations divided by a scale for each channel."""
     step = float((np.array(statistics.amax) / scale).max()) / _INT8_LEVELS
@@ -323,8 +335,13 @@ class _Smoother:
             statistics = self._statistics(value, axis, readers[0].inputs) if weights else None
             if statistics is not None:
                 read = self._read[readers[0].node]
-                readings.append(_Reading([*weights.values()], statistics, read, self._find_before(value, axis, read)))
+                judged = [self._to_judge(weight, statistics) for weight in weights.values()]
+                readings.append(_Reading(judged, statistics, read, self._find_before(value, axis, read)))
         return readings
+
+    def _to_judge(self, weight: Array, statistics: ChannelStatistics) -> Array:
+        """Return the weight that errors are estimated of."""
+        return _with_equal_outputs(weight, np.array(statistics.mean_square)) if self._settings.outputs_apart else weight
 
     def _find_before(
         self, value: "ir.Value", place: int, read: Labels
@@ -371,7 +388,8 @@ class _Smoother:
         statistics: ChannelStatistics,
         error: Callable[[Array], float] | None,
     ) -> Choice:
-        arrays, alpha = [product.grouped() for product in weights], self._settings.alpha
+        alpha = self._settings.alpha
+        arrays = [self._to_judge(product.grouped(), statistics) for product in weights]
         if self._settings.mode == "awq":
             return choose_awq(arrays, statistics, AWQ_EXPONENTS if alpha is None else (alpha,), error)
         whole = self._ranges.tensors.get(value.name or "")
@@ -446,6 +464,8 @@ class Smooth(GraphPass):
     """Share of the difficulty that moves into the weights; without a number, the best for each value."""
     insert: bool = False
     """Add a multiplication where the factors do not fit into the operators that are there."""
+    outputs_apart: bool = False
+    """Judge the error of each output of a product by that output alone, and not all by the largest ones."""
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
@@ -457,6 +477,9 @@ class Smooth(GraphPass):
             )
         if request.precision == "int4-weights" and quantisation.awq:
             yield cls(mode="awq", insert=quantisation.smooth_insert)
+
+    def judging_outputs_apart(self) -> Self:
+        return self.model_copy(update={"outputs_apart": True})
 
     @property
     def step_name(self) -> str:
