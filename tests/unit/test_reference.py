@@ -139,7 +139,8 @@ def test_samples_in_which_something_is_found_are_compared_first(tmp_path: Path, 
     ("kind", "inputs", "made_up", "advice"),
     [
         ("torch", ["x:int64:batch"], True, ["drawn at random", "otherwise than 'batch'"]),
-        ("torch", ["x:int64:batch,length"], False, []),
+        ("torch", ["x:int64:batch,length"], False, ["give only that of texts with --shape length=5:5:5"]),
+        ("torch", ["x:int64:batch,known"], False, []),
         ("torch", ["x:int64:n", "y:int64:m"], True, []),
         ("onnx", ["x:int64:batch"], True, ["drawn at random"]),
         ("onnx", ["x:int64:n,height,width"], True, ["drawn at random", "--shape height=MIN:OPT:MAX --shape width="]),
@@ -156,7 +157,12 @@ def test_a_model_that_refuses_made_up_samples_or_assumed_sizes_is_told_what_to_g
             raise ModelError("offsets[0] has to be 0", "run it alone")
 
     model = Artifact(kind=kind, path=Path(), sha256="", bytes=0, signature=Refusing.signature)
-    told = verify._advise(model, {"known": ShapeRange.parse("9")}, made_up=made_up)
+    data = (
+        None
+        if made_up
+        else Dataset("texts", {"x": np.zeros((3, *[5] * (len(Refusing.signature.inputs[0].shape) - 1)), int)})
+    )
+    told = verify._advise(model, {"known": ShapeRange.parse("9")}, data)
     with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
         verify._run_case(Refusing(), Case(sizes={"batch": 8}, batch=8), {}, told)  # type: ignore[arg-type]
     words = ["drawn at random", "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
