@@ -274,6 +274,15 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
     )
 
 
+def explain_choice(metric: str, chosen: str | None) -> list[str]:
+    """Explain what was assumed of outputs that are judged together, where the metric does not name them."""
+    name, output = parse_metric(metric)
+    own = find_own(name)
+    if own is None or own.explain_join is None or output is not None or chosen is None:
+        return []
+    return [*filter(None, [own.explain_join(chosen)])]
+
+
 def check_finite(labels: Labels, remedy: str = _FINITE) -> None:
     """Check that labels are finite numbers, as far as they are numbers.
 

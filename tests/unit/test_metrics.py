@@ -353,7 +353,14 @@ def test_answers_by_hand() -> None:
     assert evaluate("answer_f1:y", joined, joined, labels[:, None]).value == judged.value
     wrong = dict(reversed(outputs.items()))
     assert evaluate("answer_f1:start,end", wrong, wrong, labels).value == judged.value
-    assert evaluate("answer_f1", wrong, wrong, labels).value < judged.value
+    for names in (("start", "end"), ("startLogits", "endLogits"), ("FIRST_SCORES", "LAST_SCORES")):  # which tell it
+        named = {names[1]: end, names[0]: start}
+        assert evaluate("answer_f1", named, named, labels).value == judged.value
+        turned = {"end_positions": labels[:, 1], "start_positions": labels[:, 0]}
+        assert evaluate("answer_f1", named, named, turned).value == judged.value
+    for names in (("a", "b"), ("append", "restarted"), ("start_end", "b"), ("start_0", "start_1")):
+        by_order = {names[1]: end, names[0]: start}
+        assert evaluate("answer_f1", by_order, by_order, labels).value < judged.value
 
 
 def make_boxes(seed: int) -> tuple[Arrays, Arrays]:

@@ -482,6 +482,33 @@ def test_different_numbers_of_boxes_are_judged(tmp_path: Path, batched: bool) ->
 
 
 @pytest.mark.parametrize(
+    ("metric", "names", "noted"),
+    [
+        ("answer_f1", ("y", "z"), True),
+        ("answer_match", ("y", "z"), True),
+        ("answer_f1:z,y", ("y", "z"), False),
+        ("answer_f1", ("end_logits", "start_logits"), False),
+    ],
+)
+def test_outputs_that_are_taken_as_ends_of_an_answer_by_their_order_are_noted(
+    metric: str, names: tuple[str, str], noted: bool
+) -> None:
+    x = TensorSpec.parse("x:float32:batch,9")
+    ends = tuple(TensorSpec.parse(f"{name}:float32:batch,9") for name in names)
+
+    def run(feeds: Feeds) -> dict[str, Array]:
+        return {name: sign * feeds["x"] for name, sign in zip(names, (1, -1), strict=True)}
+
+    model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=ends), run=run)
+    data = Dataset("data", {"x": np.zeros((4, 9), np.float32)}, np.zeros((4, 2), np.int64))
+    sentence, _ = try_metric(metric, model, data)
+    first = "'y' is taken as the scores of an answer's first token, and 'z' as those of its last"
+    assert sentence == (
+        f"{first}, as their names do not tell (--metric NAME:z,y for the other way round)" if noted else ""
+    )
+
+
+@pytest.mark.parametrize(
     ("bad", "words"), [(1, r"^\d[\d.]* % of the numbers in eager's output 'y' are NaN"), (20, "for all sam")]
 )
 def test_a_model_may_answer_nan_for_some_samples_with_a_note(tmp_path: Path, bad: int, words: str) -> None:
