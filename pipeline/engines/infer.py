@@ -82,13 +82,24 @@ class Model:
             for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
                 if sizes.setdefault(dim, size) != size:
                     raise ValueError(f"{spec['name']} has {size} for {dim}, and the inputs before it {sizes[dim]}")
+                if size == 0 and isinstance(dim, str) and self.manifest["shapes"].get(dim, {"min": 1})["min"]:
+                    raise ValueError(f"{dim} is 0 in {spec['name']}, and engines do not compute with nothing")
+        outside = {}
         for dim, known in self.manifest["shapes"].items():
             size = sizes.get(dim, known["min"])
-            if not known["min"] <= size <= known["max"] and dim not in self.exceeded:
+            if not known["min"] <= size <= known["max"]:
+                outside[dim] = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
+        try:
+            answers = self._run(feeds)
+        except Exception as error:
+            if not outside:
+                raise
+            raise ValueError(f"{'; '.join(outside.values())}, and fails there: {error}") from error
+        for dim, message in outside.items():
+            if dim not in self.exceeded:
                 self.exceeded.add(dim)
-                message = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
                 warnings.warn(f"{message}: nobody has checked its answers there", stacklevel=2)
-        return self._run(feeds)
+        return answers
 
     def check(self):
         """Answer the test vector; return the answers, and the names of those that do not match."""
