@@ -476,12 +476,14 @@ def describe_failure(fidelity: Fidelity) -> str:
     name = f"{worst.part} of output {worst.name!r}" if worst.part else f"output {worst.name!r}"
     if worst.paired is not None and worst.paired < 1:
         return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
-    if worst.sqnr_db is None:
-        return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
+    if worst.agreement is not None:
+        return f"output {worst.name!r} agrees in {100 * worst.agreement:.2f} % of its elements"
     error = f"max abs error {worst.max_abs_error:.3g}"
     if worst.max_error_of_range:
         error += f" ({format_share(worst.max_error_of_range)} of the range of the answers)"
     verb = "have" if worst.part.startswith(("columns", "the")) else "has"
+    if worst.sqnr_db is None:  # there is no signal that the error could be compared with
+        return f"{name} {verb} other numbers than 0, which it is throughout in the reference: {error}"
     return f"{name} {verb} an SQNR of {worst.sqnr_db:.1f} dB, {error}"
 
 

@@ -24,6 +24,7 @@ from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.measure.row_sets import find_tables
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
@@ -327,6 +328,34 @@ def test_the_script_judges_as_the_run_does(wanted: Array, value: Array, right: b
     found = TensorSpec(name="y", dtype="float32", shape=("n", 6))
     signature = Signature(inputs=(image,), outputs=(found,), unordered={"y": "rows"}) if rows else None
     assert bool(judged) == compare({"y": wanted}, {"y": value}, thresholds, signature).passed == right
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"y": ("batch", 4)},
+        {"y": ("batch",), "z": ("batch", 2)},
+        {"y": ("n", 6), "z": ("n",)},
+        {"y": ("n",)},
+        {"y": ("batch", 3, 4)},
+        {"y": (3, "batch", 4)},
+        {"y": ("batch", 3), "z": ("batch", 3)},
+        {"y": ("batch", "n")},
+        {"y": ("length", "batch"), "z": ()},
+    ],
+)
+def test_the_script_knows_rows_that_are_chosen_by_values_as_the_run_does(shapes: dict[str, tuple[Any, ...]]) -> None:
+    x = TensorSpec(name="x", dtype="float32", shape=("batch", "length"))
+    outputs = tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in shapes.items())
+    signature = Signature(inputs=(x,), outputs=outputs, unordered=dict.fromkeys(shapes, "rows"))
+    sizes = {"batch": 2, "length": 5, "n": 7}
+    answers = {name: np.zeros([sizes.get(dim, dim) for dim in shape]) for name, shape in shapes.items()}
+    script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
+    model = script.__new__(script)
+    model.manifest = {"signature": signature.model_dump(mode="json")}
+    assert model._find_tables(answers) == {
+        name for table in find_tables(signature, [answers]) for name in table.outputs
+    }
 
 
 @pytest.mark.parametrize(
