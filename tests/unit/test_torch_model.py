@@ -1,11 +1,12 @@
 """A loaded module: names of inputs and outputs, and dynamic dimensions."""
 
 import dataclasses
+import importlib
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -356,12 +357,14 @@ def test_samples_of_the_data_stand_in_for_an_example_that_would_be_made_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An example of the source's own stays; the data's files are no part of the model."""
-    spec, data = TensorSpec.parse("x:float32:batch,3"), tmp_path / "data.npy"
-    np.save(data, np.full((2, 3), 7, np.float32))
+    spec, data = TensorSpec.parse("x:float32:batch,3"), tmp_path / "seven_rows.py"
+    data.write_text("import numpy as np\nrows = np.full((2, 3), 7, np.float32)\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
     def read(specs: Any) -> Any:
         assert specs == (spec,)
-        return {"x": np.load(data)}, (data,)
+        monkeypatch.delitem(sys.modules, data.stem, raising=False)
+        return {"x": importlib.import_module(data.stem).rows}, (data,)
 
     def load(built: Built, read: Any = read) -> torch_model.LoadedModel:
         monkeypatch.setattr(factories, "build", lambda source: built)
@@ -374,6 +377,7 @@ def test_samples_of_the_data_stand_in_for_an_example_that_would_be_made_up(
         (Built(layer, own, (spec,)), 1),
         (Built(layer, own), 1),
     ):
+        monkeypatch.delitem(sys.modules, data.stem, raising=False)
         loaded = load(built)
         assert (loaded.example["x"] == expected).all()
         assert data not in loaded.files
