@@ -26,7 +26,7 @@ from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, Par
 from enginesmith.calibration.ranges import Provenance
 from enginesmith.calibration.sources import Request, Split
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
+from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, rows_first, split_inputs
 
 __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synthetic", "validate_for_calibration"]
 
@@ -372,7 +372,8 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
     """Make ``count`` rows that look like the example: for models that come without data.
 
     Floats are normal with the example's mean and standard deviation; integers and bools are drawn from its values, as
-    often as they occur. ``sizes`` gives the dynamic dimensions besides the batch.
+    often as they occur, but for a value that is at the same places in all of its samples, such as the token that ends a
+    text: it stays there. ``sizes`` gives the dynamic dimensions besides the batch.
 
     Raises:
         DataError: an input has no batch axis, or its example is empty or not finite.
@@ -380,7 +381,8 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
     """
     rng = np.random.default_rng(seed)
     rowed, shared = split_inputs(inputs)
-    arrays = {spec.name: _draw_like(spec.as_row, example[spec.name], sizes, count, rng) for spec in rowed}
+    rows = rows_first(example, rowed)
+    arrays = {spec.name: _draw_like(spec.as_row, rows[spec.name], sizes, count, rng) for spec in rowed}
     name, whole = f"synthetic ({count} rows, seed {seed})", {spec.name: example[spec.name] for spec in shared}
     return Dataset(name, arrays, synthetic=True, axes=find_axes(inputs), shared=whole)
 
@@ -402,7 +404,7 @@ def _draw_like(
     if empty:
         return np.zeros(shape, example.dtype)
     if spec.dtype == "bool" or "int" in spec.dtype:
-        return rng.choice(example.ravel(), shape)
+        return _draw_whole(example, shape, rng)
     values = example.astype(np.float64)
     if not np.isfinite(values).all():
         raise DataError(
@@ -413,6 +415,21 @@ def _draw_like(
     rows *= np.float32(values.std())
     rows += np.float32(values.mean())
     return rows.astype(example.dtype, copy=False)
+
+
+def _draw_whole(example: Array, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Draw from the example's values; those at the same places in all samples, and nowhere else, are put there again.
+
+    The places repeat along longer dimensions, as examples do that are resized.
+    """
+    alike = (example == example[0]).all(axis=0)
+    if len(example) == 1 or alike.all():  # nothing tells what has its place from what is there by chance
+        return rng.choice(example.ravel(), shape)
+    placed = alike & ~np.isin(example[0], example[:, ~alike])
+    rows = rng.choice(example[:, ~placed].ravel(), shape)
+    grid = np.ix_(*(np.arange(size) % own for size, own in zip(shape[1:], example.shape[1:], strict=True)))
+    rows[:, placed[grid]] = example[0][grid][placed[grid]]
+    return rows
 
 
 def _draw_stratified(classes: Array, count: int, rng: np.random.Generator) -> Array:

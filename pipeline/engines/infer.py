@@ -82,13 +82,24 @@ class Model:
             for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
                 if sizes.setdefault(dim, size) != size:
                     raise ValueError(f"{spec['name']} has {size} for {dim}, and the inputs before it {sizes[dim]}")
+                if size == 0 and isinstance(dim, str) and self.manifest["shapes"].get(dim, {"min": 1})["min"]:
+                    raise ValueError(f"{dim} is 0 in {spec['name']}, and engines do not compute with nothing")
+        outside = {}
         for dim, known in self.manifest["shapes"].items():
             size = sizes.get(dim, known["min"])
-            if not known["min"] <= size <= known["max"] and dim not in self.exceeded:
+            if not known["min"] <= size <= known["max"]:
+                outside[dim] = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
+        try:
+            answers = self._run(feeds)
+        except Exception as error:
+            if not outside:
+                raise
+            raise ValueError(f"{'; '.join(outside.values())}, and fails there: {error}") from error
+        for dim, message in outside.items():
+            if dim not in self.exceeded:
                 self.exceeded.add(dim)
-                message = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
                 warnings.warn(f"{message}: nobody has checked its answers there", stacklevel=2)
-        return self._run(feeds)
+        return answers
 
     def check(self):
         """Answer the test vector; return the answers, and the names of those that do not match."""
@@ -96,8 +107,9 @@ class Model:
             vector = dict(stored)
         answers = self({name[6:]: value for name, value in vector.items() if name.startswith("input:")})
         chosen, pairs = self.manifest["signature"].get("unordered", {}), []
+        tables = self._find_tables({name: vector[f"output:{name}"] for name in chosen if name in answers})
         for name, value in answers.items():
-            kind, wanted = chosen.get(name), vector[f"output:{name}"]
+            kind, wanted = chosen.get(name) if name in tables else None, vector[f"output:{name}"]
             if kind != "positions" or len(chosen) == 1:  # which of two equal boxes was chosen says nothing
                 known, unstable = float(vector.get(f"range:{name}", 0)), vector.get(f"unstable:{name}")
                 if unstable is not None and not kind and unstable.shape == value.shape:  # rounding decides these
@@ -105,6 +117,26 @@ class Model:
                 own = float(vector.get(f"rounding:{name}", 0))
                 pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known, own)))
         return answers, [name for name, near in pairs if not near]
+
+    def _find_tables(self, chosen):
+        """Find the outputs whose rows are chosen by values; single numbers in a fixed order are no rows."""
+        signature, groups = self.manifest["signature"], {}
+        batches = {_batch_of(spec["shape"])[0] for spec in signature["inputs"] if spec["shape"]}
+        symbols = {dim for spec in signature["inputs"] for dim in spec["shape"] if isinstance(dim, str)}
+        for spec in signature["outputs"]:
+            name, shape = spec["name"], spec["shape"]
+            if name not in chosen or not shape or (len(shape) == 1 and shape[0] in batches):
+                continue
+            word, place = _batch_of(shape)
+            axis = int(place == 0 and word in batches and len(shape) > 1)
+            batched = len(shape) > 1 and word in batches
+            value = chosen[name]
+            rows = value.shape[axis] * (value.shape[place] if batched else 1)
+            columns = value.size // rows if rows else 1
+            is_open = isinstance(shape[axis], str) and shape[axis] not in symbols
+            groups.setdefault((batched, value.shape[axis]), []).append((name, columns, is_open))
+        tables = (each for each in groups.values() if sum(n for _, n, _ in each) > 1 or any(o for _, _, o in each))
+        return {name for each in tables for name, _, _ in each}
 
     def _alike(self, wanted, value):
         """Compare rows that were chosen by values: nearly as many, and nearly all of them near one that was wanted."""
@@ -143,6 +175,12 @@ class Model:
         span, allowed = max(np.ptp(wanted), known_range), limits["max_error_of_range"]
         exact = limits["right_bits"] >= 19 and allowed > 0  # computed in float32, where rounding moves answers
         return silent or error.max() <= max(allowed * span, min(rounding, 0.01 * span) if exact else 0)
+
+
+def _batch_of(shape):
+    """Return the dimension of the batch, and its place."""
+    place = shape.index("batch") if "batch" in shape else 0
+    return shape[place], place
 
 
 def _scale(column, wide, may_be_classes):

@@ -181,11 +181,12 @@ def compare_calls(
         if set(reference) != set(actual):
             raise FidelityError(f"the outputs are {list(actual)}, and the reference's are {list(reference)}")
     unordered = signature.unordered if signature else {}
+    tables = find_tables(signature, [reference for reference, _ in calls]) if signature and unordered else ()
     if unstable:  # sets of rows allow for it themselves
-        marked = [{name: bits for name, bits in marks.items() if name not in unordered} for marks in unstable]
+        in_tables = {name for table in tables for name in table.outputs}
+        marked = [{name: bits for name, bits in marks.items() if name not in in_tables} for marks in unstable]
         judged = zip(calls, marked, strict=True)
         calls = [(right, take_as_right(right, given, marks, thresholds.right_bits)) for (right, given), marks in judged]
-    tables = find_tables(signature, [reference for reference, _ in calls]) if signature and unordered else ()
     paired = {}
     for table in tables:
         for call in calls:

@@ -31,6 +31,7 @@ Metric = Callable[[dict[str, Array], Any], Any]
 DEFAULT_METRIC = "top1"
 """Where labels fit it, and no other metric was named."""
 _OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function"
+_OTHER_SIZE = "give masks of the output's size or, for scores, of twice, three times, … its height and width"
 _FINITE = "remove those samples, or give a function with --metric file.py:function that leaves them out"
 
 
@@ -264,11 +265,22 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
             "number the classes from 0, or remove those samples",
             row,
         )
+    if name in classes.OF_MAPS and its is not None and (problem := classes.describe_other_size(outputs[first], its)):
+        raise DataError(f"{name} needs {problem} ({first!r})", f"{_OTHER_SIZE}; or {_OWN_FUNCTION}")
     raise DataError(
         f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
         f"{describe_labels(labels)}",
         " or ".join(f"--metric {name}:{key}" for key in fitting) or _suggest_metrics(name, outputs[first], its),
     )
+
+
+def explain_choice(metric: str, chosen: str | None) -> list[str]:
+    """Explain what was assumed of outputs that are judged together, where the metric does not name them."""
+    name, output = parse_metric(metric)
+    own = find_own(name)
+    if own is None or own.explain_join is None or output is not None or chosen is None:
+        return []
+    return [*filter(None, [own.explain_join(chosen)])]
 
 
 def check_finite(labels: Labels, remedy: str = _FINITE) -> None:

@@ -212,7 +212,17 @@ def load_task(recipe: Recipe, source: Source) -> Task:
         seed=recipe.seed,
         allow_pickle=recipe.allow_pickle,
         processing=recipe.processing,
+        **_choose_example_data(recipe, source),
     )
+
+
+def _choose_example_data(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """Choose the data that an example is taken from: for sources that bring none, where it is what the model takes."""
+    data = recipe.choice_data or recipe.calibration_data
+    brings_none = source.form == "hf" or bool(recipe.inputs)
+    if data is None or not brings_none or source.form == "saved" or recipe.prepend:
+        return {}
+    return {"data": data, "data_options": recipe.reading_options}
 
 
 def baseline_of(source: Source) -> Engine:

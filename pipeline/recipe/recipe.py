@@ -257,16 +257,16 @@ class Recipe(EngineOptions, ModelOptions):
         """Choose the options of reading the data of a part: of ``data``, only the part's own samples are read."""
         apart = {"calibration": self.calibration, "choice": None, "judgement": self.eval_data}
         if self.data is None or apart[part]:
-            return self._reading_options
+            return self.reading_options
         return PartOptions(
-            **dict(self._reading_options),
+            **dict(self.reading_options),
             part=part,
             shared_by=tuple(name for name, data in apart.items() if not data),
             calibration_samples=None if self.recover else self.samples,
         )
 
     @property
-    def _reading_options(self) -> DataOptions:
+    def reading_options(self) -> DataOptions:
         """The options of reading data; what ``--prepend`` does with the values of images is not done before it, too."""
         before, options = self.processing.before, self.data_options
         raw: dict[str, Any] = {"rescale": 1.0} if "scale" in before else {}

@@ -133,9 +133,9 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         fitting = {index: case for index, case in enumerate(known.cases) if usual.items() <= case.sizes.items()}
         index = max(fitting, key=lambda position: fitting[position].batch)
         stored = samples.read_arrays(reference.folder, "feeds", index)
-        feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
         if known.data == samples.SYNTHETIC and symbol is not None:
-            return lazy_synthetic(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)
+            return lazy_synthetic(signature.inputs, stored, fitting[index].sizes, self.samples, self.seed)
+        feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
         made_up, shared = known.data == samples.SYNTHETIC, {spec.name for spec in split_inputs(signature.inputs)[1]}
         return Dataset(
             samples.SYNTHETIC if made_up else f"{known.data}, as the reference was run on",

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import SerializeAsAny
 
+from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import SignatureError, UsageError
@@ -17,12 +20,15 @@ from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tasks.calibrate import open_data
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
 SHAPES = "shapes"
 """Role of the record of :class:`Shapes` in a task that takes it."""
 _FILE = "shapes.json"
 _PICTURE_RANK = 4
+_EXAMPLE_ROWS = 2
+"""Samples of an example that is taken from data, where the batch is dynamic."""
 _EXAMPLE_SIZE = 8
 """Along a dynamic dimension of an ONNX file, which brings no example."""
 
@@ -53,6 +59,9 @@ class Load(_FromSource):
 
     seed: int = 0
     allow_pickle: bool = False
+    data: str | None = None
+    """Data whose first samples are the example, where nobody gives one and it would be made up."""
+    data_options: SerializeAsAny[DataOptions] = AS_FOUND
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -65,11 +74,18 @@ class Load(_FromSource):
         options = module.LoadOptions(
             inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle, processing=self.processing
         )
+        read: Sequence[Path] = ()
+
+        def read_rows(specs: Sequence[TensorSpec]) -> tuple[Feeds, Sequence[Path]]:
+            nonlocal read
+            rows, read = self._read_rows(specs)
+            return rows, read
+
         progress(f"building {self.source.text}")
         if self.source.form == "saved":
             loaded = saved.read_saved(Path(self.source.target), options, out)
         else:
-            loaded = module.load(self.source, options)
+            loaded = module.load(self.source, options, read_rows if self.data else None)
             saved.save(loaded, self.source, options, out)
         weights = sum(value.numel() for value in loaded.module.model.parameters())
         return Effect(
@@ -77,9 +93,16 @@ class Load(_FromSource):
             summary=f"{weights:,} parameters; {', '.join(map(str, loaded.signature.inputs))}",
             notes=loaded.notes,
             signature=loaded.signature,
-            reads=loaded.files,
+            reads=(*loaded.files, *read),
             packages=loaded.packages,
         )
+
+    def _read_rows(self, specs: Sequence[TensorSpec]) -> tuple[Feeds, Sequence[Path]]:
+        assert self.data is not None
+        data, files = open_data(self.data, specs, "calibration", self.data_options)
+        signature = Signature(inputs=tuple(specs), outputs=())
+        count = _EXAMPLE_ROWS if samples.batch_symbol(signature) else samples.fixed_batch(signature)
+        return data.batch(0, count), files
 
 
 class LoadEngine(_FromSource):

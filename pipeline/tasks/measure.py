@@ -486,7 +486,8 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
                 named, outputs, outputs, None if data.labels is None else take_labels(data.labels, rows)
             )
             others = " and ".join(map(repr, judged.other_outputs))
-            sentence = f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)" if others else ""
+            parts = [f"{judged.title} is judged, {others} not (--metric NAME:OUTPUT)"] if others else []
+            sentence = "; ".join([*parts, *quality.explain_choice(metric, chosen)])
         except quality.MetricError as error:
             known = (
                 find_own(quality.parse_metric(metric)[0]) is not None

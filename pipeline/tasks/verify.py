@@ -79,7 +79,7 @@ class Sample(Task):
         if data and is_file:  # which brings no example
             known = {**samples.read_row_ranges(signature, data), **known}
         ranges = samples.plan_ranges(signature, known, self.batches, sizes, named_by_file=is_file)
-        advice = _advise(model, known, made_up=data is None)
+        advice = _advise(model, known, data)
         planned = samples.plan_cases(signature, ranges, self.batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         tried: list[str] = []
@@ -297,16 +297,24 @@ def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str
     return ["the model's answers to all samples that variants are compared on are empty: the comparison tells nothing"]
 
 
-def _advise(model: Artifact, known: Mapping[str, ShapeRange], *, made_up: bool) -> str:
-    """Say what helps a model that refuses samples that are ``made_up``, or sizes that are not ``known`` and assumed."""
+def _advise(model: Artifact, known: Mapping[str, ShapeRange], data: Dataset | None) -> str:
+    """Say what helps a model that refuses samples that are made up, or sizes that are not ``known`` and assumed."""
     assert model.signature is not None
     symbol = samples.batch_symbol(model.signature)
     if model.kind == "onnx":
         assumed = [name for name in model.signature.symbols if name not in known and name != symbol]
         shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
         advice = f"; sizes that nothing tells are assumed: give those that it takes with {shapes}" if assumed else ""
-        return f"{advice}; samples are drawn at random: give some with --eval DATA" if made_up else advice
-    if not made_up or symbol is None:
+        return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA"
+    if data:
+        own = samples.read_row_ranges(model.signature, data).items()
+        shapes = " ".join(f"--shape {name}={range_}" for name, range_ in own if name not in known)
+        return (
+            f"; samples are cut to the other sizes, and may lack their end: give only that of {data.name} with {shapes}"
+            if shapes
+            else ""
+        )
+    if symbol is None:
         return ""
     return (
         "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
@@ -468,12 +476,14 @@ def describe_failure(fidelity: Fidelity) -> str:
     name = f"{worst.part} of output {worst.name!r}" if worst.part else f"output {worst.name!r}"
     if worst.paired is not None and worst.paired < 1:
         return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
-    if worst.sqnr_db is None:
-        return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
+    if worst.agreement is not None:
+        return f"output {worst.name!r} agrees in {100 * worst.agreement:.2f} % of its elements"
     error = f"max abs error {worst.max_abs_error:.3g}"
     if worst.max_error_of_range:
         error += f" ({format_share(worst.max_error_of_range)} of the range of the answers)"
     verb = "have" if worst.part.startswith(("columns", "the")) else "has"
+    if worst.sqnr_db is None:  # there is no signal that the error could be compared with
+        return f"{name} {verb} other numbers than 0, which it is throughout in the reference: {error}"
     return f"{name} {verb} an SQNR of {worst.sqnr_db:.1f} dB, {error}"
 
 

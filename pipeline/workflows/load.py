@@ -135,6 +135,9 @@ def _load_module(stored: remeasure.Stored) -> Candidate:
     return Candidate(name, planned.engine, artifact, planned.device)
 
 
+_WIDEN = "optimize with --shape {word}=MIN:OPT:MAX that includes {size}"
+
+
 class LoadedModel:
     """Call a stored engine as the module that it was made from, with numpy arrays or torch tensors.
 
@@ -184,7 +187,11 @@ class LoadedModel:
                 self._known.add(shapes)
         for at, rows, lowest in self._tables:
             check_indices(self._inputs[at], values[at], rows, lowest)
-        outputs = self._answer(values)
+        try:
+            outputs = self._answer(values)
+        except ModelError as error:
+            self._explain_failure(error, dict(zip(self._inputs, values, strict=True)))
+            raise
         return self._pack([convert(output) for output in outputs] if convert else outputs)
 
     def _order(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
@@ -203,28 +210,43 @@ class LoadedModel:
     def _check(self, feeds: Feeds) -> None:
         """Compare feeds with the signature, and sizes with the ranges: outside, engines built for ranges take none.
 
-        Others answer, and their first answer there is given with a warning.
+        Others answer, and their first answer there is given with a warning. Sizes of 0 are taken only if they were
+        verified.
         """
         self.signature.check(feeds)
-        symbol = samples.batch_symbol(self.signature)
-        for spec in self.signature.inputs:
-            if symbol in spec.shape and not feeds[spec.name].shape[spec.shape.index(symbol)]:
-                raise ShapeError(
-                    f"{symbol} is 0 in {spec.name}, and engines compute at least one row", "give some rows"
-                )
         for spec in self.signature.inputs:
             for word, size in zip(spec.shape, feeds[spec.name].shape, strict=True):
                 range_ = self._stored.ranges.get(str(word))
-                if range_ is None or range_.min <= size <= range_.max:
-                    continue
-                remedy = f"optimize with --shape {word}=MIN:OPT:MAX that includes {size}"
-                if self._stored.candidate.engine.needs_shapes:
-                    message = f"{word} is {size}, and {self.variant} is built for {range_.min} to {range_.max}"
-                    raise ShapeError(message, remedy)
-                if word not in self._exceeded:
-                    self._exceeded.add(word)
-                    message = f"{word} is {size}, and {self.variant} was verified for {range_.min} to {range_.max}"
-                    warnings.warn(f"{message}: nobody has checked its answers there; {remedy}", stacklevel=3)
+                if size == 0 and isinstance(word, str) and (range_ is None or range_.min):
+                    message = f"{word} is 0 in {spec.name}, and engines do not compute with nothing"
+                    raise ShapeError(message, "give some rows")
+        for word, (size, message) in self._find_outside(feeds).items():
+            remedy = _WIDEN.format(word=word, size=size)
+            if self._stored.candidate.engine.needs_shapes:
+                raise ShapeError(message, remedy)
+            if word not in self._exceeded:
+                self._exceeded.add(word)
+                warnings.warn(f"{message}: nobody has checked its answers there; {remedy}", stacklevel=3)
+
+    def _find_outside(self, feeds: Feeds) -> dict[str, tuple[int, str]]:
+        """Find the dimensions whose size is outside of its range: that size, and a sentence about it."""
+        outside = dict[str, tuple[int, str]]()
+        state = "is built" if self._stored.candidate.engine.needs_shapes else "was verified"
+        for word, size in samples.read_sizes(self.signature.inputs, feeds).items():
+            range_ = self._stored.ranges.get(word)
+            if range_ is not None and not range_.min <= size <= range_.max:
+                outside[word] = size, f"{word} is {size}, and {self.variant} {state} for {range_.min} to {range_.max}"
+        return outside
+
+    def _explain_failure(self, error: ModelError, feeds: Feeds) -> None:
+        """Say of an engine that failed that sizes are outside of their range, if they are.
+
+        Raises:
+            ShapeError: so it is.
+        """
+        for word, (size, message) in self._find_outside(feeds).items():
+            remedy = _WIDEN.format(word=word, size=size)
+            raise ShapeError(f"{message}, and fails there: {error.message}", remedy) from error
 
     def check(self) -> Fidelity:
         """Answer the test vector; FidelityError if that differs from the stored answers by more than is allowed."""

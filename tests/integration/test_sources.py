@@ -232,6 +232,24 @@ def test_hugging_face_folders_of_other_kinds(export, cli, folder: Path) -> None:
     same(exported(**feeds)[exported.outputs.index("logits_per_image")], towers(**feeds).logits_per_image)
 
 
+@pytest.mark.thorough
+def test_hugging_face_models_that_judge_by_the_end_of_a_text(export, folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sides = {f"{side}_{what}": count for side in ("encoder", "decoder") for what, count in SIDES.items()}
+    config = transformers.BartConfig(**sides, vocab_size=50, d_model=16, max_position_embeddings=64, num_labels=3)
+    bart = transformers.BartForSequenceClassification(config).eval()
+    bart.save_pretrained(folder / "bart")
+    exported = export("hf:./bart", exporter="auto")
+    assert exported.inputs == {name: ["batch", "sequence"] for name in ("input_ids", "attention_mask")}
+    for length in (7, 40):
+        ids = torch.randint(3, 50, (3, length))
+        ids[:, -1] = config.eos_token_id
+        feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        same(exported(**feeds)[exported.outputs.index("logits")], bart(**feeds).logits)
+
+
+SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 MANY = """
 import torch
 from torch import nn

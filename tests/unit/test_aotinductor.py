@@ -80,7 +80,7 @@ def test_a_program_takes_any_batch_and_operators_that_onnx_lacks(tmp_path: Path)
     ("forward", "said"),
     [
         ("self.layer(x) if x.sum() > 0 else x", "data-dependent"),
-        ("self.layer(x) + torch.ones([int(x.shape[0]) if x.shape[0] == 2 else 1, 4])", "works only with batch = 2"),
+        ("self.layer(x) + torch.ones([int(x.shape[0]) if x.shape[0] == 2 else 1, 4])", "holds only for batch = 2"),
     ],
     ids=["values", "sizes"],
 )

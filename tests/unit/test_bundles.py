@@ -24,6 +24,7 @@ from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.measure.row_sets import find_tables
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
@@ -330,10 +331,38 @@ def test_the_script_judges_as_the_run_does(wanted: Array, value: Array, right: b
 
 
 @pytest.mark.parametrize(
+    "shapes",
+    [
+        {"y": ("batch", 4)},
+        {"y": ("batch",), "z": ("batch", 2)},
+        {"y": ("n", 6), "z": ("n",)},
+        {"y": ("n",)},
+        {"y": ("batch", 3, 4)},
+        {"y": (3, "batch", 4)},
+        {"y": ("batch", 3), "z": ("batch", 3)},
+        {"y": ("batch", "n")},
+        {"y": ("length", "batch"), "z": ()},
+    ],
+)
+def test_the_script_knows_rows_that_are_chosen_by_values_as_the_run_does(shapes: dict[str, tuple[Any, ...]]) -> None:
+    x = TensorSpec(name="x", dtype="float32", shape=("batch", "length"))
+    outputs = tuple(TensorSpec(name=name, dtype="float32", shape=shape) for name, shape in shapes.items())
+    signature = Signature(inputs=(x,), outputs=outputs, unordered=dict.fromkeys(shapes, "rows"))
+    sizes = {"batch": 2, "length": 5, "n": 7}
+    answers = {name: np.zeros([sizes.get(dim, dim) for dim in shape]) for name, shape in shapes.items()}
+    script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
+    model = script.__new__(script)
+    model.manifest = {"signature": signature.model_dump(mode="json")}
+    assert model._find_tables(answers) == {
+        name for table in find_tables(signature, [answers]) for name in table.outputs
+    }
+
+
+@pytest.mark.parametrize(
     ("ids", "unsigned", "taken"),
     [
-        *(([0, 3], [], True), ([-4], [], True), ([], [], True), ([4], [], False), ([-5, 0], [], False)),
-        *(([0, 3], ["ids"], True), ([], ["ids"], True), ([2, -1], ["ids"], False)),
+        *(([0, 3], [], True), ([-4], [], True), ([4], [], False), ([-5, 0], [], False)),
+        *(([0, 3], ["ids"], True), ([2, -1], ["ids"], False)),
     ],
 )
 def test_the_script_refuses_indices_outside_of_a_table(ids: list[int], unsigned: list[str], taken: bool) -> None:
@@ -347,6 +376,39 @@ def test_the_script_refuses_indices_outside_of_a_table(ids: list[int], unsigned:
     else:
         with pytest.raises(ValueError, match="its table has 4 rows, 0 to 3"):
             model({"ids": np.array(ids, np.int64)})
+
+
+def test_the_script_refuses_sizes_of_0_and_those_that_the_engine_fails_at() -> None:
+    """As it refuses other inputs that do not fit: by ValueError, and not by one of the engine's own."""
+    script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
+    model = script.__new__(script)
+    inputs = [{"name": "ids", "dtype": "int64", "shape": ["batch", "length", "extra", 0]}]
+    shapes = {"batch": {"min": 1, "max": 8}, "length": {"min": 16, "max": 32}, "extra": {"min": 0, "max": 4}}
+    model.manifest, model.exceeded = {"signature": {"inputs": inputs}, "shapes": shapes}, set()
+
+    def run(feeds: dict[str, Array]) -> dict[str, Array]:
+        if feeds["ids"].shape[1] == 40:
+            raise RuntimeError("Fail: indices element out of data bounds")
+        if feeds["ids"].shape[1] == 20:
+            raise RuntimeError("the GPU is gone")
+        return feeds
+
+    def call(*sizes: int) -> Any:
+        return model({"ids": np.zeros((*sizes, 0), np.int64)})
+
+    model._run = run
+    assert call(1, 16, 0)["ids"].shape == (1, 16, 0, 0)
+    for sizes, word in (((0, 16, 1), "batch"), ((2, 0, 1), "length")):
+        with pytest.raises(ValueError, match=f"^{word} is 0 in ids, and engines do not compute with nothing$"):
+            call(*sizes)
+    told = "^length is 40, and the engine was verified for 16 to 32, and fails there: Fail: indices element out"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=told):
+            call(1, 40, 1)
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        call(1, 20, 1)
+    with pytest.warns(UserWarning, match="length is 33, and the engine was verified for 16 to 32: nobody"):
+        call(1, 33, 1)
 
 
 @pytest.mark.parametrize(

@@ -569,6 +569,21 @@ class TestSynthetic:
         assert made["keep"].dtype == bool
         assert made["keep"].all()
 
+    @pytest.mark.parametrize("batch", [0, 1])
+    def test_a_value_at_the_same_places_of_all_samples_stays_there(self, batch):
+        """As the token that ends a text, which some models need; where there is one sample, nothing is known of it."""
+        ids = np.array([[7, 1, 2, 9, 3], [7, 2, 1, 9, 1]])
+        specs = (TensorSpec.parse("ids:int64:batch,sequence" if batch == 0 else "ids:int64:sequence,batch"),)
+        example = {"ids": np.moveaxis(ids, 0, batch)}
+        for make in (synthetic, lazy_synthetic):
+            made = make(specs, example, {"sequence": 7}, 200, seed=0).arrays["ids"][:]
+            assert made.shape == (200, 7)
+            assert (made == 9).sum(0).tolist() == [0, 0, 0, 200, 0, 0, 0]
+            assert (made == 7).sum(0).tolist() == [200, 0, 0, 0, 0, 200, 0]
+            assert set(np.unique(made[:, 1])) == {1, 2, 3}
+            alone = make(specs, {"ids": np.moveaxis(ids[:1], 0, batch)}, {"sequence": 7}, 200, seed=0).arrays["ids"][:]
+            assert (alone == 9).any(0).all()
+
     def test_is_seeded(self):
         example = {"image": rows(2)}
         first, same, other = (synthetic(IMAGE, example, {}, 4, seed).digest for seed in (1, 1, 2))

@@ -161,10 +161,30 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
             return x + 1
 
     model = loaded(Fixed(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:2,4"])
-    with pytest.raises(ExportError, match=r"only with batch = 2 .*'x'") as error:
+    with pytest.raises(ExportError, match=r"holds only for batch = 2 .*'x'") as error:
         exported(tmp_path, model)
     assert "--input x:float32:2,4" in error.value.remedy
     assert "torch.vmap" in error.value.remedy
+
+
+def test_a_fixed_length_is_given_to_all_inputs_that_have_it(tmp_path: Path) -> None:
+    """A module that goes through a text step by step, as RWKV and Mamba do."""
+
+    class Steps(torch.nn.Module):
+        def forward(self, ids: Any, mask: Any, scale: Any) -> Any:
+            state = torch.zeros(ids.shape[0])
+            for step in range(ids.shape[1]):
+                state = state * 0.5 + ids[:, step] * mask[:, step]
+            return state * scale
+
+    example = {"ids": torch.ones(2, 6), "mask": torch.ones(2, 6), "scale": torch.ones(2)}
+    dims = {"ids": ("batch", "sequence"), "mask": ("batch", "sequence"), "scale": ("batch",)}
+    with pytest.raises(ExportError, match=r"holds only for sequence = 6 .*'ids'") as error:
+        exported(tmp_path, loaded(Steps(), example, dims, ["y:float32:batch"]))
+    flags = "--input ids:float32:batch,6 --input mask:float32:batch,6 --input scale:float32:batch,"
+    assert flags in error.value.remedy
+    fixed = {name: tuple(6 if dim == "sequence" else dim for dim in shape) for name, shape in dims.items()}
+    exported(tmp_path, loaded(Steps(), example, fixed, ["y:float32:batch"]))
 
 
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:

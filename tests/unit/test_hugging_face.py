@@ -95,6 +95,32 @@ def test_example_inputs_fit_the_kind_of_model(module: nn.Module, expected: list[
     assert all(len(values.shape) == len(spec.shape) and len(values) == 2 for values, spec in made.values())
 
 
+@pytest.mark.parametrize("length", [1, 7, 16, 32])
+def test_made_up_texts_have_as_many_ends_in_each_row_wherever_they_are_cut(length: int) -> None:
+    """A head that judges by the token that ends a text needs one, and as many in each row."""
+    config = {**TEXT, "max_position_embeddings": 64}
+    ids, _ = hugging_face.make_example(Model(**config, eos_token_id=10))["input_ids"]
+    ends = (ids == 10)[:, :length].sum(1)
+    assert ends.tolist() == [1 + (length >= 16)] * 2
+    assert len(ids.unique()) > 5
+    for other in (None, 11, [9, 10]):  # none, one that the vocabulary lacks, several
+        drawn, _ = hugging_face.make_example(Model(**config, eos_token_id=other))["input_ids"]
+        assert (drawn == 10).sum() < ids.numel() / 4
+
+
+def test_a_head_that_judges_a_text_gives_it_to_the_decoder_itself() -> None:
+    class Whole(Model):
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+            return {}
+
+    class BartForSequenceClassification(Whole):
+        pass
+
+    config = {**TEXT, "is_encoder_decoder": True}
+    assert list(hugging_face.make_example(Whole(**config))) == ["input_ids", "decoder_input_ids"]
+    assert list(hugging_face.make_example(BartForSequenceClassification(**config))) == ["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("missing", "answers"),
     [(["head.weight", "head.bias"], "logits"), (["body.weight"], "hidden, logits"), (["mask"], "")],

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.errors import FidelityError, ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.torch.module import Replacement, describe_structure
 from enginesmith.pipeline.measure.fidelity import thresholds_for
@@ -138,6 +138,42 @@ def test_the_first_size_that_was_not_verified_is_answered_with_a_warning(opened:
         assert warned[0].filename == __file__
         assert model(x[:8], scale[:8]).shape == (8, 4)
         assert model(np.repeat(x, 2, 0), np.repeat(scale, 2, 0)).shape == (18, 4)
+
+
+def test_a_size_that_was_not_verified_and_that_the_engine_fails_at_does_not_fit(tmp_path: Path) -> None:
+    """A table of four positions; what fails at sizes that were verified is no error of the caller's."""
+    ends = [helper.make_tensor_value_info(name, 1, ["batch", "length", 3]) for name in "xy"]
+    weights = numpy_helper.from_array(np.zeros((4, 3), np.float32), "table")
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
+        helper.make_node("Squeeze", ["length"], ["most"]),
+        helper.make_node("Range", ["first", "most", "step"], ["places"]),
+        helper.make_node("Gather", ["table", "places"], ["added"]),
+        helper.make_node("Add", ["x", "added"], ["y"]),
+    ]
+    numbers = [numpy_helper.from_array(np.int64(value), name) for name, value in (("first", 0), ("step", 1))]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [weights, *numbers])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    artifact = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    candidate = Candidate("v", OnnxRuntime(save_optimized=False), artifact, Device(threads=1))
+
+    def open_for(longest: int) -> LoadedModel:
+        ranges = {"length": ShapeRange(min=1, opt=2, max=longest)}
+        return LoadedModel(Stored(candidate, ranges, None, thresholds_for("fp32", None), None))
+
+    model, x = open_for(3), np.ones((2, 5, 3), np.float32)
+    with pytest.warns(UserWarning, match="length is 4, and v was verified for 1 to 3"):
+        assert model(x[:, :4]).shape == (2, 4, 3)
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="length is 5, and v was verified for 1 to 3, and fails there") as error:
+            model(x)
+        assert error.value.remedy == "optimize with --shape length=MIN:OPT:MAX that includes 5"
+    for empty, word in ((x[:0, :2], "batch"), (x[:, :0], "length")):
+        with pytest.raises(ShapeError, match=f"{word} is 0 in x"):
+            model(empty)
+    with pytest.raises(ModelError, match="failed on this input"):
+        open_for(8)(x)
 
 
 @pytest.mark.parametrize("most", [0, 3])

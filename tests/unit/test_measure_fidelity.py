@@ -144,6 +144,17 @@ def test_large_numbers_that_differ_fill_nothing() -> None:
     assert against(np.float32([2000.0, 2000.0]), np.float32([2000.0, 2001.0]), "int8").passed
 
 
+def test_an_output_that_is_0_in_the_reference_is_described_by_its_error() -> None:
+    """There is no share of equal elements, nor an SQNR."""
+    failed = against(np.zeros((2, 3), np.float32), np.full((2, 3), 0.25, np.float32))
+    assert not failed.passed
+    told = "output 'y' has other numbers than 0, which it is throughout in the reference: max abs error 0.25"
+    assert describe_failure(failed).startswith(told)
+    assert describe_failure(against(np.int64([0, 1, 2]), np.int64([0, 1, 1]))).endswith(
+        "agrees in 66.67 % of its elements"
+    )
+
+
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_pixels_do_not_hide_wrong_probabilities(axis: int, precision: str) -> None:

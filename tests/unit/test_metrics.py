@@ -46,6 +46,65 @@ def test_overlap_and_f1_are_those_of_torchmetrics(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["miou", "f1"])
+@pytest.mark.parametrize("classes", [1, 5])
+def test_scores_of_smaller_pictures_are_enlarged_as_in_transformers(name: str, classes: int) -> None:
+    """By post_process_semantic_segmentation: bilinearly, and the greatest is taken then."""
+    import torch
+
+    generator = np.random.default_rng(0)
+    scores = generator.standard_normal((3, classes, 4, 6)).astype(np.float32)
+    for factor in (2, 3, 4):
+        sizes = 4 * factor, 6 * factor
+        labels = generator.integers(0, max(2, classes), (3, *sizes))
+        labels[:, 0] = 255
+        full = torch.nn.functional.interpolate(torch.from_numpy(scores), sizes, mode="bilinear", align_corners=False)
+        expected = compute(name, full.numpy(), labels)
+        for wanted in (labels, labels[:, None]):
+            assert compute(name, scores, wanted) == expected
+        nearest = compute(name, scores.repeat(factor, 2).repeat(factor, 3), labels)
+        assert nearest != expected
+
+
+@pytest.mark.parametrize("name", ["miou", "f1"])
+@pytest.mark.parametrize(
+    ("output", "sizes", "words"),
+    [
+        (np.zeros((3, 5, 4, 6), np.float32), (9, 12), "scores at a whole fraction of"),
+        (np.zeros((3, 5, 4, 6), np.float32), (8, 18), "scores at a whole fraction of"),
+        (np.zeros((3, 5, 4, 6), np.float32), (2, 3), "scores at a whole fraction of"),
+        (np.zeros((3, 4, 6), np.int64), (8, 12), "classes themselves at"),
+    ],
+)
+def test_maps_of_other_sizes_are_refused_with_both(
+    name: str, output: Arrays, sizes: tuple[int, int], words: str
+) -> None:
+    labels = f"the size of the labels, which are of {sizes[0]} × {sizes[1]}, and the output is of 4 × 6"
+    with pytest.raises(DataError, match=rf"^{name} needs {words} {labels} \('y'\)") as error:
+        evaluate(name, {"y": output}, {"y": output}, np.ones((3, *sizes), np.int64))
+    assert "masks of the output's size or, for scores, of twice" in error.value.remedy
+
+
+@pytest.mark.parametrize("name", ["miou", "f1"])
+def test_many_classes_take_no_more_than_their_numbers(name: str) -> None:
+    """Not every pair of classes is counted for each sample: that would be 23 GB here."""
+    generator = np.random.default_rng(0)
+    labels, changed = generator.integers(256, 1200, 2000), np.arange(2000) % 10 == 0
+    answers = np.where(changed, generator.integers(0, 1200, 2000), labels)
+    own = find_own(name)
+    assert own
+    assert own.judge(answers, labels).nbytes < 10e6
+    judged = evaluate(name, {"y": answers}, {"y": labels}, labels)
+    assert judged.baseline == 1
+    right = np.bincount(labels[answers == labels], minlength=1200)
+    both = np.bincount(labels, minlength=1200) + np.bincount(answers, minlength=1200)
+    per_class = 2 * right / both.clip(1) if name == "f1" else right / (both - right).clip(1)
+    assert judged.value == pytest.approx(per_class[both > 0].mean())
+    assert judged.drop_low is not None
+    assert judged.drop_high is not None
+    assert 0.05 < judged.drop_low < judged.drop < judged.drop_high < 0.3
+
+
+@pytest.mark.parametrize("name", ["miou", "f1"])
 def test_classes_themselves_are_judged_as_their_scores(name: str) -> None:
     """The network ends with argmax; pixels with the label 255 do not count."""
     output, labels = make_maps(0)
@@ -294,7 +353,14 @@ def test_answers_by_hand() -> None:
     assert evaluate("answer_f1:y", joined, joined, labels[:, None]).value == judged.value
     wrong = dict(reversed(outputs.items()))
     assert evaluate("answer_f1:start,end", wrong, wrong, labels).value == judged.value
-    assert evaluate("answer_f1", wrong, wrong, labels).value < judged.value
+    for names in (("start", "end"), ("startLogits", "endLogits"), ("FIRST_SCORES", "LAST_SCORES")):  # which tell it
+        named = {names[1]: end, names[0]: start}
+        assert evaluate("answer_f1", named, named, labels).value == judged.value
+        turned = {"end_positions": labels[:, 1], "start_positions": labels[:, 0]}
+        assert evaluate("answer_f1", named, named, turned).value == judged.value
+    for names in (("a", "b"), ("append", "restarted"), ("start_end", "b"), ("start_0", "start_1")):
+        by_order = {names[1]: end, names[0]: start}
+        assert evaluate("answer_f1", by_order, by_order, labels).value < judged.value
 
 
 def make_boxes(seed: int) -> tuple[Arrays, Arrays]:

@@ -23,7 +23,7 @@ from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.frameworks import source
 from enginesmith.pipeline.planning.plan import LATENCY, REFERENCE, Step, is_optional
-from enginesmith.pipeline.planning.planner import Plan, plan
+from enginesmith.pipeline.planning.planner import Plan, load_task, plan
 from enginesmith.pipeline.planning.single_stages import benchmark_plan, choose_baseline
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
@@ -32,6 +32,7 @@ from enginesmith.pipeline.system import machine, nvidia
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import Driver
 from enginesmith.pipeline.tasks.build import Build
+from enginesmith.pipeline.tasks.load import Load
 from enginesmith.pipeline.tasks.measure import VERIFIED, Quality
 from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.tune import Tune
@@ -40,6 +41,34 @@ from enginesmith.pipeline.tasks.verify import Sample, Verify
 
 def planned(**values: Any) -> Plan:
     return plan(resolve_recipe(make({"model": "digits", "engines": ["onnxruntime"], **values})))
+
+
+@pytest.mark.parametrize(
+    ("values", "data"),
+    [
+        ({}, None),  # the zoo's data, too, is not for a model that brings its own example
+        ({"eval_data": "e.npz"}, None),
+        ({"inputs": ["image:float32:batch,1,8,8"], "eval_data": "e.npz"}, "e.npz"),
+        ({"inputs": ["image:float32:batch,1,8,8"], "data": "d.npz", "eval_data": "e.npz"}, "d.npz"),
+        ({"inputs": ["image:float32:batch,1,8,8"], "model": "net.py:build", "calibration": "c.npz"}, "c.npz"),
+        ({"inputs": ["raw:uint8:batch,8,8,1"], "prepend": ["nhwc"], "eval_data": "r.npz"}, None),
+        ({"model": "hf:.", "eval_data": "e.npz"}, "e.npz"),
+        ({"model": "hf:."}, None),
+    ],
+)
+def test_an_example_is_taken_from_data_where_it_would_be_made_up(
+    values: dict[str, Any], data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "net.py"):
+        (tmp_path / name).write_text("{}")
+    for name in ("c", "d", "e"):
+        np.savez(name, image=np.zeros((1, 1, 8, 8), np.float32))
+    np.savez("r", raw=np.zeros((1, 8, 8, 1), np.uint8))
+    recipe = make({"model": "digits", **values})
+    task = load_task(recipe, source.resolve(recipe.model))
+    assert isinstance(task, Load)
+    assert task.data == data
 
 
 def test_every_step_comes_after_what_it_takes() -> None:

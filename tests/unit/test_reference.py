@@ -139,7 +139,8 @@ def test_samples_in_which_something_is_found_are_compared_first(tmp_path: Path, 
     ("kind", "inputs", "made_up", "advice"),
     [
         ("torch", ["x:int64:batch"], True, ["drawn at random", "otherwise than 'batch'"]),
-        ("torch", ["x:int64:batch,length"], False, []),
+        ("torch", ["x:int64:batch,length"], False, ["give only that of texts with --shape length=5:5:5"]),
+        ("torch", ["x:int64:batch,known"], False, []),
         ("torch", ["x:int64:n", "y:int64:m"], True, []),
         ("onnx", ["x:int64:batch"], True, ["drawn at random"]),
         ("onnx", ["x:int64:n,height,width"], True, ["drawn at random", "--shape height=MIN:OPT:MAX --shape width="]),
@@ -156,7 +157,12 @@ def test_a_model_that_refuses_made_up_samples_or_assumed_sizes_is_told_what_to_g
             raise ModelError("offsets[0] has to be 0", "run it alone")
 
     model = Artifact(kind=kind, path=Path(), sha256="", bytes=0, signature=Refusing.signature)
-    told = verify._advise(model, {"known": ShapeRange.parse("9")}, made_up=made_up)
+    data = (
+        None
+        if made_up
+        else Dataset("texts", {"x": np.zeros((3, *[5] * (len(Refusing.signature.inputs[0].shape) - 1)), int)})
+    )
+    told = verify._advise(model, {"known": ShapeRange.parse("9")}, data)
     with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
         verify._run_case(Refusing(), Case(sizes={"batch": 8}, batch=8), {}, told)  # type: ignore[arg-type]
     words = ["drawn at random", "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
@@ -473,6 +479,33 @@ def test_different_numbers_of_boxes_are_judged(tmp_path: Path, batched: bool) ->
     dataset = open_dataset(data["data"], (x,), split="test", options=DataOptions())
     sentence, _ = try_metric("map", model, dataset)
     assert sentence == "map of 'boxes,scores,labels' is judged, 'loss' not (--metric NAME:OUTPUT)"
+
+
+@pytest.mark.parametrize(
+    ("metric", "names", "noted"),
+    [
+        ("answer_f1", ("y", "z"), True),
+        ("answer_match", ("y", "z"), True),
+        ("answer_f1:z,y", ("y", "z"), False),
+        ("answer_f1", ("end_logits", "start_logits"), False),
+    ],
+)
+def test_outputs_that_are_taken_as_ends_of_an_answer_by_their_order_are_noted(
+    metric: str, names: tuple[str, str], noted: bool
+) -> None:
+    x = TensorSpec.parse("x:float32:batch,9")
+    ends = tuple(TensorSpec.parse(f"{name}:float32:batch,9") for name in names)
+
+    def run(feeds: Feeds) -> dict[str, Array]:
+        return {name: sign * feeds["x"] for name, sign in zip(names, (1, -1), strict=True)}
+
+    model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=ends), run=run)
+    data = Dataset("data", {"x": np.zeros((4, 9), np.float32)}, np.zeros((4, 2), np.int64))
+    sentence, _ = try_metric(metric, model, data)
+    first = "'y' is taken as the scores of an answer's first token, and 'z' as those of its last"
+    assert sentence == (
+        f"{first}, as their names do not tell (--metric NAME:z,y for the other way round)" if noted else ""
+    )
 
 
 @pytest.mark.parametrize(

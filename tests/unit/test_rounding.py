@@ -10,7 +10,7 @@ from torch import nn
 
 from enginesmith.pipeline.engines.torch.session import EagerSession
 from enginesmith.pipeline.frameworks.torch import rounding
-from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.measure.fidelity import compare, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rounding import COARSE, FINE, UnstableNumbers, find_unstable, measure_movement
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
@@ -167,6 +167,30 @@ def test_floats_that_move_far_are_decided_by_rounding_and_where_most_do_none_is(
     most = UnstableNumbers(session.perturb)
     assert most.find(feeds, session.run(feeds)) == {}
     assert most.unsteady == {"y"}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_near_ties_of_a_topk_are_left_out_where_its_output_is_no_table_of_rows(width: int) -> None:
+    """A mixture of experts: the best one's numbers answer, and rounding decides in one sample which one that is."""
+    x = RNG.standard_normal((20, 4)).astype(np.float32)
+    x[5] = [0.7, 0.7, -1, -1]
+    experts = torch.tensor([[1.0, 2.5], [3.25, 4.5], [5.75, 6.5], [7.25, 8.5]])[:, :width]
+
+    def route(x: torch.Tensor) -> torch.Tensor:
+        return experts[(0.3 * x).topk(1, dim=1).indices[:, 0]]
+
+    right, marks = find(route, x)
+    output = SIGNATURE.outputs[0].model_copy(update={"shape": ("batch", width) if width > 1 else ("batch",)})
+    signature = SIGNATURE.model_copy(update={"outputs": (output,), "unordered": {"y": "rows"}})
+    shape = (20, width) if width > 1 else (20,)
+    reference, unstable = {"y": right.reshape(shape)}, [{"y": marks["y"].reshape(shape)}]
+    other = {1.0: 3.25, 3.25: 1.0, 2.5: 4.5, 4.5: 2.5}
+    for row, passes in ((5, True), (6, False)):
+        given = right.copy()
+        given[row] = [other.get(number, 0.0) for number in given[row].tolist()]
+        calls = [(reference, {"y": given.reshape(shape)})]
+        assert compare_calls(calls, thresholds_for("fp32"), signature, unstable=unstable).passed == passes
+        assert not compare_calls(calls, thresholds_for("fp32"), signature).passed
 
 
 def test_only_numbers_that_rounding_decides_at_a_precision_are_left_out() -> None:

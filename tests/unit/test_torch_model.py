@@ -1,6 +1,8 @@
 """A loaded module: names of inputs and outputs, and dynamic dimensions."""
 
 import dataclasses
+import importlib
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import factories, saved
 from enginesmith.pipeline.frameworks.torch import module as torch_model
+from enginesmith.pipeline.frameworks.torch.factories import Built
 from enginesmith.pipeline.frameworks.torch.module import LoadOptions, flatten
+from enginesmith.pipeline.tensors import TensorSpec
 from loading import ONE, SOURCE, lambda_module, stored
 
 load = loading.load  # a fixture
@@ -347,3 +351,36 @@ def test_an_exported_program_gets_its_tensors_and_what_else_it_was_exported_with
     loaded = torch_model.load(resolve(f"{tmp_path}/net.pt2"), LoadOptions())
     assert [spec.name for spec in loaded.signature.inputs] == inputs
     torch.testing.assert_close(loaded.answers[0], Net()(*args, **kwargs))
+
+
+def test_samples_of_the_data_stand_in_for_an_example_that_would_be_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An example of the source's own stays; the data's files are no part of the model."""
+    spec, data = TensorSpec.parse("x:float32:batch,3"), tmp_path / "seven_rows.py"
+    data.write_text("import numpy as np\nrows = np.full((2, 3), 7, np.float32)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def read(specs: Any) -> Any:
+        assert specs == (spec,)
+        monkeypatch.delitem(sys.modules, data.stem, raising=False)
+        return {"x": importlib.import_module(data.stem).rows}, (data,)
+
+    def load(built: Built, read: Any = read) -> torch_model.LoadedModel:
+        monkeypatch.setattr(factories, "build", lambda source: built)
+        return torch_model.load(SOURCE, LoadOptions(inputs=() if built.inputs else (spec,)), read)
+
+    layer, own = nn.Linear(3, 2), {"x": ONE}
+    for built, expected in (
+        (Built(layer), 7),
+        (Built(layer, own, (spec,), takes=("x", "y")), 7),
+        (Built(layer, own, (spec,)), 1),
+        (Built(layer, own), 1),
+    ):
+        monkeypatch.delitem(sys.modules, data.stem, raising=False)
+        loaded = load(built)
+        assert (loaded.example["x"] == expected).all()
+        assert data not in loaded.files
+    assert not (load(Built(layer), None).example["x"] == 7).any()
+    with pytest.raises(SourceError, match="running the model on the first samples of the data failed"):
+        load(Built(nn.Linear(4, 2)))

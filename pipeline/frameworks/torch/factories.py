@@ -50,6 +50,13 @@ class Built:
     takes: tuple[str, ...] = ()
     """Inputs that ``--input`` may name beside those of the example, or in their place: they are drawn."""
     attributes: Attributes = UNKNOWN
+    origin: str = "its example inputs"
+    """Name of the example in messages."""
+
+    @property
+    def is_made_up(self) -> bool:
+        """Tell whether the example is drawn, or will be: nobody gave one."""
+        return self.example is None or bool(self.takes)
 
 
 def build(source: Source) -> Built:

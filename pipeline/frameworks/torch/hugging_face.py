@@ -17,6 +17,8 @@ Example = dict[str, tuple[Tensor, TensorSpec]]
 
 _ROWS, _SEQUENCE, _SAMPLES, _PIXELS = 2, 32, 16_000, 224
 _LISTED = 5
+_READS_TEXT_ITSELF = ("ForSequenceClassification", "ForQuestionAnswering")
+"""Ends of the names of classes whose decoder, if there is one, reads the text that the encoder reads."""
 _FACTORY = "a file.py with a factory that returns (module, example_inputs)"
 _NOT_GIVEN = {
     *("position_ids", "decoder_position_ids", "decoder_attention_mask", "head_mask", "logits_to_keep"),
@@ -138,7 +140,8 @@ def _make_example(module: nn.Module) -> Example:
         example |= _draw(main, ("batch", config.context_length, config.num_input_channels))
     if main not in example:
         return {}
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+    decodes = getattr(config, "is_encoder_decoder", False) and not type(module).__name__.endswith(_READS_TEXT_ITSELF)
+    if decodes and "decoder_input_ids" in accepted:
         example |= _make_tokens("decoder_input_ids", config, "decoder_sequence")
     return {name: entry for name, entry in example.items() if name in accepted}
 
@@ -174,10 +177,18 @@ def _make_text(config: Any) -> Example:
 
 
 def _make_tokens(name: str, config: Any, dimension: str) -> Example:
+    """Draw tokens; the one that ends a text, where there is one, is at the same places in each row.
+
+    Heads that judge by it need as many in each row, in texts that are cut, too: it comes first, and at the end of half.
+    """
     text, decodes = _text_config(config), name == "decoder_input_ids"
     most = getattr(text, "max_target_positions" if decodes else "max_position_embeddings", None) or _SEQUENCE
-    generator = torch.Generator().manual_seed(int(decodes))
-    values = torch.randint(0, text.vocab_size, (_ROWS, min(_SEQUENCE, most)), generator=generator)
+    length, generator = min(_SEQUENCE, most), torch.Generator().manual_seed(int(decodes))
+    values = torch.randint(0, text.vocab_size, (_ROWS, length), generator=generator)
+    end = getattr(text, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < text.vocab_size:
+        values[values == end] = (end + 1) % text.vocab_size
+        values[:, [0, length // 2 - 1]] = end
     return {name: (values, TensorSpec(name=name, dtype="int64", shape=("batch", dimension)))}
 
 

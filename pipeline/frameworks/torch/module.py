@@ -34,7 +34,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
-from enginesmith.pipeline.tensors import Signature, TensorSpec, check_feeds
+from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec, check_feeds
 
 
 @contextlib.contextmanager
@@ -218,25 +218,40 @@ class LoadedModel:
         return dataclasses.replace(self, module=module, signature=core, example=example, answers=())
 
 
-def load(source: Source, options: LoadOptions) -> LoadedModel:
+RowReader = Callable[[Sequence[TensorSpec]], tuple[Feeds, Sequence[Path]]]
+"""Read samples of the user's data for these inputs, with the files that they come from."""
+
+
+def load(source: Source, options: LoadOptions, read_rows: RowReader | None = None) -> LoadedModel:
     """Build a source's module and find out its signature by running it.
+
+    The example is the source's; in the place of one that would be made up, it is what ``read_rows`` reads.
 
     Raises:
         SourceError: the model cannot be built or run, or returns what is no tensor.
         SignatureError: the given inputs do not fit it.
+        DataError: the rows cannot be read.
     """
     torch.manual_seed(options.seed)
-    with track_files(options.allow_pickle) as tracker:
+    with track_files(options.allow_pickle) as building:
         if source.form == "pt2":
-            tracker.add(source.target)  # torch opens it below Python, where no audit event tells
+            building.add(source.target)  # torch opens it below Python, where no audit event tells
         if source.form in ("file", "module"):
-            tracker.variables.add("PYTHONPATH")  # another module of the same name may come first
+            building.variables.add("PYTHONPATH")  # another module of the same name may come first
         built = factories.build(source)
+    rows: Feeds = {}
+    read: Sequence[Path] = ()  # no part of the model
+    specs = options.inputs or built.inputs
+    if read_rows and specs and built.is_made_up:
+        rows, read = read_rows(specs)
+        example = {name: torch.from_numpy(value) for name, value in rows.items()}
+        built = dataclasses.replace(built, example=example, origin="the first samples of the data")
+    with track_files(options.allow_pickle) as running:
         loaded = _infer_signature(source, _describe_core(options, built), built)
         if options.processing:
             loaded = extend(loaded, options)
-    files, packages = tuple(sorted(tracker.files)), tracker.packages()
-    return dataclasses.replace(loaded, files=files, packages=packages, attributes=built.attributes.digest)
+    files = tuple(sorted(building.files | (running.files - {*read})))
+    return dataclasses.replace(loaded, files=files, packages=running.packages(), attributes=built.attributes.digest)
 
 
 def _describe_core(options: LoadOptions, built: factories.Built) -> LoadOptions:
@@ -281,7 +296,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         message = f"the example input does not fit what {origin} says: {error.message}"
         raise SignatureError(message, "make the two agree") from error
     module, sizes = NamedForward(built.module, tuple(example), ()), _tensor_sizes(built.module)
-    with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
+    with factories.user_errors(f"running the model on {built.origin}", None), torch.inference_mode():
         given = [value.clone() for value in example.values()]
         returned = module.call(*given)
         flat, left_out = flatten(returned)

@@ -22,7 +22,7 @@ _MOST_PLACED = 1 << 16
 _FEW = 0.1
 """Share of labels up to which it is they that are wrong, and not what they are taken for."""
 _MOST_CLASSES = 4096
-"""Classes of places, of which every pair is counted."""
+"""First number that is no class itself: greater ones are taken for other numbers than classes."""
 
 
 def _find_among_greatest(logits: Array, labels: Array, count: int) -> Samples:
@@ -94,29 +94,80 @@ def _are_single(labels: Array) -> bool:
     return labels.size == len(labels) and are_whole(labels)
 
 
-def _count_confusions(output: Array, labels: Array) -> Array:
-    """Count [samples, classes, classes], truth by answer, over all places whose label counts.
+def _count_by_class(output: Array, labels: Array) -> Array:
+    """Count right answers, and answers and labels together, of each class that occurs: [samples, 2, classes].
 
-    The classes are the output's second axis; where that has length 1, an answer above 0 is class 1, or above 0.5 where
-    all are probabilities. Whole numbers are the classes themselves.
+    They are counted over all places whose label counts. The classes are the output's second axis; where that has length
+    1, an answer above 0 is class 1, or above 0.5 where all are probabilities. Whole numbers are the classes themselves.
+    Scores at a whole fraction of the size of the labels are enlarged to it.
     """
-    if output.dtype.kind in _WHOLE:
-        answers = output.reshape(labels.shape).astype(np.int64)
-        classes = 1 + max(1, int(answers.max()), int(labels[_is_counted(labels)].max()))
-    else:
-        classes = max(2, output.shape[1])
-        answers = _is_there(output[:, 0]).astype(np.int64) if output.shape[1] == 1 else output.argmax(axis=1)
-    truth = labels.reshape(answers.shape).astype(np.int64)
-    counted = _is_counted(truth) & (truth < classes)
-    pairs = zip(truth, answers, counted, strict=True)
-    counts = [np.bincount(wanted[use] * classes + given[use], minlength=classes**2) for wanted, given, use in pairs]
-    return np.asarray(counts).reshape(-1, classes, classes)
+    threshold, counts = _find_threshold(output), list[tuple[Array, Array, Array]]()
+    for scores, wanted in zip(output, labels, strict=True):
+        answers = _choose_classes(scores, wanted.size, threshold)
+        truth = wanted.reshape(answers.shape).astype(np.int64)
+        counted = _is_counted(truth)
+        answers, truth = answers[counted], truth[counted]
+        classes = 1 + max(answers.max(initial=0), truth.max(initial=0))
+        sides = np.bincount(answers, minlength=classes) + np.bincount(truth, minlength=classes)
+        those = np.flatnonzero(sides)
+        right = np.bincount(truth[answers == truth], minlength=classes)
+        counts.append((those, right[those], sides[those]))
+    known = np.unique(np.concatenate([those for those, _, _ in counts]))
+    most = max(int(sides.max(initial=0)) for _, _, sides in counts)
+    table = np.zeros((len(counts), 2, len(known)), np.min_scalar_type(most))
+    for row, (those, right, sides) in zip(table, counts, strict=True):
+        row[:, np.searchsorted(known, those)] = right, sides
+    return table
 
 
-def _is_there(output: Array) -> NDArray[np.bool_]:
-    """Tell where what a single number stands for is there: above 0, and of probabilities above one half."""
-    shares = bool(output.size and output.min() >= -_ROUNDING and output.max() <= 1 + _ROUNDING)
-    return np.asarray(output > (0.5 if shares else 0))
+def _choose_classes(scores: Array, places: int, threshold: float) -> NDArray[np.int64]:
+    """Choose the class of each of so many places of one sample."""
+    if scores.dtype.kind in _WHOLE:
+        return np.asarray(scores.reshape(-1), np.int64)
+    if places != math.prod(scores.shape[1:]):
+        scores = _enlarge(scores, math.isqrt(places // math.prod(scores.shape[1:])))
+    chosen = scores[0] > threshold if len(scores) == 1 else scores.argmax(axis=0)
+    return np.asarray(chosen.reshape(-1), np.int64)
+
+
+def _enlarge(scores: Array, factor: int) -> Array:
+    """Enlarge scores, [classes, height, width], as those who publish such networks do before they take the greatest.
+
+    The interpolation is bilinear, with pixels as areas (align_corners=False), as in transformers: in what such networks
+    are trained and judged by.
+    """
+    torch = import_library("torch")
+    single = torch.from_numpy(np.ascontiguousarray(scores, np.float32))[None]
+    sizes = [factor * size for size in scores.shape[1:]]
+    enlarged = torch.nn.functional.interpolate(single, sizes, mode="bilinear", align_corners=False)
+    return np.asarray(enlarged[0].numpy())
+
+
+def _find_factor(output: Array, labels: Array) -> int | None:
+    """Find the whole number by which height and width of labels are greater than those of scores; None without one."""
+    if output.ndim != len("NCHW") or output.dtype.kind != "f" or 0 in output.shape:
+        return None
+    (height, width), places = output.shape[2:], _drop_one(labels.shape)[1:]
+    factor = places[0] // height if len(places) == len("HW") else 0
+    return factor if factor > 1 and places == (factor * height, factor * width) else None
+
+
+def describe_other_size(output: Array, labels: Array) -> str:
+    """Say that maps of classes have another size than those of the labels; empty where they fit, or are no maps."""
+    whole = output.dtype.kind in _WHOLE
+    mine = _drop_one(output.shape)[1:] if whole else output.shape[2:]
+    theirs = _drop_one(labels.shape)[1:]
+    if len(mine) != len("HW") or len(theirs) != len("HW") or mine == theirs or _find_factor(output, labels):
+        return ""
+    own, wanted = (f"{height} × {width}" for height, width in (mine, theirs))
+    forms = "classes themselves at" if whole else "scores at a whole fraction of"
+    return f"{forms} the size of the labels, which are of {wanted}, and the output is of {own}"
+
+
+def _find_threshold(output: Array) -> float:
+    """Find the number above which what a single one stands for is there: 0, and of probabilities one half."""
+    shares = output.size and output.min() >= -_ROUNDING and output.max() <= 1 + _ROUNDING
+    return 0.5 if shares else 0.0
 
 
 def _average_iou(counts: Array) -> float:
@@ -133,15 +184,15 @@ def _average_f1(counts: Array) -> float:
 
 def _add_up(counts: Array) -> tuple[Array, Array]:
     """Return right answers, and answers and labels together, of the classes that occur."""
-    total = counts.sum(axis=0)
-    both, sides = total.diagonal(), total.sum(axis=0) + total.sum(axis=1)
+    both, sides = counts.sum(axis=0, dtype=np.int64)
     return both[sides > 0], sides[sides > 0]
 
 
 def _are_class_maps(output: Array, labels: Array) -> bool:
     """Tell whether there is a class for each place: [samples, classes, ...] and [samples, ...] or [samples, 1, ...].
 
-    Whole numbers are the class itself for each place, or for each sample: [samples, ...] or [samples, 1, ...].
+    Whole numbers are the class itself for each place, or for each sample: [samples, ...] or [samples, 1, ...]. Scores
+    of pictures may have a whole fraction of the labels' height and width.
     """
     if output.ndim == 0 or labels.ndim == 0 or not are_whole(labels):
         return False
@@ -151,7 +202,9 @@ def _are_class_maps(output: Array, labels: Array) -> bool:
         few = counted.size > 0 and max(int(counted.max()), int(output.max())) < _MOST_CLASSES
         return same and few and int(output.min()) >= 0
     places = output.shape[2:]
-    if output.ndim < len("NC") or labels.shape[1:] not in (places, (1, *places)):
+    if output.ndim < len("NC"):
+        return False
+    if labels.shape[1:] not in (places, (1, *places)) and _find_factor(output, labels) is None:
         return False
     return counted.size > 0 and int(counted.max()) < max(2, output.shape[1])
 
@@ -205,7 +258,7 @@ _LABELS = "and for each sample one class as a whole number, counted from 0"
 _MAPS = (
     "an output of shape [samples, classes, ...], one class for one that is there or not, or the class itself for each "
     "place or sample; and for each of these a class as a whole number, counted from 0; negative ones, 255 and -100 do "
-    "not count"
+    "not count; scores may be at a whole fraction of the labels' height and width, to which they are enlarged"
 )
 METRICS: dict[str, OwnMetric] = {
     "top1": OwnMetric(
@@ -221,8 +274,8 @@ METRICS: dict[str, OwnMetric] = {
         f"scores of shape [samples, classes], {_LABELS}",
         counts=True,
     ),
-    "f1": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_f1),
-    "miou": OwnMetric(_count_confusions, _are_class_maps, _MAPS, _average_iou),
+    "f1": OwnMetric(_count_by_class, _are_class_maps, _MAPS, _average_f1),
+    "miou": OwnMetric(_count_by_class, _are_class_maps, _MAPS, _average_iou),
     "auroc": OwnMetric(
         append_labels,
         _are_scores,
@@ -231,3 +284,5 @@ METRICS: dict[str, OwnMetric] = {
     ),
 }
 """Name → metric."""
+OF_MAPS = ("f1", "miou")
+"""Metrics that take a class for each place."""

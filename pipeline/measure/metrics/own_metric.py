@@ -35,6 +35,8 @@ class OwnMetric(NamedTuple):
     join: Callable[[Feeds, Labels, Sequence[str]], tuple[Feeds, Labels]] | None = None
     """Joins outputs, and arrays of labels, that are judged together: those of these names, or of the only forms that
     fit. The joined one comes first, as ``FIRST,SECOND``; where there are none, all stay as they are."""
+    explain_join: Callable[[str], str] | None = None
+    """Says of a joined output what was assumed, as the metric named no outputs; empty where that is clear."""
     rows_vary: bool = False
     """True where samples may have different numbers of rows: rows of zeros, which do not count, fill up the fewer."""
 

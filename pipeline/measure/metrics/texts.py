@@ -1,6 +1,7 @@
 """Judge texts: letters, words, entities, and answers to questions."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -13,6 +14,9 @@ from enginesmith.pipeline.measure.statistics import Samples
 from enginesmith.pipeline.tensors import Array, Feeds
 
 _BLANK = 0
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
+_FIRST_WORDS, _LAST_WORDS = {"start", "starts", "begin", "first"}, {"end", "ends", "stop", "last"}
+"""Words in names of outputs and labels that tell which end of an answer they are for."""
 _LONGEST_ANSWER = 30
 """Tokens, as in SQuAD's evaluation of BERT."""
 
@@ -133,14 +137,36 @@ def _are_spans(output: Array, labels: Array) -> bool:
 
 
 def _join_spans(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tuple[Feeds, Labels]:
-    """Join the scores of first and of last tokens, two outputs of the form [samples, tokens]; labels likewise."""
+    """Join the scores of first and of last tokens, two outputs of the form [samples, tokens]; labels likewise.
+
+    Which is which, their names tell, else their order; of outputs in ``names``, always their order.
+    """
     if isinstance(labels, Mapping) and len({array.shape for array in labels.values()}) == 1:
-        labels = np.stack(list(labels.values()), axis=-1)
+        labels = np.stack([labels[key] for key in _find_ends(list(labels)) or labels], axis=-1)
     flat = {key for key, array in outputs.items() if array.ndim == 2 and array.dtype.kind == "f"}
     pair = [key for key in names or outputs if key in flat]
     if len(pair) != 2 or outputs[pair[0]].shape != outputs[pair[1]].shape:
         return outputs, labels
+    pair = pair if names else list(_find_ends(pair) or pair)
     return put_first(outputs, pair, np.stack([outputs[key] for key in pair], axis=-1)), labels
+
+
+def _find_ends(names: Sequence[str]) -> tuple[str, str] | None:
+    """Find which of two names is that of the start, and which that of the end; None where they do not tell."""
+    words = {name: {word.lower() for word in _WORD.findall(name)} for name in names}
+    firsts, lasts = ([name for name in names if words[name] & those] for those in (_FIRST_WORDS, _LAST_WORDS))
+    tells = len(names) == 2 and len(firsts) == len(lasts) == 1 and firsts != lasts
+    return (firsts[0], lasts[0]) if tells else None
+
+
+def _explain_ends(joined: str) -> str:
+    """Say which output is taken as that of the first token, where the names of two that were joined do not tell."""
+    names = joined.split(",")
+    if len(names) != 2 or _find_ends(names):
+        return ""
+    first, last = names
+    taken = f"{first!r} is taken as the scores of an answer's first token, and {last!r} as those of its last"
+    return f"{taken}, as their names do not tell (--metric NAME:{last},{first} for the other way round)"
 
 
 _TEXTS = (
@@ -162,9 +188,16 @@ METRICS: dict[str, OwnMetric] = {
         "[samples, tokens], such tags as whole numbers, negative where a token does not count",
         _score_entities,
     ),
-    "answer_f1": OwnMetric(partial(_judge_answers, score="f1"), _are_spans, _ANSWERS, join=_join_spans),
+    "answer_f1": OwnMetric(
+        partial(_judge_answers, score="f1"), _are_spans, _ANSWERS, join=_join_spans, explain_join=_explain_ends
+    ),
     "answer_match": OwnMetric(
-        partial(_judge_answers, score="exact_match"), _are_spans, _ANSWERS, counts=True, join=_join_spans
+        partial(_judge_answers, score="exact_match"),
+        _are_spans,
+        _ANSWERS,
+        counts=True,
+        join=_join_spans,
+        explain_join=_explain_ends,
     ),
 }
 """Name → metric."""

@@ -324,7 +324,7 @@ def _check_inputs(shapes: Iterable[Iterable[Any]], signature: "Signature") -> No
     for shape, spec in zip(shapes, signature.inputs, strict=True):
         for axis, (given, wanted) in enumerate(zip(shape, spec.shape, strict=True)):
             if isinstance(wanted, str) and isinstance(given, int):
-                raise _explain_fixed_dimension(spec, axis, given)
+                raise _explain_fixed_dimension(signature, spec, axis, given)
             if isinstance(wanted, str) and str(given) != wanted:
                 raise FixedDimension(
                     f"the model needs {wanted!r} (dimension {axis} of {spec.name!r}) to equal {str(given)!r}",
@@ -463,10 +463,10 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
         if static := _STATIC.search(str(link)):
             position = _POSITION.search(static[2])
             spec = signature.inputs[int(position[1]) if position else 0]
-            return _explain_fixed_dimension(spec, int(static[3]), int(static[1]))
+            return _explain_fixed_dimension(signature, spec, int(static[3]), int(static[1]))
         if fixed := _SPECIALIZED.search(str(link)):
             index, axis, size = map(int, fixed.groups())
-            return _explain_fixed_dimension(signature.inputs[index], axis, size)
+            return _explain_fixed_dimension(signature, signature.inputs[index], axis, size)
     text = "\n".join(str(link) for link in chain)
     operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
     place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
@@ -482,12 +482,15 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
     return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
 
 
-def _explain_fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
-    """Return the reason for one dimension that came out fixed, and a remedy."""
-    shape = ",".join(str(size if position == axis else dim) for position, dim in enumerate(spec.shape))
+def _explain_fixed_dimension(signature: "Signature", spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
+    """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs."""
+    word = spec.shape[axis]
+    fixed = ([size if dim == word else dim for dim in other.shape] for other in signature.inputs)
+    pairs = zip(signature.inputs, fixed, strict=True)
+    flags = " ".join(f"--input {other.model_copy(update={'shape': tuple(shape)})}" for other, shape in pairs)
     return FixedDimension(
-        f"the model works only with {spec.shape[axis]} = {size} (dimension {axis} of input {spec.name!r})",
-        f"make it fixed with --input {spec.name}:{spec.dtype}:{shape}, or remove that size from the model's code; "
+        f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})",
+        f"make it fixed with {flags}, or remove that size from the model's code, such as a loop over that many steps; "
         "where that has none, torch.export fixes it, as within torch.vmap: write a batched product in its place",
     )
 
