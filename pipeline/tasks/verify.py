@@ -93,7 +93,7 @@ class Sample(Task):
                 data = _put_telling_first(session, data, max(self.batches))
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
-            interacting = _describe_interaction(session, cases, out)
+            interacting = self._describe_interaction(session, cases, given, data, out)
         name = data.name if data else samples.SYNTHETIC
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
@@ -173,6 +173,53 @@ class Sample(Task):
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
                 lost.append(format_sizes(case.sizes))
         return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
+
+    def _describe_interaction(
+        self, session: Session, cases: Sequence[samples.Case], given: Feeds, data: Dataset | None, folder: Path
+    ) -> list[str]:
+        """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
+
+        Where single samples alone are measured, two are run together: other steps compute many at a time. Where an
+        output has a number for each pair of samples, it depends. Nothing is said of outputs without a batch, or whose
+        rows are chosen by values, or whose sizes are, nor of a model that takes no such batch.
+        """
+        signature = session.signature
+        symbol = samples.batch_symbol(signature)
+        pairs = [spec.name for spec in signature.outputs if spec.shape.count(symbol) > 1] if symbol else []
+        if pairs:
+            return [
+                f"the model's output {pairs[0]!r} has the batch in two dimensions, a number for each pair of samples: "
+                f"it is judged in batches of {cases[0].batch}, and a server must not put requests together"
+            ]
+        index, case = max(enumerate(cases), key=lambda pair: pair[1].batch)
+        judged = [spec for spec in signature.outputs if symbol in spec.shape and spec.name not in signature.unordered]
+        if symbol is None or not judged:
+            return []
+        try:
+            if case.batch > 1:
+                feeds, together = (samples.read_arrays(folder, kind, index) for kind in ("feeds", "outputs"))
+            else:
+                case = case.model_copy(update={"sizes": {**case.sizes, symbol: 2}, "batch": 2})
+                feeds = samples.feeds_for(case, signature, given, data, self.seed)
+                together = session.run(feeds)
+            alone = session.run(samples.take_last(feeds, signature.inputs, symbol))
+        except ModelError:
+            return []
+        expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
+        # sizes that depend on values, such as the number of boxes, are others for one sample
+        expected = {
+            name: value
+            for name, value in expected.items()
+            if alone[name].ndim != value.ndim or alone[name].shape == value.shape
+        }
+        answers = {name: alone[name] for name in expected}
+        compared = compare(answers, expected, thresholds_for("fp16"), ranges=samples.find_spans([together]))
+        different = [output.name for output in compared.outputs if not output.passed]
+        return [
+            f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
+            "samples is another one where it is alone; a server must not put requests together"
+            for name in different[:1]
+        ]
 
 
 def _write_answer(out: Path, index: int, call: int, outputs: Feeds, unstable: Feeds) -> None:
@@ -320,43 +367,6 @@ def _advise(model: Artifact, known: Mapping[str, ShapeRange], data: Dataset | No
         "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
         f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
     )
-
-
-def _describe_interaction(session: Session, cases: Sequence[samples.Case], folder: Path) -> list[str]:
-    """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
-
-    Where an output has a number for each pair of samples, it does. Nothing is said of outputs without a batch, or whose
-    rows are chosen by values, or whose sizes are.
-    """
-    signature = session.signature
-    symbol = samples.batch_symbol(signature)
-    pairs = [spec.name for spec in signature.outputs if spec.shape.count(symbol) > 1] if symbol else []
-    if pairs:
-        return [
-            f"the model's output {pairs[0]!r} has the batch in two dimensions, a number for each pair of samples: it "
-            f"is judged in batches of {cases[0].batch}, and a server must not put requests together"
-        ]
-    index, case = max(enumerate(cases), key=lambda pair: pair[1].batch)
-    judged = [spec for spec in signature.outputs if symbol in spec.shape and spec.name not in signature.unordered]
-    if symbol is None or case.batch == 1 or not judged or not any(known.sizes[symbol] == 1 for known in cases):
-        return []
-    together = samples.read_arrays(folder, "outputs", index)
-    alone = session.run(samples.take_last(samples.read_arrays(folder, "feeds", index), signature.inputs, symbol))
-    expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
-    # sizes that depend on values, such as the number of boxes, are others for one sample
-    expected = {
-        name: value
-        for name, value in expected.items()
-        if alone[name].ndim != value.ndim or alone[name].shape == value.shape
-    }
-    given = {name: alone[name] for name in expected}
-    compared = compare(given, expected, thresholds_for("fp16"), ranges=samples.find_spans([together]))
-    different = [output.name for output in compared.outputs if not output.passed]
-    return [
-        f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
-        "samples is another one where it is alone; a server must not put requests together"
-        for name in different[:1]
-    ]
 
 
 class Verify(EngineCheck):
