@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from enginesmith.calibration.images import are_numbers
 from enginesmith.calibration.options import DataOptions
 from enginesmith.calibration.sources import RawData, Request
 from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
@@ -23,6 +23,8 @@ _PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
 _NO_LIMIT = 1_000_000
 """Hugging Face writes 10³⁰ for no limit."""
 _AT_ONCE = 1024
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
+"""A label that is a number, written as text."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +288,9 @@ def _number_labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[st
                 "give every line a label of one kind, a number or a word, or none at all",
             )
     if first == "a word":
-        if are_numbers(values):
-            return np.asarray([*map(int, values)], np.int64), []
+        if all(_NUMBER.fullmatch(value) for value in values):
+            whole = all(value.strip().lstrip("+-").isdecimal() for value in values)
+            return np.asarray([*map(int if whole else float, values)], np.int64 if whole else np.float64), []
         classes = sorted(set(values))
         return np.searchsorted(classes, values).astype(np.int64), classes
     whole = not any(isinstance(value, float) for value in values)

@@ -352,6 +352,18 @@ def test_the_cross_entropy_of_probabilities_is_that_of_their_logits() -> None:
     assert compare(logits.softmax(1), labels) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((6, 4, 4), 2), ((6, 4, 4, 4), 1)], ids=["tokens", "pixels"])
+def test_classes_are_found_where_they_are_as_many_as_places(shape: tuple[int, ...], axis: int) -> None:
+    """They are the last axis of tokens, and the second one of images, as the labels' shape does not tell."""
+    labels = torch.randint(0, 4, shape[:-1], generator=torch.Generator().manual_seed(0))
+    right = 20.0 * F.one_hot(labels, 4).movedim(-1, axis)
+    assert compare(right, labels) < 1e-6
+    assert compare(right.transpose(1, 2), labels) > 1
+    assert (losses._kind("y", right, labels) == "classes") == (axis == 2), (
+        "distillation knows classes along the last one"
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "labels"),
     [

@@ -31,6 +31,8 @@ _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
+_TOKENS_NDIM = 3
+"""Dimensions of a text's classes: those of an image's are more."""
 _UNLABELLED = (-100, 255)
 """Class numbers of what does not count: of samples and places, and of places alone."""
 _MASKED = -1e9
@@ -91,7 +93,7 @@ def _kind(name: str, value: Tensor, labels: Tensor | None) -> Any:
     numbered = (
         labels is not None
         and not labels.is_floating_point()
-        and labels.shape == value.shape[:-1]
+        and _find_class_axis(value, labels) == value.ndim - 1
         and bool((labels < value.shape[-1]).all())
     )
     if value.ndim < 2 or value.shape[-1] < 2 or not (numbered or _LOGITS.search(name)):
@@ -284,6 +286,19 @@ def are_binary(labels: Array) -> bool:
     return bool(counted.size and counted.max() <= 1)
 
 
+def _find_class_axis(output: Tensor, labels: Tensor) -> int | None:
+    """Find the axis with a number for each class: the one that labels of classes lack.
+
+    Where an image's sides, or a text's length, are as many as the classes, they are the second axis of an image's,
+    [samples, classes, height, width], and the last one otherwise, [samples, tokens, classes].
+    """
+    second, last = 1, output.ndim - 1
+    for axis in (second, last) if output.ndim > _TOKENS_NDIM else (last, second):
+        if 0 < axis < output.ndim and labels.shape == (*output.shape[:axis], *output.shape[axis + 1 :]):
+            return axis
+    return None
+
+
 def compare_with_labels(output: Tensor, labels: Tensor, binary: Binary | None = None) -> Tensor | None:
     """Compute the cross entropy where labels are classes, and the mean squared error where they are numbers.
 
@@ -299,12 +314,8 @@ def compare_with_labels(output: Tensor, labels: Tensor, binary: Binary | None = 
     if output.squeeze().shape == labels.squeeze().shape:
         wanted = labels.reshape(output.shape)
         return _compute_binary(output, wanted, binary) if binary else F.mse_loss(output, wanted.float())
-    if labels.is_floating_point() or labels.ndim != output.ndim - 1:
-        return None
-    for values in (output.movedim(1, -1), output):
-        if values.shape[:-1] == labels.shape:
-            return _compute_cross_entropy(values, labels.long())
-    return None
+    axis = None if labels.is_floating_point() else _find_class_axis(output, labels)
+    return None if axis is None else _compute_cross_entropy(output.movedim(axis, -1), labels.long())
 
 
 def _compute_binary(output: Tensor, labels: Tensor, form: Binary) -> Tensor:
