@@ -116,7 +116,9 @@ def _list_rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:
     for row in variant.latency:
         yield format_latency(row)
         if row.before_speedup and row.after_speedup and row.before_speedup.high != row.before_speedup.low:
-            yield (f"speed-up at batch {row.batch}", row.before_speedup.times(), row.after_speedup.times(), "", "")
+            before = TOO_NOISY if row.before_speedup_too_noisy else row.before_speedup.times()
+            after = TOO_NOISY if row.after_speedup_too_noisy else row.after_speedup.times()
+            yield (f"speed-up at batch {row.batch}", before, after, "", "")
         yield (f"p99 at batch {row.batch}, ms", ms(row.before_p99_ms), ms(row.after_p99_ms), "", "")
     yield from map(format_number, variant.numbers)
 

@@ -312,6 +312,8 @@ class BatchComparison(BaseModel, frozen=True):
     after_p99_ms: float | None = None
     before_speedup: Interval | None = None
     after_speedup: Interval | None = None
+    before_speedup_too_noisy: bool = False
+    after_speedup_too_noisy: bool = False
     change: Change
 
 
@@ -415,6 +417,8 @@ def compare_variants(before: Run, after: Run, earlier: VariantRecord, later: Var
             after_p99_ms=second and second.p99_ms,
             before_speedup=first and first.speedup,
             after_speedup=second and second.speedup,
+            before_speedup_too_noisy=bool(first and first.speedup_too_noisy),
+            after_speedup_too_noisy=bool(second and second.speedup_too_noisy),
             change=compare_latency(before, after, earlier.id, batch, later.id),
         )
         for batch, first, second in rows

@@ -295,6 +295,11 @@ def test_what_people_read_has_the_differences_first() -> None:
     assert text.count("- nothing: model, recipe, versions, machine and data are the same") == 2
 
 
+def test_a_speed_up_that_its_run_calls_too_noisy_is_no_number() -> None:
+    text = shown(FIRST, run(variant(row(0.6, 1.6, speedup_disturbed=True))))
+    assert "| speed-up at batch 1 | 2.00× [1.96, 2.04] | too noisy to tell |" in text
+
+
 def test_warnings_of_runs_are_said_once_and_a_trifle_of_size_is_no_headline() -> None:
     many = [run(variant(row(0.5, 2.0)), environment={"warnings": [f"it is busy: {load} on 2"]}) for load in (1.5, 3.25)]
     larger = variant(row(0.5, 2.0), artifact=StoredArtifact(path="model.onnx", sha256="ab", bytes=1002))
