@@ -130,6 +130,7 @@ def test_biases_of_channels_that_died_still_fit_where_a_scale_shrinks(operator: 
     fine = np.maximum([0.0, 0.0, 0.01, 0.01], np.abs(dead) / 0.02 / 2**30).astype(np.float32)
     levels = quantised()["w"] if operator == "Conv" else quantised()["w"][:, :, 0, 0].T.copy()
     axis = 0 if operator == "Conv" else 1
+    levels = levels // 2  # 7 bits: without VNNI, products of 8 bits overflow in ONNX Runtime
     np.moveaxis(levels, axis, 0)[:2] = 0
     nodes = [*QDQ[:2], node("DequantizeLinear", "w ws wz", "wd", axis=axis)]
     given = quantised(w=levels, ws=fine, b=dead)

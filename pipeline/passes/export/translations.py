@@ -362,8 +362,9 @@ def adaptive_max_pool(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
     """Find the largest number of each window, and its place among those of its channel."""
     rank, spatial = len(self.shape), len(output_size)
     if kernel := _kernel_of(self, output_size):
-        translate = nn.aten_max_pool2d_with_indices if spatial == 2 else nn.aten_max_pool3d_with_indices
-        return translate(self, kernel, kernel, [0] * spatial, [1] * spatial)
+        translate: Any = nn.aten_max_pool2d_with_indices if spatial == 2 else nn.aten_max_pool3d_with_indices
+        values, places = translate(self, kernel, kernel, [0] * spatial, [1] * spatial)
+        return values, places
     largest, plane = self, op.Shape(self, start=rank - spatial)
     numbers = op.Range(0, op.ReduceProd(plane, keepdims=0), 1)
     numbered = op.Expand(op.Reshape(numbers, plane), op.Shape(self))
