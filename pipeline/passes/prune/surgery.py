@@ -121,6 +121,10 @@ class Parts:
         tensor: Tensor = getattr(module, leaf)
         return tensor
 
+    def list_holders(self, name: str) -> list[nn.Module]:
+        """List the modules that hold a tensor, by its canonical name."""
+        return [module for module, _ in self._holders[name]]
+
     def put(self, name: str, value: Tensor) -> None:
         """Replace a tensor wherever it is held."""
         for module, leaf in self._holders[name]:
