@@ -372,7 +372,7 @@ def prune(
             notes = budget.validate(cuts, removals, wanted, options.multiple_of, {entry.root for entry in history})
         history += [_describe(removal, step, options.importance) for removal in removals]
         cut(model, removals)
-        now -= sum(len(removal.group.channels[unit]) for removal in removals for unit in removal.units)
+        now -= sum(removal.group.count_channels(removal.units) for removal in removals)
     changes = before.difference(model, tuple(history), tuple(prunable.replaced.attention))
     return Pruned(changes, first, counter.cost(), width, now, whole, notes)
 
@@ -469,16 +469,18 @@ def _in_heads(
 
 def _describe(removal: Removal, step: int, importance: str) -> PrunedGroup:
     group, gone = removal.group, set(removal.units)
-    units = tuple(unit for unit in range(group.units) if unit not in gone)
+    every = group.list_members(range(group.units))
+    kept = group.list_members(unit for unit in range(group.units) if unit not in gone)
     return PrunedGroup(
         step=step,
         root=group.root,
         members=removal.members,
         unit=group.unit,
-        before=group.units,
-        after=len(units),
-        kept=units,
+        before=len(every),
+        after=len(kept),
+        kept=kept,
         importance=importance,
+        width=group.width // len(every),
     )
 
 
