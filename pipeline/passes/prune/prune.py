@@ -206,7 +206,7 @@ def _count_few(group: Group, stay: int) -> int:
 
 
 def _shuffle(group: Group) -> tuple[list[int], int]:
-    """Order the units by chance, each group's in its own way: what groups have to lose alike, they must not."""
+    """Order the units by chance, for each group in another way: those that fit only if they lose alike must fail."""
     generator = torch.Generator().manual_seed(zlib.crc32(group.root.encode()))
     return group.order_removal(torch.randperm(group.units, generator=generator).tolist())
 
