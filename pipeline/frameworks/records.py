@@ -90,7 +90,7 @@ class PrunedGroup(BaseModel, frozen=True, extra="forbid"):
 
     step: int
     root: str
-    """The layer whose output channels are counted."""
+    """The first layer that makes the channels; where the outputs of several are joined, those of all are counted."""
     members: tuple[str, ...]
     """Every layer and parameter that was cut with it."""
     unit: str
@@ -100,6 +100,8 @@ class PrunedGroup(BaseModel, frozen=True, extra="forbid"):
     kept: tuple[int, ...]
     """Indices of the units that stay, among those that there were before the step."""
     importance: str
+    width: int | None = None
+    """Channels of one unit: 1, or the width of a head; None in records of earlier versions."""
 
 
 class PruningFacts(BaseModel, frozen=True, extra="forbid"):

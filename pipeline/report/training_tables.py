@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from enginesmith.pipeline.frameworks.records import PruningFacts
+from enginesmith.pipeline.frameworks.records import PrunedGroup, PruningFacts
 from enginesmith.pipeline.passes.finetune.options import Point, Recovery
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
 from enginesmith.pipeline.results.run import Run, VariantRecord
@@ -43,12 +43,17 @@ def _format_left(before: int, after: int) -> str:
 
 
 def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> Table:
-    """List the channels of each group of layers before and after pruning."""
-    rows = (
-        {"group": group.root, "unit": group.unit, "before": str(group.before), "after": str(group.after)}
-        for group in facts.groups
-    )
-    return make_table(name, caption, rows)
+    """List the channels or heads of each group of layers before and after pruning; rows add up to all channels."""
+    rows = [(group.root, _name_unit(group), group.before, group.after) for group in facts.groups]
+    if all(group.width for group in facts.groups):
+        rest = facts.channels_before - sum(group.before * (group.width or 0) for group in facts.groups)
+        rows += [("all others", "channel", rest, rest)] if rest > 0 else []
+    keys = ("group", "unit", "before", "after")
+    return make_table(name, caption, (dict(zip(keys, map(str, row), strict=True)) for row in rows))
+
+
+def _name_unit(group: PrunedGroup) -> str:
+    return f"{group.unit} of {group.width} channels" if group.unit == "head" and group.width else group.unit
 
 
 def _list_trained(run: Run) -> Iterator[tuple[str, Recovery]]:

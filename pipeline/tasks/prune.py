@@ -157,7 +157,11 @@ def _join_groups(cuts: Iterable[PrunedGroup]) -> tuple[PrunedGroup, ...]:
     groups: dict[str, PrunedGroup] = {}
     for cut in cuts:
         first = groups.get(cut.root, cut)
-        if (first.unit, first.after) != (cut.unit, cut.before):  # heads of another width are other units
+        if (first.unit, first.width, first.after) != (
+            cut.unit,
+            cut.width,
+            cut.before,
+        ):  # heads of another width are other units
             first = cut
         units = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
         groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": units, "step": 1})

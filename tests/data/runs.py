@@ -14,7 +14,7 @@ from enginesmith.pipeline.results.run import ModelRecord, Run, VariantRecord
 TEXT = "text"
 
 _GROUP = PrunedGroup(
-    step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2"
+    step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2", width=1
 )
 PRUNING = PruningFacts(
     target="macs=-50%",

@@ -327,6 +327,53 @@ def test_vectors_are_trained_along_channels_only(tmp_path: Path, nodes: Any, vec
     assert (module._constants["v"] in module._parameters) == trained
 
 
+NORMS = [node("BatchNormalization", f"{x} one zero zero one", y) for x, y in (("x", "a"), ("r", "b"))]
+NORMS = [NORMS[0], node("Relu", "a", "r"), NORMS[1], node("Conv", "b w zero", "y")]
+
+
+def test_statistics_stay_that_are_one_constant_with_weights(tmp_path: Path) -> None:
+    """An export merges the bias and the means of a new batch normalization, and its scale and variances."""
+    merged = {"one": np.ones(4, np.float32), "zero": np.zeros(4, np.float32), "w": normal(4, 4, 1, 1)}
+    path, x = write_graph(tmp_path / "given", NORMS, merged, x=("n", 4, 6, 6)), normal(2, 4, 6, 6)
+    loaded = load_graph(path)
+    (output,) = loaded.module(torch.from_numpy(x))
+    (output - 1).square().sum().backward()
+    with torch.no_grad():
+        for value in loaded.module.parameters():
+            value -= 1e-3 * value.grad
+        (trained,) = loaded.module(torch.from_numpy(x))
+    save_graph(path, loaded, tmp_path, edit.EXTERNAL_DATA_BYTES)
+    np.testing.assert_allclose(evaluate(tmp_path / edit.FILE, x)["y"], trained.numpy(), atol=1e-5)
+    stored = weights(tmp_path / edit.FILE)
+    first, second = (each for each in onnx.load(tmp_path / edit.FILE).graph.node if each.op_type[:5] == "Batch")
+    assert [list(each.input[3:]) for each in (first, second)] == [["zero", "one"]] * 2
+    assert (stored["zero"] == 0).all()
+    assert (stored["one"] == 1).all()
+    own = [stored[each.input[index]] for each in (first, second) for index in (1, 2)]
+    assert len({values.tobytes() for values in own} | {stored["zero"].tobytes(), stored["one"].tobytes()}) == 6
+
+
+def test_zero_points_stay_that_are_one_constant_with_a_bias(tmp_path: Path) -> None:
+    """A bias of zeros in int32 and its zero points are equal."""
+    merged = quantised(b=np.zeros(4, np.int32))
+    del merged["bz"]
+    nodes = [node("DequantizeLinear", "b bs b", "bd", axis=0) if each.output[0] == "bd" else each for each in QDQ]
+    path = write_graph(tmp_path / "given", nodes, merged, x=("batch", 3, 8, 8))
+    save_graph(path, step(path, 1e-2), tmp_path, edit.EXTERNAL_DATA_BYTES)
+    stored, (bias,) = (
+        weights(tmp_path / edit.FILE),
+        [each for each in onnx.load(tmp_path / edit.FILE).graph.node if each.output[0] == "bd"],
+    )
+    assert (stored[bias.input[2]] == 0).all()
+    assert (stored[bias.input[0]] != 0).all()
+
+
+def test_a_table_that_a_product_has_too_stays_one(tmp_path: Path) -> None:
+    nodes = [node("Gather", "t i", "g"), node("Mul", "x g", "m"), node("MatMul", "m t", "y")]
+    path = write_graph(tmp_path, nodes, {"t": normal(4, 4), "i": np.asarray([0, 2])}, x=(2, 4))
+    assert [name for name, _ in load_graph(path).module.named_parameters()] == ["model.constant 0"]
+
+
 def test_constants_in_nodes_are_trained_too(tmp_path: Path) -> None:
     value = onnx.numpy_helper.from_array(normal(4, 2), "w")
     nodes = [onnx.helper.make_node("Constant", [], ["w"], "c", value=value), node("MatMul", "x w", "y")]

@@ -1,4 +1,4 @@
-"""Faults that random modules showed in pruning (benchmarks/fuzzing_prune.py), each in a small model."""
+"""Faults that random modules (benchmarks/fuzzing_prune.py) and trials showed in pruning, each in a small model."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch_pruning import DependencyGraph
 
+from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.passes.prune import prune as pruner
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, Slice, cut, cut_for_now, mask_units
@@ -72,6 +74,77 @@ def test_of_groups_that_share_a_channel_one_stays_whole() -> None:
     good, bad = pruner.keep_verified(model, lambda: (model(x),), [group, replace(group, root="other")])
     assert [one.root for one in good] == ["0"]
     assert bad == {"other": "it shares channels of 0.bias with 0"}
+
+
+def two_levels(shared: str) -> Of:
+    """One weight for two levels: of two layers, or of one layer and a call of a function."""
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        high = self.a(x).relu()
+        low = self.b(high).relu()
+        other = self.h2(low) if shared == "layers" else F.conv2d(low, self.h1.weight, self.h1.bias)
+        return self.last(self.h1(high).relu()), self.last(other.relu())
+
+    torch.manual_seed(0)
+    parts = {"a": nn.Conv2d(3, 32, 3), "b": nn.Conv2d(32, 32, 3), "h1": nn.Conv2d(32, 32, 1)}
+    model = Of(forward, **parts, h2=nn.Conv2d(32, 32, 1), last=head(32))
+    model.h2.weight = model.h1.weight
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_layers_that_share_a_weight_lose_what_both_have(steps: int) -> None:
+    """Both make the same channels, and read others; these were cut for one of the two alone."""
+    model, x = two_levels("layers").eval(), torch.randn(IMAGE)
+    done = pruner.prune(model, lambda: model(x), PruneTarget.parse("30%"), PruneOptions(multiple_of=8, steps=steps))
+    assert {one.root for one in done.surgery.history} == {"h1"}
+    assert model.h1.weight is model.h2.weight
+    assert {root: why for root, why in done.whole.items() if root in "ab"} == {
+        "a": "h1 and h2 share h1.weight, and h2 uses it for other channels",
+        "b": "h2 and h1 share h1.weight, and h1 uses it for other channels",
+    }
+
+
+def test_a_layer_behind_another_with_its_weight_stays_whole() -> None:
+    """Three groups cut the two axes of one weight: without the middle one the others do not fit."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.last(self.e(self.d(self.c(self.a(x).relu()).relu()).relu()).relu())
+
+    parts = {"a": nn.Conv2d(3, 32, 1), "c": nn.Conv2d(32, 64, 1), "d": nn.Conv2d(64, 64, 1), "e": nn.Conv2d(64, 64, 1)}
+    model = Of(forward, **parts, last=head(64))
+    model.e.weight = model.d.weight
+    done = prune(model, target="macs=-10%")
+    assert {one.root for one in done.surgery.history} == {"a"}
+    assert all("share d.weight" in done.whole[root] for root in "cde")
+
+
+def test_groups_that_fit_only_if_they_lose_alike_stay_whole() -> None:
+    """A function reads the weight of a layer: who takes the same channels from both levels sees nothing."""
+    model, x = two_levels("function").eval(), torch.randn(IMAGE)
+    with pytest.raises(ModelError, match=r"a: the model does not run without some of them: .*; b: the model does not"):
+        pruner.prune(model, lambda: model(x), PruneTarget.parse("30%"), PruneOptions(multiple_of=8))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_groups_are_tried_with_those_that_are_left(norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each can go alone, and the first two of three not together: the last try is of those that go."""
+
+    def fail(model: nn.Module, run: Any, groups: Any) -> str:
+        tried.append([group.root for group in groups])
+        return "not together" if {"0", "1"} <= set(tried[-1]) else ""
+
+    tried: list[list[str]] = []
+    monkeypatch.setattr(pruner, "verify_masking", fail)
+    kinds = (nn.Linear(4, 4), nn.LayerNorm(4) if norms else nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(*kinds)
+    groups = [
+        Group(path, "channel", ((0,), (1,)), (Slice(f"{path}.weight", 0, "makes", ((0,), (1,))),), (path,))
+        for path in "012"
+    ]
+    good, bad = pruner.keep_verified(model, lambda: (), groups)
+    assert ([group.root for group in good], bad) == (["0", "2"], {"1": "not together"})
+    assert {"0", "2"} in map(set, tried)
 
 
 def test_a_difference_is_seen_that_the_output_hides() -> None:

@@ -125,11 +125,32 @@ def test_groups_of_a_grouped_convolution_lose_alike() -> None:
     assert (model[1].in_channels, model[1].out_channels, model[1].groups) == (8, 8, 4)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_channels_that_go_in_blocks_are_counted_one_by_one(steps: int) -> None:
+    """A unit is a channel of each of four blocks; the record has the channels, as the layer counts them."""
+    model = grouped()
+    before = model[0].weight.detach().clone()
+    done = prune(model, target="0.5", multiple_of=1, steps=steps)
+    history = [one for one in done.surgery.history if one.root == "0"]
+    assert (history[0].before, history[-1].after) == (16, model[0].out_channels) == (16, 8)
+    for one in history:
+        assert len(one.kept) == one.after
+        before = before[list(one.kept)]
+    assert torch.equal(before, model[0].weight)
+    lost = sum((one.before - one.after) * (one.width or 0) for one in done.surgery.history)
+    assert lost == done.channels_before - done.channels_after
+
+
+def test_a_layer_that_would_be_empty_is_described_by_its_channels() -> None:
+    with pytest.raises(UsageError, match=r"0 has 16 channels and must keep 4"):
+        prune(grouped(), target="0.99", multiple_of=1)
+
+
 def test_heads_go_whole_and_their_number_is_kept_in_line() -> None:
     model = nn.Sequential(Heads(), nn.Linear(16, 3))
     done = prune(model, (2, 5, 16), "0.5")
     heads = next(one for one in done.surgery.history if one.unit == "head")
-    assert (heads.before, heads.after) == (4, 2)
+    assert (heads.before, heads.after, heads.width) == (4, 2, 4)
     assert model[0].num_heads == 2
     assert done.surgery.attributes["0"] == {"num_heads": 2}
     assert (model[0].value.out_features, model[0].head_size) == (8, 4)

@@ -51,6 +51,20 @@ def test_groups_and_curve() -> None:
     assert row[1:] == ("0", "–", "0.4700", "0.001")
 
 
+def test_rows_of_groups_add_up_to_all_channels() -> None:
+    """Heads stand for their channels, and what lost nothing has a row, too."""
+    (group,) = PRUNING.groups
+    heads = group.model_copy(update={"root": "query", "unit": "head", "before": 4, "after": 3, "width": 8})
+    facts = PRUNING.model_copy(update={"channels_before": 64, "channels_after": 48, "groups": (group, heads)})
+    assert training_tables.tabulate_groups(facts).rows == (
+        ("conv1", "channel", "16", "8"),
+        ("query", "head of 8 channels", "4", "3"),
+        ("all others", "channel", "16", "16"),
+    )
+    earlier = facts.model_copy(update={"groups": (heads.model_copy(update={"width": None}),)})
+    assert training_tables.tabulate_groups(earlier).rows == (("query", "head", "4", "3"),)
+
+
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:
     made = pruned_run(pruned("a", recovery=(RECOVERY,)))
     runs.write(made, tmp_path)

@@ -45,6 +45,9 @@ _CHANNELS_SECOND = ("Conv", "ConvTranspose", "BatchNormalization", "InstanceNorm
 _CHANNELS_LAST = ("MatMul", "Gemm", "LayerNormalization")
 _ROOTS = ("Sqrt", "Reciprocal")
 """Operators that make what a normalization divides or multiplies by."""
+_TIED = ("Gather", "Transpose", "Reshape", "Unsqueeze", "Cast", "Identity")
+"""Operators that read a weight of another node as a weight, too, such as an embedding whose table a product has: it
+stays one."""
 _LARGEST = 1e4
 """Constants with larger numbers are masks, and no weights."""
 _SPARSE = 0.45
@@ -152,7 +155,8 @@ class GraphModule(nn.Module):
         self._masks: dict[str, str] = {}
         """Name of a weight → that of the buffer with 0 where it stays 0, and else 1."""
         self._paths: list[str] = []
-        trained, opset = set(_list_trained(model)), model.opset_imports[""]
+        trained = {_name(node.inputs[index]) for node, index in _list_trained(model)}
+        opset = model.opset_imports[""]
         self._fixed = not all(map(_has_own_product, model.graph))
         """True where scales stay: a bias in int32 counts in steps of a scale that is not known."""
         for node in model.graph:
@@ -357,8 +361,8 @@ def _name(value: "ir.Value | None") -> str:
     return "" if value is None else str(value.name or "")
 
 
-def _list_trained(model: "ir.Model") -> Iterator[str]:
-    """List the constants of float32 that are weights."""
+def _list_trained(model: "ir.Model") -> "Iterator[tuple[ir.Node, int]]":
+    """List the inputs of nodes, by node and index, that are weights: constants of float32."""
     for node in model.graph:
         places = _WEIGHTS.get(node.op_type, ())
         by_channel = node.op_type in _BY_CHANNEL
@@ -371,7 +375,7 @@ def _list_trained(model: "ir.Model") -> Iterator[str]:
             axis = numbers.shape.index(numbers.size) - numbers.ndim if along_one else 0
             fits = along_one and _has_channels(node.inputs[1 - index], axis)
             if (fits or not by_channel) and np.abs(numbers).max(initial=0.0) < _LARGEST:
-                yield _name(value)
+                yield node, index
 
 
 def _has_channels(value: "ir.Value | None", axis: int) -> bool:
@@ -466,4 +470,21 @@ def _load_with_constants(path: Path) -> "ir.Model":
     model = edit.load(path)
     edit.flatten(model)
     edit.lift_constants(model)
+    _split_shared(model)
     return model
+
+
+def _split_shared(model: "ir.Model") -> None:
+    """Give a weight a constant of its own where inputs that are not trained read the same one.
+
+    Exporters merge equal constants, such as the bias and the means of a batch normalization that are all zero.
+    """
+    trained, names = set(_list_trained(model)), edit.Names(model.graph)
+    trained |= {(node, 0) for node in model.graph if node.op_type == _DEQUANTIZE}
+    for name, value in list(model.graph.initializers.items()):
+        uses = [(use.node, use.idx) for use in value.uses()]
+        if all(use in trained or use[0].op_type in _TIED for use in uses):
+            continue
+        for node, index in uses:
+            if (node, index) in trained and (numbers := edit.read(value)) is not None:
+                node.replace_input_with(index, edit.add_constant(model.graph, names.new(name), numbers))

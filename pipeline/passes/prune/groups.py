@@ -151,12 +151,12 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
     if computed := next((item.name for item in items if _is_computed(item, parts)), ""):
         raise Unprunable(f"the weight of {computed} is computed from other parameters, as by weight_norm")
     units = _units(items, len(traced[0].idxs))
-    slices: list[Slice] = []
+    by_item = [list(_slices(item, parts, units)) for item in items]
+    _validate_shared(graph, parts, items, by_item)
+    slices = [part for new_slices in by_item for part in new_slices]
     attributes: list[Attribute] = []
     modules: list[str] = []
-    for item in items:
-        new_slices = list(_slices(item, parts, units))
-        slices += new_slices
+    for item, new_slices in zip(items, by_item, strict=True):
         if new_slices and isinstance(item.module, nn.Module):
             modules.append(item.name)
         elif new_slices and isinstance(norm := parts.modules.get(owner := item.name.rpartition(".")[0]), nn.RMSNorm):
@@ -183,6 +183,29 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
     if group.order_removal(range(group.units))[1] == group.units:
         raise Unprunable("each of its channels is the only one that some layer has")
     return group
+
+
+def _validate_shared(
+    graph: "DependencyGraph", parts: Parts, items: Sequence[Item], by_item: Sequence[Sequence[Slice]]
+) -> None:
+    """Check that layers that share a tensor all take the channels that it would lose.
+
+    Raises:
+        Unprunable: another layer takes other channels along the same axis.
+    """
+    cuts: dict[tuple[str, int], dict[nn.Module, set[Any]]] = {}
+    for item, slices in zip(items, by_item, strict=True):
+        if isinstance(item.module, nn.Module):  # a parameter that no layer has is one for all that read it
+            for part in slices:
+                cuts.setdefault((part.tensor, part.axis), {}).setdefault(item.module, set()).add(part.indices)
+    names = graph._module2name
+    for (tensor, _), by_layer in cuts.items():
+        layer, indices = next(iter(by_layer.items()))
+        for other in parts.list_holders(tensor):
+            if other in graph.module2node and by_layer.get(other) != indices:
+                raise Unprunable(
+                    f"{names[layer]} and {names[other]} share {tensor}, and {names[other]} uses it for other channels"
+                )
 
 
 def _is_computed(item: Item, parts: Parts) -> bool:

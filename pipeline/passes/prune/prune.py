@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import fnmatch
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,35 +50,42 @@ def keep_verified(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[
     bad = _try_halves(model, run, [group for group in groups if group not in mixing])
     for group in mixing:
         bad |= _try_halves(model, run, [group])
-    bad |= _find_overlaps([group for group in groups if group.root not in bad])
-    return [group for group in groups if group.root not in bad], bad
+    good = [group for group in groups if group.root not in bad]
+    bad |= _try_halves(
+        model, run, [group for group in good if group in mixing], [group for group in good if group not in mixing]
+    )
+    return [group for group in good if group.root not in bad], bad
 
 
-def _find_overlaps(groups: Sequence[Group]) -> dict[str, str]:
-    """Find groups, by root, that share a channel of a tensor with one before them; with the reason.
+def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group], beside: Sequence[Group] = ()) -> dict[str, str]:
+    """Try all at once; where that fails, each half. Explain, by root, why groups cannot lose units.
+
+    The others can lose units together with those ``beside`` them.
+    """
+    together = [*beside, *groups]
+    if not groups or not (why := _find_overlap(together) or verify_masking(model, run, together)):
+        return {}
+    if len(groups) == 1:
+        return {groups[0].root: f"{why}{through(groups[0].traced)}"}
+    first, second = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+    bad = _try_halves(model, run, first, beside)
+    good = [group for group in first if group.root not in bad]
+    return bad | _try_halves(model, run, second, [*beside, *good])
+
+
+def _find_overlap(groups: Sequence[Group]) -> str:
+    """Find a group that shares a channel of a tensor with one before it, and explain it.
 
     Each can lose units, and yet all together may empty a layer, or take a channel that another one still has.
     """
     owners: dict[tuple[str, int, int], str] = {}
-    bad: dict[str, str] = {}
     for group in groups:
         held = {(part.tensor, part.axis, index) for part in group.slices for unit in part.indices for index in unit}
         if shared := held & owners.keys():
             name, _, _ = first = min(shared)
-            bad[group.root] = f"it shares channels of {name} with {owners[first]}"
-        else:
-            owners |= dict.fromkeys(held, group.root)
-    return bad
-
-
-def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group]) -> dict[str, str]:
-    """Try all at once; where that fails, each half. Explain, by root, why groups cannot lose units."""
-    if not groups or not (why := verify_masking(model, run, groups)):
-        return {}
-    if len(groups) == 1:
-        return {groups[0].root: f"{why}{through(groups[0].traced)}"}
-    middle = len(groups) // 2
-    return _try_halves(model, run, groups[:middle]) | _try_halves(model, run, groups[middle:])
+            return f"it shares channels of {name} with {owners[first]}"
+        owners |= dict.fromkeys(held, group.root)
+    return ""
 
 
 def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
@@ -198,7 +206,8 @@ def _count_few(group: Group, stay: int) -> int:
 
 
 def _shuffle(group: Group) -> tuple[list[int], int]:
-    generator = torch.Generator().manual_seed(group.units)
+    """Order the units by chance, for each group in another way: those that fit only if they lose alike must fail."""
+    generator = torch.Generator().manual_seed(zlib.crc32(group.root.encode()))
     return group.order_removal(torch.randperm(group.units, generator=generator).tolist())
 
 
@@ -363,7 +372,7 @@ def prune(
             notes = budget.validate(cuts, removals, wanted, options.multiple_of, {entry.root for entry in history})
         history += [_describe(removal, step, options.importance) for removal in removals]
         cut(model, removals)
-        now -= sum(len(removal.group.channels[unit]) for removal in removals for unit in removal.units)
+        now -= sum(removal.group.count_channels(removal.units) for removal in removals)
     changes = before.difference(model, tuple(history), tuple(prunable.replaced.attention))
     return Pruned(changes, first, counter.cost(), width, now, whole, notes)
 
@@ -460,16 +469,18 @@ def _in_heads(
 
 def _describe(removal: Removal, step: int, importance: str) -> PrunedGroup:
     group, gone = removal.group, set(removal.units)
-    units = tuple(unit for unit in range(group.units) if unit not in gone)
+    every = group.list_members(range(group.units))
+    kept = group.list_members(unit for unit in range(group.units) if unit not in gone)
     return PrunedGroup(
         step=step,
         root=group.root,
         members=removal.members,
         unit=group.unit,
-        before=group.units,
-        after=len(units),
-        kept=units,
+        before=len(every),
+        after=len(kept),
+        kept=kept,
         importance=importance,
+        width=group.width // len(every),
     )
 
 

@@ -271,7 +271,7 @@ class PruneBudget:
     def left(self, removals: Sequence[Removal]) -> float:
         """Compute the share of the target's quantity that is left without these."""
         if self.target.kind == "ratio":
-            gone = sum(len(removal.group.channels[unit]) for removal in removals for unit in removal.units)
+            gone = sum(removal.group.count_channels(removal.units) for removal in removals)
             return (self.now - gone) / self.width
         with cut_for_now(self.model, removals):
             if self.target.kind == "params":
@@ -301,7 +301,7 @@ class PruneBudget:
         if least - wanted > min(TOLERANCE, wanted):  # a share of next to nothing is not met by a point more
             raise self._would_empty(cuts, least)
         notes = []
-        gone = {cut.group.root: sum(len(cut.group.channels[unit]) for unit in cut.units) for cut in removals}
+        gone = {removal.group.root: removal.group.count_channels(removal.units) for removal in removals}
         odd = [
             f"{root} ({width})"
             for root, group in self.groups.items()
@@ -323,10 +323,12 @@ class PruneBudget:
         last = {cut.root: index for index, cut in enumerate(cuts)}
         root = min(self.groups, key=lambda root: last.get(root, -1))
         group = self.groups[root]
-        stay = min((cut.left for cut in cuts if cut.root == root), default=group.units)
+        gone = {unit for cut in cuts if cut.root == root for unit in cut.gone}
+        every = len(group.list_members(range(group.units)))
+        stay = len(group.list_members(unit for unit in range(group.units) if unit not in gone))
         most = spell(self.target.kind, math.floor((1 - least) * 1000) / 1000)
         return EmptyLayer(
-            f"--prune {self.target} would empty a layer: {root} has {group.units} {group.unit}s and must keep {stay}; "
+            f"--prune {self.target} would empty a layer: {root} has {every} {group.unit}s and must keep {stay}; "
             f"the largest possible target is {most}",
             "ask for less, or protect fewer layers",
         )

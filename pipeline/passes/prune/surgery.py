@@ -4,7 +4,7 @@ Units are those of groups of channels that can only go together, as slices of na
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,7 +56,17 @@ class Group:
     @property
     def width(self) -> int:
         """Channels in all."""
-        return sum(map(len, self.channels))
+        return self.count_channels(range(self.units))
+
+    def count_channels(self, units: Iterable[int]) -> int:
+        """Count the channels of units."""
+        return sum(len(self.channels[unit]) for unit in units)
+
+    def list_members(self, units: Iterable[int]) -> tuple[int, ...]:
+        """List the heads of units, or else their channels: what people count the group in."""
+        if self.unit == "head":
+            return tuple(sorted(units))
+        return tuple(sorted(channel for unit in units for channel in self.channels[unit]))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -120,6 +130,10 @@ class Parts:
         module, leaf = self._holders[name][0]
         tensor: Tensor = getattr(module, leaf)
         return tensor
+
+    def list_holders(self, name: str) -> list[nn.Module]:
+        """List the modules that hold a tensor, by its canonical name."""
+        return [module for module, _ in self._holders[name]]
 
     def put(self, name: str, value: Tensor) -> None:
         """Replace a tensor wherever it is held."""
