@@ -128,19 +128,26 @@ class RunDirectory:
                 beside[variant.id] = self._copy_beside(variant, engine, outcomes)
             records = tuple(record.model_copy(update=beside.get(record.id, {})) for record in run.variants)
             run = run.model_copy(update={"variants": records})
-            runs.write(run, self._folder)
+            with self._renew_samples(artifact_of(outcomes, self._plan.latency)):
+                runs.write(run, self._folder)
             while self._swapped:
                 shutil.rmtree(self._swapped.pop(), ignore_errors=True)
-            latency = artifact_of(outcomes, self._plan.latency)
-            if latency is not None and latency.sha256 != self._sampled:  # for whoever wants each call
-                partial = self._folder / f".{SAMPLES}.partial"
-                try:
-                    shutil.copyfile(latency.folder / SAMPLES, partial)
-                    partial.replace(self._folder / SAMPLES)
-                finally:
-                    partial.unlink(missing_ok=True)
-                self._sampled = latency.sha256
         return run
+
+    @contextlib.contextmanager
+    def _renew_samples(self, latency: Artifact | None) -> Iterator[None]:
+        """Copy the time of each call of a new measurement before run.json is written, and name the file after it."""
+        if latency is None or latency.sha256 == self._sampled:
+            yield
+            return
+        partial = self._folder / f".{SAMPLES}.partial"
+        try:
+            shutil.copyfile(latency.folder / SAMPLES, partial)
+            yield
+            partial.replace(self._folder / SAMPLES)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._sampled = latency.sha256
 
     def _copy_beside(self, variant: Variant, engine: Artifact, outcomes: Outcomes) -> dict[str, StoredArtifact]:
         """Copy the rest of a built variant's package: a graph for other machines, and a test vector.
