@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from enginesmith.pipeline.errors import EnginesmithError, MissingEntry
 from enginesmith.pipeline.tensors import Signature
 
 MANIFEST_NAMES = ("artifact.json", "manifest.json")
@@ -87,6 +88,26 @@ def write_whole(file: Path, data: bytes) -> None:
     except BaseException:  # a full disk, or Ctrl-C
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def explain_removal(artifacts: Iterable[Artifact], then: str = "") -> Iterator[None]:
+    """Explain an error by artifacts that were removed from the store meanwhile, if any; ``then`` ends the remedy.
+
+    Raises:
+        MissingEntry: there is one.
+    """
+    try:
+        yield
+    except EnginesmithError as error:
+        removed = [artifact for artifact in artifacts if not artifact.path.exists()]
+        if not removed:
+            raise
+        steps = ", ".join(sorted({artifact.history[-1].step for artifact in removed if artifact.history}))
+        raise MissingEntry(
+            f"the result of {steps or 'a step'} was removed from the store while it was in use",
+            f"leave the files of the store alone while a run uses them{then}",
+        ) from error
 
 
 def grant_usual_rights(folder: Path) -> None:

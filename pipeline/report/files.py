@@ -55,7 +55,7 @@ def write_outdated(folder: Path) -> None:
 
 
 def list_outdated(folder: Path, document: str, names: Mapping[Format, str] = NAMES) -> list[Format]:
-    """List the reports that are missing or older than their document, as a full disk or a killed process leaves them."""
+    """List the reports that are missing or older than their document, as after a full disk or a killed process."""
 
     def is_current(report: Path) -> bool:
         return report.is_file() and report.stat().st_mtime_ns >= (folder / document).stat().st_mtime_ns

@@ -15,7 +15,15 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, file_digest, files_below, has_files, write_whole
+from enginesmith.pipeline.artifact import (
+    MANIFEST_NAMES,
+    Artifact,
+    explain_removal,
+    file_digest,
+    files_below,
+    has_files,
+    write_whole,
+)
 from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
@@ -113,7 +121,9 @@ class RunDirectory:
     def _write(self, outcomes: Outcomes) -> Run:
         """Write the run, and its engines before it; an earlier run stays as it is while a result of it is missing."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
-        with storage_errors(f"the run directory {self._folder} or the store"):
+        used = [outcome.artifact for outcome in outcomes.values() if outcome.artifact]
+        place = f"the run directory {self._folder} or the store"
+        with explain_removal(used, "; then resume"), storage_errors(place):
             artifacts = [(variant, find_engine(variant, self._plan, outcomes)) for variant in self._plan.variants]
             engines = [(variant, engine) for variant, engine in artifacts if engine and engine.kind == "engine"]
             paths = {variant.id: _folder(variant) / engine.path.name for variant, engine in engines}

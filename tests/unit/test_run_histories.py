@@ -488,6 +488,33 @@ def test_resume_of_a_finished_run_writes_reports_that_are_older_than_its_record(
     assert (world.out / "report.html").stat().st_mtime_ns == page, "the others stay as they are"
 
 
+@pytest.mark.parametrize(
+    ("step", "error_begins"), [("export", "export: the result of load was removed"), ("latency", "the result of build")]
+)
+def test_a_store_that_is_emptied_meanwhile_is_named_as_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error_begins: str
+) -> None:
+    """The run directory has no use for the loaded model, but for the engines."""
+    world, work = World(tmp_path), CheapExecutor._work_cheaply
+
+    def empty_store(executor: CheapExecutor, request: StepRequest, out: Path) -> Done:
+        if request.step.id == step:
+            for artifact in request.inputs.values():
+                shutil.rmtree(artifact.folder)
+            raise ModelError("FileNotFoundError")
+        return work(executor, request, out)
+
+    with cheap_world(world):
+        with monkeypatch.context() as patch:
+            patch.setattr(CheapExecutor, "_work_cheaply", empty_store)
+            error = carry_out(world, "optimize", None)
+        assert str(error).startswith(error_begins)
+        assert "was removed from the store while it was in use" in str(error)
+        assert str(error).endswith("; then resume")
+        assert carry_out(world, "resume", None) is None
+    assert runs.read(world.out).complete
+
+
 def test_an_interrupted_run_ends_although_an_engine_fails_when_it_is_measured(tmp_path: Path) -> None:
     world = World(tmp_path)
     carry_out(world, "optimize", ("interrupt", "latency"))
