@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -88,6 +89,19 @@ def write_whole(file: Path, data: bytes) -> None:
     except BaseException:  # a full disk, or Ctrl-C
         partial.unlink(missing_ok=True)
         raise
+
+
+def copy_folder(source: Path, target: Path, skip: Iterable[str] = ()) -> None:
+    """Copy all files below a folder into another one, which is made if needed.
+
+    Raises:
+        OSError: the first one, with its number, such as that of a full disk: ``shutil.copytree`` gathers them as text.
+    """
+    source.stat()  # nothing is below a folder that is not there
+    target.mkdir(parents=True, exist_ok=True)
+    for name in files_below(source, skip):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, target / name)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from enginesmith.pipeline.artifact import (
     MANIFEST_NAMES,
     Artifact,
+    copy_folder,
     explain_removal,
     file_digest,
     files_below,
@@ -188,9 +189,8 @@ class RunDirectory:
         if str(relative) not in self._whole and not has_files(target, artifact.sha256):
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                for name in files_below(artifact.folder, skip=[MANIFEST]):
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(artifact.folder / name, partial / name)
+                copy_folder(artifact.folder, partial, skip=[MANIFEST])
+                for name in files_below(partial):
                     with (partial / name).open("rb") as stream:  # on the disk before run.json names it
                         os.fsync(stream.fileno())
                 record = _Record(id=relative.name, **dict(artifact))
@@ -345,7 +345,7 @@ def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome]) -> None
             continue
         folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
         if not (run / folder).is_dir():
-            shutil.copytree(artifact.folder, run / folder, ignore=shutil.ignore_patterns(*MANIFEST_NAMES))
+            copy_folder(artifact.folder, run / folder, skip=MANIFEST_NAMES)
         relative = artifact.model_copy(update={"path": Path(artifact.path.name)})
         steps[step.id] = _StepHandoff(identity=step.task.identity, folder=folder, artifact=relative)
     index = _Index(load_sha256=load.sha256, steps=steps)
