@@ -5,7 +5,8 @@ folder here, which works as a store by itself does: cached entries are not reque
 
     ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
     ROOT/begun/…                                       partial work of a long step; gone once it is done
-    ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it
+    ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it. Each run has one as long as it
+                                                       lasts: what was used since the oldest was made is not pruned
     ROOT/tmp/earlier-KEY-…                             an entry that is being replaced; put back if that was interrupted
     ROOT/reads/NAME/CANDIDATE.json                     the user's files that steps read, by name
     ROOT/races/MACHINE.json                            how long variants took in earlier searches
@@ -297,9 +298,9 @@ class Store:
         times = [math.inf]
         for folder in self.root.glob("tmp/*@*"):
             with contextlib.suppress(FileNotFoundError, StoreError):  # its process has ended; another user's
-                made = folder.stat().st_mtime
+                began = folder.stat().st_mtime
                 if (lock := self._try_claim(folder)) is None:
-                    times.append(made)
+                    times.append(began)
                 else:
                     os.close(lock)
         return min(times)
