@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from enginesmith.pipeline.errors import EnginesmithError, MissingEntry
 from enginesmith.pipeline.tensors import Signature
 
 MANIFEST_NAMES = ("artifact.json", "manifest.json")
@@ -87,6 +89,39 @@ def write_whole(file: Path, data: bytes) -> None:
     except BaseException:  # a full disk, or Ctrl-C
         partial.unlink(missing_ok=True)
         raise
+
+
+def copy_folder(source: Path, target: Path, skip: Iterable[str] = ()) -> None:
+    """Copy all files below a folder into another one, which is made if needed.
+
+    Raises:
+        OSError: the first one, with its number, such as that of a full disk: ``shutil.copytree`` gathers them as text.
+    """
+    source.stat()  # nothing is below a folder that is not there
+    target.mkdir(parents=True, exist_ok=True)
+    for name in files_below(source, skip):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, target / name)
+
+
+@contextlib.contextmanager
+def explain_removal(artifacts: Iterable[Artifact], then: str = "") -> Iterator[None]:
+    """Explain an error by artifacts that were removed from the store meanwhile, if any; ``then`` ends the remedy.
+
+    Raises:
+        MissingEntry: there is one.
+    """
+    try:
+        yield
+    except EnginesmithError as error:
+        removed = [artifact for artifact in artifacts if not artifact.path.exists()]
+        if not removed:
+            raise
+        steps = ", ".join(sorted({artifact.history[-1].step for artifact in removed if artifact.history}))
+        raise MissingEntry(
+            f"the result of {steps or 'a step'} was removed from the store while it was in use",
+            f"leave the files of the store alone while a run uses them{then}",
+        ) from error
 
 
 def grant_usual_rights(folder: Path) -> None:

@@ -58,7 +58,8 @@ def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
 def cache_prune(max_size: int | None, max_age: float | None, store: str | None, local: bool, as_json: bool) -> None:
     """Remove old entries, and leftovers of killed processes.
 
-    --store names a shared store; the other machines that use it lose the entries, too.
+    What a run in progress on this machine has used stays. --store names a shared store; the other machines that use it
+    lose the entries, too.
 
     Example: enginesmith cache prune --max-size 5GiB --max-age 30d
     """

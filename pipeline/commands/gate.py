@@ -1,6 +1,7 @@
 """Check a run against budgets and a baseline run."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,31 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
-@click.command()
-@parameters.run_argument
+class _GateCommand(click.Command):
+    """Remove an earlier verdict from RUN where the command ends with an error, also of its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _withdraw_verdict(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _withdraw_verdict(ctx):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _withdraw_verdict(ctx: click.Context) -> Iterator[None]:
+    """Remove the verdict in RUN on an error; an unknown option is one before anybody knows what RUN is."""
+    try:
+        yield
+    except (EnginesmithError, click.UsageError):
+        if run := ctx.params.get("run"):
+            _write_reports(None, run)
+        raise
+
+
+@click.command(cls=_GateCommand)
+@click.argument("run", type=parameters.PATH, is_eager=True)
 @parameters.with_budgets
 @click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
 @click.option("--baseline", type=parameters.PATH, metavar="RUN", help="The run that this one is compared with.")
@@ -71,11 +95,7 @@ def gate(
         raise click.UsageError("--update-baseline needs --baseline DIR, the folder to put it in")
     if variant is not None and records.is_fleet(run):
         raise click.UsageError(f"--variant is of one run: give one of those in {run}/{records.RUNS}")
-    try:
-        verdict = _judge(run, variant, baseline, update_baseline, partial(_demands, options=options, quiet=quiet))
-    except EnginesmithError:
-        _write_reports(None, run)
-        raise
+    verdict = _judge(run, variant, baseline, update_baseline, partial(_demands, options=options, quiet=quiet))
     _write_reports(verdict, run)
     if as_json:
         context.terminal().print_json(verdict.model_dump(mode="json", by_alias=True))
@@ -122,7 +142,7 @@ def _write_reports(verdict: "Gate | FleetGate | None", run: Path) -> None:
     from enginesmith.pipeline.report.fleet import write_again
     from enginesmith.pipeline.results import gate_report
 
-    folder = run if run.is_dir() else run.parent
+    folder = run.parent if run.is_file() else run
     try:
         if verdict is not None:
             gate_report.save(verdict, folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, explain_removal, file_digest, files_below, json_digest
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.inputs import ReadRecord, to_portable_path
@@ -180,7 +180,8 @@ class StepCache:
             partial = None
             if isinstance(step.task, ResumableTask):
                 partial = stack.enter_context(self.store.partial_work(self._name))
-            done = work(out, partial)
+            with explain_removal(self.inputs.values()):
+                done = work(out, partial)
             effect = done.effect
             dependencies = self.store.dependencies(self._name)
             read = dependencies.record(effect.reads, effect.packages, begun_ns, effect.variables)

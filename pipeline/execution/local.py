@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import BuilderFailed, StepError, StepKilled, storage_errors
+from enginesmith.pipeline.errors import BuilderFailed, StepError, StepKilled, StoreError, storage_errors
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
@@ -107,7 +108,14 @@ class LocalExecutor(Executor):
         self._spare: list[worker.Worker] = []
         """Idle processes for cheap steps."""
         self._running, self._stopped, self._lock = 0, False, threading.Lock()
+        self._session = contextlib.ExitStack()
         self._memory_read_at, self._enough_memory = -math.inf, True
+
+    def __enter__(self) -> Self:
+        """Have the store keep what is used from now on until :meth:`close`, where its folder can be written."""
+        with contextlib.suppress(StoreError):
+            self._session.enter_context(self._store.workspace())
+        return self
 
     def why_unavailable(self, place: Place) -> str:
         """Explain why the GPU of a place is not available; resources are for clusters, and ignored here."""
@@ -284,6 +292,7 @@ class LocalExecutor(Executor):
                 process.kill()
 
     def close(self) -> None:
+        self._session.close()
         with self._lock:
             for process in self._spare:
                 process.kill()

@@ -44,6 +44,25 @@ def write(
         return [_write_one(run, folder, form, gate) for form in dict.fromkeys(formats)]
 
 
+def write_outdated(folder: Path) -> None:
+    """Write the reports of a run directory that are missing or older than run.json.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    if outdated := list_outdated(folder, NAMES["json"]):
+        write(runs.read(folder), folder, outdated)
+
+
+def list_outdated(folder: Path, document: str, names: Mapping[Format, str] = NAMES) -> list[Format]:
+    """List the reports that are missing or older than their document, as after a full disk or a killed process."""
+
+    def is_current(report: Path) -> bool:
+        return report.is_file() and report.stat().st_mtime_ns >= (folder / document).stat().st_mtime_ns
+
+    return [form for form in REPORTS if not is_current(folder / names[form])]
+
+
 class Writer:
     """Writes the reports of several run directories from what their run.json says, each as soon as it is given.
 

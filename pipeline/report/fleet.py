@@ -178,6 +178,20 @@ def write(
     return list(paths.values())
 
 
+def write_outdated(folder: Path) -> None:
+    """Write the reports of a fleet and of its entries that are missing or older than their documents.
+
+    Raises:
+        UsageError: there is no fleet.
+        StoreError: a folder cannot be written.
+    """
+    for entry in records.read(folder).entries:
+        if entry.run:
+            files.write_outdated(folder / entry.run)
+    if outdated := files.list_outdated(folder, records.FILE, NAMES):
+        write_again(folder, formats=outdated)
+
+
 def write_again(folder: Path, output: Path | None = None, formats: Sequence[Format] = REPORTS) -> list[Path]:
     """Write the reports of a run or a fleet from the documents in its folder; gives back the files.
 

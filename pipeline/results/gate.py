@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.artifact import replace_folder
+from enginesmith.pipeline.artifact import copy_folder, replace_folder
 from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
 from enginesmith.pipeline.measure.quality import Quality, sign_of
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, Interval
@@ -434,7 +434,7 @@ def _copy(source: Stored, whole: Path) -> None:
         raise UsageError(f"the run names a file outside of its folder: {str(outside)!r}", "run optimize again")
     for folder in sorted({path.parent for path in paths} - {Path()}):
         if (source.folder / folder).is_dir():
-            shutil.copytree(source.folder / folder, whole / folder, dirs_exist_ok=True)
+            copy_folder(source.folder / folder, whole / folder)
     for name in sorted({*_FILES, *(str(path) for path in paths if path.parent == Path())}):
         if (source.folder / name).is_file():
             shutil.copy2(source.folder / name, whole / name)

@@ -5,7 +5,8 @@ folder here, which works as a store by itself does: cached entries are not reque
 
     ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
     ROOT/begun/…                                       partial work of a long step; gone once it is done
-    ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it
+    ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it. Each run has one as long as it
+                                                       lasts: what was used since the oldest was made is not pruned
     ROOT/tmp/earlier-KEY-…                             an entry that is being replaced; put back if that was interrupted
     ROOT/reads/NAME/CANDIDATE.json                     the user's files that steps read, by name
     ROOT/races/MACHINE.json                            how long variants took in earlier searches
@@ -19,6 +20,7 @@ their digests when they are read; a damaged entry is removed and made again.
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import platform
 import shutil
@@ -275,15 +277,33 @@ class Store:
         """Remove entries and small files not used for so long, then the least recently used until the rest fits.
 
         Returns them. The lists that are older than every entry are those of entries that are gone, and go first. The
-        workspaces of killed processes are removed as well.
+        workspaces of killed processes are removed as well. What was used since a process at work began stays: it may
+        still need it.
         """
         if self._shared is not None:
             return self._shared.prune(max_bytes, max_age_seconds)
         entries = sorted((*self.entries(), *self._small_files()), key=lambda entry: -entry.used)
-        removed = prune_entries(entries, self._try_remove, max_bytes, max_age_seconds)
+        began = self._oldest_work()
+
+        def remove(entry: Entry) -> bool:
+            return entry.used < began and self._try_remove(entry)
+
+        removed = prune_entries(entries, remove, max_bytes, max_age_seconds)
         self._remove_abandoned()
         self._remove_partial()
         return removed
+
+    def _oldest_work(self) -> float:
+        """Return the time when the oldest workspace of a live process was made; infinity without one."""
+        times = [math.inf]
+        for folder in self.root.glob("tmp/*@*"):
+            with contextlib.suppress(FileNotFoundError, StoreError):  # its process has ended; another user's
+                began = folder.stat().st_mtime
+                if (lock := self._try_claim(folder)) is None:
+                    times.append(began)
+                else:
+                    os.close(lock)
+        return min(times)
 
     def _remove_partial(self) -> None:
         """Remove what killed processes left: small files, hidden until they are whole, and notes of no entry.

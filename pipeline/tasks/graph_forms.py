@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pydantic import SerializeAsAny
 
 from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, copy_folder, file_digest
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
@@ -360,7 +359,7 @@ class Rescale(Task):
             reads.update(ranked.reads)
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
             rejected = check.run(rescaled, Path(scratch), progress).rejected
-            shutil.copytree(model.folder, out, dirs_exist_ok=True)
+            copy_folder(model.folder, out)
         errors = [group.sqnr_db for group in _read_facts(out / RECORDS) if group.sqnr_db is not None]
         summary = (
             f"{len(weak)} of {len(groups)} groups had less than {WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "

@@ -4,7 +4,6 @@ Options are tried one after another, each beside the best ones so far. Of many t
 that were kept are compared with the recipe's options once more, over several launches: that comparison decides.
 """
 
-import shutil
 import time
 from collections.abc import Mapping
 from operator import attrgetter
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny
 
-from enginesmith.pipeline.artifact import Effect, Kind
+from enginesmith.pipeline.artifact import Effect, Kind, copy_folder
 from enginesmith.pipeline.engines.base import TUNING, Candidate, Engine
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import compare_calls, find_thresholds
@@ -63,7 +62,7 @@ class Tune(Measurement):
             tuning = tuning.model_copy(update={"cut": True})
         if tuning.kept:
             tuning = self._confirm(best, tuning, inputs, deadline - time.monotonic(), progress)
-        shutil.copytree(built.folder, out, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
+        copy_folder(built.folder, out, skip=[MANIFEST])
         (out / TUNING).write_text(tuning.model_dump_json(indent=1))
         summary = f"{', '.join(tuning.kept) or 'nothing'} was measurably faster, of {len(tuning.trials)} values"
         notes = [f"the recipe's options are used instead of {tuning.dropped}"] if tuning.dropped else []

@@ -76,7 +76,7 @@ def optimize(
 def resume(
     out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None
 ) -> FleetRecord:
-    """Do what is missing of a fleet; a finished one is returned as it is, and ``on_finished`` is told.
+    """Do what is missing of a fleet; of a finished one that is at most reports, and ``on_finished`` is told.
 
     Raises:
         UsageError: there is no fleet there. Errors as in :func:`optimize` besides.
@@ -86,6 +86,7 @@ def resume(
         stack.enter_context(lock_folder(out))
         begun = records.read(out, to_go_on=True).model_copy(update={"packages": environment().packages})
         if (settings is None or settings.reuse) and _is_finished(begun, out):
+            files.write_outdated(out)
             on_finished(job.NOTHING_LEFT.format(out))
             return records.read(out)
         if Path(begun.folder).is_dir():

@@ -494,7 +494,7 @@ def resume(
     settings: Settings | None = None,
     on_finished: Callable[[str], object] = lambda _: None,
 ) -> Run:
-    """Resume a run directory: carry out the steps that are missing; a finished run is returned as it is.
+    """Resume a run directory: carry out the steps that are missing; of a finished run, write reports that are missing.
 
     ``on_finished`` is told where nothing is left to do.
 
@@ -504,6 +504,7 @@ def resume(
     """
     before, begun = runs.read(out, to_go_on=True), Path(out).absolute()
     if (settings is None or settings.reuse) and is_finished(before, begun) and not runs.find_workarounds(before):
+        files.write_outdated(begun)
         on_finished(NOTHING_LEFT.format(begun))
         if error := _why_unusable(before, {}, ""):
             raise error

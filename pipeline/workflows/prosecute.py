@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.artifact import replace_folder
+from enginesmith.pipeline.artifact import copy_folder, replace_folder
 from enginesmith.pipeline.errors import ModelError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.execution.settings import Settings
@@ -119,5 +119,5 @@ def _run(
                 shutil.rmtree(out)
         return ProsecutionResult(subject=subject, prosecution=prosecution)
     with storage_errors(f"the output {out}"), replace_folder(out) as whole:
-        shutil.copytree(artifact.folder / EVIDENCE, whole)
+        copy_folder(artifact.folder / EVIDENCE, whole)
     return ProsecutionResult(subject=subject, prosecution=prosecution, evidence=str(out))

@@ -7,7 +7,7 @@ from enginesmith.pipeline.artifact import has_content, has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.measure.rows import RaceRow
+from enginesmith.pipeline.measure.rows import SAMPLES, RaceRow
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -145,6 +145,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     vectors = {record.test_vector for record in built if record.test_vector}
     whole = whole and all(has_content(folder / vector.path, vector.sha256) for vector in vectors)
+    whole = whole and ((folder / SAMPLES).is_file() or all(row.p50_ms is None for row in rows))
     late = any(step.late for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
     cut = cut or any(record.prosecution and record.prosecution.cut for record in run.requested)

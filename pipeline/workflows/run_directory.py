@@ -15,7 +15,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from enginesmith.pipeline.artifact import MANIFEST_NAMES, Artifact, file_digest, files_below, has_files, write_whole
+from enginesmith.pipeline.artifact import (
+    MANIFEST_NAMES,
+    Artifact,
+    copy_folder,
+    explain_removal,
+    file_digest,
+    files_below,
+    has_files,
+    write_whole,
+)
 from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
@@ -113,7 +122,9 @@ class RunDirectory:
     def _write(self, outcomes: Outcomes) -> Run:
         """Write the run, and its engines before it; an earlier run stays as it is while a result of it is missing."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
-        with storage_errors(f"the run directory {self._folder} or the store"):
+        used = [outcome.artifact for outcome in outcomes.values() if outcome.artifact]
+        place = f"the run directory {self._folder} or the store"
+        with explain_removal(used, "; then resume"), storage_errors(place):
             artifacts = [(variant, find_engine(variant, self._plan, outcomes)) for variant in self._plan.variants]
             engines = [(variant, engine) for variant, engine in artifacts if engine and engine.kind == "engine"]
             paths = {variant.id: _folder(variant) / engine.path.name for variant, engine in engines}
@@ -128,19 +139,26 @@ class RunDirectory:
                 beside[variant.id] = self._copy_beside(variant, engine, outcomes)
             records = tuple(record.model_copy(update=beside.get(record.id, {})) for record in run.variants)
             run = run.model_copy(update={"variants": records})
-            runs.write(run, self._folder)
+            with self._renew_samples(artifact_of(outcomes, self._plan.latency)):
+                runs.write(run, self._folder)
             while self._swapped:
                 shutil.rmtree(self._swapped.pop(), ignore_errors=True)
-            latency = artifact_of(outcomes, self._plan.latency)
-            if latency is not None and latency.sha256 != self._sampled:  # for whoever wants each call
-                partial = self._folder / f".{SAMPLES}.partial"
-                try:
-                    shutil.copyfile(latency.folder / SAMPLES, partial)
-                    partial.replace(self._folder / SAMPLES)
-                finally:
-                    partial.unlink(missing_ok=True)
-                self._sampled = latency.sha256
         return run
+
+    @contextlib.contextmanager
+    def _renew_samples(self, latency: Artifact | None) -> Iterator[None]:
+        """Copy the time of each call of a new measurement before run.json is written, and name the file after it."""
+        if latency is None or latency.sha256 == self._sampled:
+            yield
+            return
+        partial = self._folder / f".{SAMPLES}.partial"
+        try:
+            shutil.copyfile(latency.folder / SAMPLES, partial)
+            yield
+            partial.replace(self._folder / SAMPLES)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._sampled = latency.sha256
 
     def _copy_beside(self, variant: Variant, engine: Artifact, outcomes: Outcomes) -> dict[str, StoredArtifact]:
         """Copy the rest of a built variant's package: a graph for other machines, and a test vector.
@@ -171,9 +189,8 @@ class RunDirectory:
         if str(relative) not in self._whole and not has_files(target, artifact.sha256):
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                for name in files_below(artifact.folder, skip=[MANIFEST]):
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(artifact.folder / name, partial / name)
+                copy_folder(artifact.folder, partial, skip=[MANIFEST])
+                for name in files_below(partial):
                     with (partial / name).open("rb") as stream:  # on the disk before run.json names it
                         os.fsync(stream.fileno())
                 record = _Record(id=relative.name, **dict(artifact))
@@ -328,7 +345,7 @@ def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome]) -> None
             continue
         folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
         if not (run / folder).is_dir():
-            shutil.copytree(artifact.folder, run / folder, ignore=shutil.ignore_patterns(*MANIFEST_NAMES))
+            copy_folder(artifact.folder, run / folder, skip=MANIFEST_NAMES)
         relative = artifact.model_copy(update={"path": Path(artifact.path.name)})
         steps[step.id] = _StepHandoff(identity=step.task.identity, folder=folder, artifact=relative)
     index = _Index(load_sha256=load.sha256, steps=steps)

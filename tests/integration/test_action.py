@@ -45,6 +45,9 @@ def test_actions_of_others_are_pinned_by_hash_with_their_version_beside_it(text:
         ("extras", "hf]; touch pwned"),
         ("save_store", "sometimes"),
         ("run", "a\nrun=b"),
+        ("run", "~"),
+        ("baseline", "a\nrun=b"),
+        ("requirements", "missing.txt"),
         ("store", "--x"),
         ("model", "--help"),
         ("model", ""),
@@ -53,7 +56,8 @@ def test_actions_of_others_are_pinned_by_hash_with_their_version_beside_it(text:
 def test_an_input_that_is_not_valid_is_refused_before_anything_runs(make: Make, name: str, value: str) -> None:
     made = make(**{"model": "net.py:build", name: value})
     assert made.job() == {"Settings": 2}
-    assert made.commands[0].startswith("::error title=enginesmith::")
+    named = "the input model is empty" if value == "" else f"the input {name.replace('_', '-')} is not valid: "
+    assert re.match(f"::error title=enginesmith::.*{named}", made.commands[0])
     assert not (made.home / "pwned").exists()
 
 
@@ -85,6 +89,45 @@ def test_the_store_is_saved_after_failures_too_on_the_main_branch_and_is_the_use
     assert f"optimize {place}\n" in made.log
     assert ("--max-size 4GiB" in made.log) == saved
     assert "ENGINESMITH_STORE" not in made.environment or own, "later steps of the user are not changed"
+
+
+def test_paths_in_the_home_folder_are_whole_in_every_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = make.home / "home of me"
+    (home / "base").mkdir(parents=True)
+    (home / "needs.txt").touch()
+    (home / "run").mkdir()
+    (home / "run" / "run.json").touch()
+    monkeypatch.setenv("HOME", str(home))
+    made = pretend(make(run="~/run", baseline="~/base", requirements="~/needs.txt"), 'printf "%s|" "$@"')
+    assert set(made.job().values()) == {0}
+    assert f"resume|{home}/run|" in made.log
+    assert f"gate|{home}/run|--baseline|{home}/base|" in made.log
+    assert f"-r\n{home}/needs.txt\n" in (made.temp / "pip").read_text()
+    assert made.used[-2][1]["path"] == f"{home}/run"
+
+
+ENDED = 'mkdir -p "$4" && touch "$4/fleet.json"'
+
+
+@pytest.mark.parametrize(
+    ("optimize", "code", "stage", "codes"),
+    [
+        *((ENDED, code, "all", {"Optimize": 0, "Gate": 0, "Verdict": 3}) for code in (1, 2, 4)),
+        *((ENDED, code, "build", {"Optimize": 0}) for code in (1, 4)),
+        (ENDED, 130, "all", {"Optimize": 130}),
+        (":", 1, "all", {"Optimize": 1}),
+        ("mkdir -p $4 && touch $4/run.json", 1, "all", {"Optimize": 1}),
+        ('mkdir -p $4 && touch -d "1 hour ago" $4/fleet.json', 4, "all", {"Optimize": 4}),
+    ],
+)
+def test_gate_judges_a_fleet_whose_entries_failed_unless_it_was_not_begun(
+    make: Make, optimize: str, code: int, stage: str, codes: dict[str, int]
+) -> None:
+    program = f'case "$1" in optimize) {optimize}; exit {code} ;; gate) exit 3 ;; esac'
+    made = pretend(make(model="fleet.yaml", stage=stage), program)
+    assert made.job() == {"Settings": 0, "Install": 0, **codes}
+    assert made.facts.get("steps.gate.outputs.exit-code") == ("3" if "Gate" in codes else None)
+    assert any(line.startswith("::warning title=enginesmith::") for line in made.commands) == (codes["Optimize"] == 0)
 
 
 def test_what_is_installed_is_what_was_asked_for_once_a_job(make: Make) -> None:

@@ -326,7 +326,7 @@ def refuse_to_copy(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
     copied = shutil.copyfile
 
-    def copyfile(source: Path, target: Path) -> None:
+    def copyfile(source: Path, target: Path, **options: bool) -> None:
         if "variants" not in target.parts:
             copied(source, target)
             return

@@ -224,6 +224,11 @@ def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeyp
     assert "whether its model or data have changed since then was not looked at" in done.stderr
     assert "4 of 4 entries have a winner" in done.stdout
     assert {path: path.read_bytes() for path in before} == before
+    lost = [Path("runs/a", name) for name in ("fleet.md", "runs/lenet@edge/report.html")]
+    for path in lost:
+        path.unlink(missing_ok=True)
+    assert CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"]).exit_code == 0
+    assert [path.is_file() for path in lost] == [True, True], "a full disk may have left them out"
     CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet", "--no-cache"])
     assert len(jobs.asked) == 3
 

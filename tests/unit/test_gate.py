@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import faults
 from enginesmith import cli
 from enginesmith.pipeline.artifact import HistoryEntry, file_digest, folder_digest
 from enginesmith.pipeline.commands.context import budgets_of
-from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
 from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, RaceRow
@@ -476,6 +477,28 @@ def test_a_run_becomes_the_baseline_whole(tmp_path: Path) -> None:
         names = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
         assert names == ["run.json", "samples.npz", "variants/a/model.onnx"]
     assert [path.name for path in target.parent.iterdir()] == ["main"], "nothing is left beside it"
+
+
+def test_a_disk_that_is_full_at_any_file_of_a_baseline_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, target = write(tmp_path / "run", record()), tmp_path / "kept" / "main"
+    (run / "variants" / "a" / "parts").mkdir(parents=True)
+    for name in ("model.onnx", "parts/weights"):
+        (run / "variants" / "a" / name).write_text("engine")
+    source = gate.stored_in(run, None)
+    assert source is not None
+    faults.observe_files()
+    messages = []
+    while not target.exists():
+        monkeypatch.setattr(faults, "current", faults.Trouble("full", len(messages) + 1, str(tmp_path)))
+        try:
+            gate.keep(source, target)
+        except StoreError as error:
+            messages.append(str(error))
+    assert len(messages) > 5
+    remedy = "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk"
+    assert set(messages) == {f"the baseline {target}: no space left on device\n  → {remedy}"}
 
 
 def test_a_baseline_may_have_engines_that_another_machine_measures(tmp_path: Path) -> None:

@@ -262,6 +262,35 @@ def test_reports_show_the_gate_until_the_run_changes(tmp_path: Path) -> None:
     assert cases(run) == {}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-latency", "1us", "--measure-time", "0s"),
+        ("--measure-time", "soon"),
+        ("--max-drop", "much"),
+        ("--max-latency", "soon"),
+        ("--update-baseline",),
+        ("--variant", "none"),
+    ],
+)
+def test_no_earlier_verdict_outlasts_a_gate_that_ends_with_an_error(tmp_path: Path, words: tuple[str, ...]) -> None:
+    run = write(tmp_path / "run", record())
+    assert said("gate", str(run), "--max-latency", "1s")[0] == 0
+    assert "## Gate: passed" in (run / "report.md").read_text()
+    assert said("gate", *words, str(run))[0] == 2
+    assert not (run / "gate.json").exists()
+    assert not [name for name in NAMES_OF_REPORTS if "Gate: passed" in (run / name).read_text()]
+    assert cases(run) == {}
+
+
+def test_a_verdict_is_only_removed_from_the_run_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "run", record())
+    assert said("gate", str(run), "--max-latency", "1s")[0] == 0
+    monkeypatch.chdir(run)
+    assert said("gate", "nowhere")[0] == 2
+    assert (run / "gate.json").exists()
+
+
 def test_a_fleets_reports_show_the_gate_until_an_entry_changes(make_fleet: Make) -> None:
     make_fleet("fleet", overrides={"lenet@cpu": {"budgets": {"max_latency_ms": 0.1}}})
     said("gate", "fleet/fleet.json", "--max-size", "1MiB", "--json")

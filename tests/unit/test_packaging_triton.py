@@ -62,7 +62,7 @@ def test_batching_needs_the_same_first_dimension_everywhere(
     parsed = config(found, signature=Signature(inputs=specs[0], outputs=specs[1]), shapes=ranges)
     assert parsed.max_batch_size == most
     assert [list(one.dims) for one in parsed.input] == dims
-    assert parsed.HasField("dynamic_batching") == bool(most)
+    assert parsed.HasField("dynamic_batching") == (most >= 8), "batches of 1 and 8 were measured"
 
 
 def test_batching_needs_an_engine_that_takes_a_single_row(found: manifest.Manifest) -> None:
@@ -74,9 +74,20 @@ def test_batching_needs_an_engine_that_takes_a_single_row(found: manifest.Manife
     assert config(found, **measured, engine=built).max_batch_size == 0
 
 
-@pytest.mark.parametrize(("rates", "preferred"), [((10, 5, 40), [64]), ((10, 9, 8), None), ((None, None, None), [])])
+@pytest.mark.parametrize(
+    ("rates", "preferred"),
+    [
+        ((10, 5, 40), [64]),
+        ((10, 20, 40), [8, 64]),
+        ((10, 9, 8), []),
+        ((10, None, None), []),
+        ((None, 20, None), []),
+        ((None, 20, 40), [64]),
+        ((None, None, None), []),
+    ],
+)
 def test_batches_are_preferred_where_they_paid(
-    rates: tuple[float | None, ...], preferred: list[int] | None, found: manifest.Manifest
+    rates: tuple[float | None, ...], preferred: list[int], found: manifest.Manifest
 ) -> None:
     row = found.measured.latency[0]
     rows = tuple(
@@ -85,8 +96,8 @@ def test_batches_are_preferred_where_they_paid(
     )
     changes = {"measured": found.measured.model_copy(update={"latency": rows})}
     parsed = config(found, **changes, shapes={"batch": manifest.ShapeRange(min=1, opt=8, max=64)})
-    assert parsed.HasField("dynamic_batching") == (preferred is not None)
-    assert list(parsed.dynamic_batching.preferred_batch_size) == (preferred or [])
+    assert parsed.HasField("dynamic_batching") == bool(preferred)
+    assert list(parsed.dynamic_batching.preferred_batch_size) == preferred
 
 
 def test_requests_are_not_put_together_where_samples_influence_each_other(found: manifest.Manifest) -> None:

@@ -452,6 +452,69 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> No
         assert not workflow.is_finished(moved, world.out), "here another engine is needed"
 
 
+@pytest.mark.parametrize("name", [f".{SAMPLES}.partial", SAMPLES, "report.html", "report.md", "junit.xml"])
+@pytest.mark.parametrize("command", ["resume", "optimize"])
+def test_the_next_command_writes_what_could_not_be_written_at_the_end(tmp_path: Path, name: str, command: str) -> None:
+    world = World(tmp_path)
+    with cheap_world(world):
+        (world.out / name).mkdir(parents=True)
+        failed = carry_out(world, "optimize", None)
+        assert (failed is not None) == (SAMPLES in name)
+        assert runs.read(world.out).complete or not (world.out / SAMPLES).exists()
+        (world.out / name).rmdir()
+        assert carry_out(world, command, None) is None
+    assert {SAMPLES, "report.html", "report.md", "junit.xml"} <= {path.name for path in world.out.iterdir()}
+    assert runs.read(world.out).complete
+
+
+def test_a_run_is_not_complete_before_its_samples_are_copied(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with cheap_world(world):
+        (world.out / f".{SAMPLES}.partial").mkdir(parents=True)
+        carry_out(world, "optimize", None)
+    assert not runs.read(world.out).complete
+
+
+def test_resume_of_a_finished_run_writes_reports_that_are_older_than_its_record(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with cheap_world(world):
+        carry_out(world, "optimize", None)
+        report = world.out / "report.md"
+        whole, page = report.read_text(), (world.out / "report.html").stat().st_mtime_ns
+        report.write_text("of an unfinished run")
+        os.utime(report, (0, 0))
+        carry_out(world, "resume", None)
+    assert report.read_text() == whole
+    assert (world.out / "report.html").stat().st_mtime_ns == page, "the others stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("step", "error_begins"), [("export", "export: the result of load was removed"), ("latency", "the result of build")]
+)
+def test_a_store_that_is_emptied_meanwhile_is_named_as_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error_begins: str
+) -> None:
+    """The run directory has no use for the loaded model, but for the engines."""
+    world, work = World(tmp_path), CheapExecutor._work_cheaply
+
+    def empty_store(executor: CheapExecutor, request: StepRequest, out: Path) -> Done:
+        if request.step.id == step:
+            for artifact in request.inputs.values():
+                shutil.rmtree(artifact.folder)
+            raise ModelError("FileNotFoundError")
+        return work(executor, request, out)
+
+    with cheap_world(world):
+        with monkeypatch.context() as patch:
+            patch.setattr(CheapExecutor, "_work_cheaply", empty_store)
+            error = carry_out(world, "optimize", None)
+        assert str(error).startswith(error_begins)
+        assert "was removed from the store while it was in use" in str(error)
+        assert str(error).endswith("; then resume")
+        assert carry_out(world, "resume", None) is None
+    assert runs.read(world.out).complete
+
+
 def test_an_interrupted_run_ends_although_an_engine_fails_when_it_is_measured(tmp_path: Path) -> None:
     world = World(tmp_path)
     carry_out(world, "optimize", ("interrupt", "latency"))

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from enginesmith.cli import main
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, write_whole
 from enginesmith.pipeline.errors import StoreError, UsageError
+from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.store import inputs
 from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.manifest import MANIFEST
@@ -147,6 +148,19 @@ def test_prune_removes_what_was_not_used_lately(store: Store) -> None:
     assert [entry.key for entry in store.prune(max_age_seconds=2500)] == ["ab" * 32]
     assert [entry.key for entry in store.prune(max_bytes=store.size() - 1)] == ["cd" * 32]
     assert [entry.key for entry in store.entries()] == ["ef" * 32]
+
+
+def test_prune_spares_what_was_used_since_a_process_at_work_began(store: Store) -> None:
+    unused, used = put(store, "ab" * 32), put(store, "cd" * 32)
+    with LocalExecutor(store, 1):
+        for artifact in (unused, used):
+            os.utime(artifact.folder, (1, 1))
+        assert store.get("cd" * 32) == used
+        made = put(store, "ef" * 32)
+        assert [entry.key for entry in Store(store.root).prune(max_bytes=0)] == ["ab" * 32]
+        assert (used.path.exists(), made.path.exists()) == (True, True)
+    assert len(Store(store.root).prune(max_bytes=0)) == 2
+    assert list((store.root / "tmp").iterdir()) == []
 
 
 def test_prune_removes_what_is_left_of_an_entry_without_its_manifest(store: Store) -> None:

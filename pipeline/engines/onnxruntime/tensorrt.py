@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.artifact import Artifact, Effect, copy_folder
 from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, PackageFacts
 from enginesmith.pipeline.engines.onnxruntime import providers
@@ -263,7 +263,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         if not (artifact.folder / CACHE).is_dir():
             return self._with(record)._open(artifact, device)
         copy = tempfile.mkdtemp(prefix="enginesmith-cache-")
-        shutil.copytree(artifact.folder / CACHE, copy, dirs_exist_ok=True)
+        copy_folder(artifact.folder / CACHE, Path(copy))
         record.options[self.provider.cache] = copy
         session = self._with(record)._open(artifact, device)
         weakref.finalize(session, shutil.rmtree, copy, ignore_errors=True)

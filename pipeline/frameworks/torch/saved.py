@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from enginesmith.pipeline.artifact import Artifact, file_digest
+from enginesmith.pipeline.artifact import Artifact, copy_folder, file_digest
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_errno
 from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
@@ -369,7 +369,7 @@ def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
 
     ``seen_from`` is where the folder is going to be; paths in its record are taken from there.
     """
-    shutil.copytree(artifact.folder, folder, ignore=shutil.ignore_patterns("artifact.json"))
+    copy_folder(artifact.folder, folder, skip=["artifact.json"])
     record = read_record(artifact.folder)
     here, there = Path.cwd(), seen_from.resolve()
     moved = {"model": rebase(record.model, here, there), "code": _rebase_code(record.code, here, there)}

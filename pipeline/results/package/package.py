@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -149,7 +149,7 @@ def config(name: str, manifest: Manifest) -> str:
     elif manifest.interacting_samples:
         comments.append("no dynamic batching: the answer to a sample depends on the rest of its batch")
     elif batching is None:
-        comments.append("no dynamic batching: in the run no larger batch did more a second than batch 1")
+        comments.append("no dynamic batching: no batch was measured to do more a second than every smaller one")
     comments += backend.remark(manifest.engine.model_dump())
     return "\n".join([*(f"# {line}" for line in comments), *Message(fields).lines()]) + "\n"
 
@@ -179,14 +179,15 @@ def _tensor(spec: TensorSpec, batch: str | None) -> Message:
 
 
 def _batching(manifest: Manifest, batch: str) -> Message | None:
-    """Prefer batches that were measured to do more a second than any smaller one; None where batching does not pay."""
+    """Prefer batches that were measured to do more a second than every smaller one; None where none was."""
     rows = sorted((row.batch, row.throughput_per_s) for row in manifest.measured.latency if row.throughput_per_s)
     rows = [(size, rate) for size, rate in rows if size <= manifest.shapes[batch].max]
-    better = [size for size, rate in rows if size > 1 and all(rate > other for least, other in rows if least < size)]
-    if rows and rows[0][0] == 1 and len(rows) > 1 and not better:
+    better = [
+        size for size, rate in rows if size > rows[0][0] and all(rate > other for least, other in rows if least < size)
+    ]
+    if not better:
         return None
-    preferred: list[tuple[str, Any]] = [("preferred_batch_size", better)] if better else []
-    return Message([*preferred, ("max_queue_delay_microseconds", _QUEUE_MICROSECONDS)])
+    return Message([("preferred_batch_size", better), ("max_queue_delay_microseconds", _QUEUE_MICROSECONDS)])
 
 
 # The command's work: choose a variant, and write it as a package, whole or not at all.
