@@ -121,8 +121,7 @@ class Session(ABC):
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
         """Run one whole inference of arrays that fit, which nothing checks; both sides in the signature's order.
 
-        Any thread may call it. What its settings are elsewhere in the process makes no difference to the answer, and
-        stays as it is.
+        Any thread may call it; settings elsewhere in the process neither change the answer nor are changed.
         """
         self.enqueue(self.bind({spec.name: value for spec, value in zip(self.signature.inputs, values, strict=True)}))
         self.synchronize()
@@ -279,6 +278,10 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     def simulating(cls) -> "Engine":
         """Make the engine that computes a graph as it is written, whether or not it has kernels for its types."""
         return cls.as_given()
+
+    def describe_plain_use(self, graph: Path) -> str:
+        """Describe what a graph needs in a program that loads it without enginesmith; empty if nothing."""
+        return ""
 
     @classmethod
     def configurations(cls, options: "EngineOptions", precision: str) -> "Iterator[Configuration]":
