@@ -269,15 +269,19 @@ def test_products_in_int8_read_one_scale() -> None:
     assert keep_weights_floating(model) == 0
 
 
-def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
+@pytest.mark.parametrize("settings", [CPU, GPU], ids=["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("between", ["Identity", "Relu"])
+def test_a_bias_beside_a_dead_channel_survives_integers(settings: Settings, between: str) -> None:
+    """ONNX Runtime rounds biases between two pairs to int32 by itself."""
     weight = random(4, 4, 1, 1)
     weight[1] *= 1e-9
-    bias = np.array([0, 2, 0, 0], np.float32)
+    weights = {"w": weight, "b": np.array([0, 2, 0, 0], np.float32), "v": np.eye(4, dtype=np.float32)[..., None, None]}
 
     def make() -> ir.Model:
-        return parse_graph("net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w, b) }", w=weight, b=bias)
+        text = f"c = Conv(x, w, b) r = {between}(c) y = Conv(r, v)"
+        return parse_graph(f"net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) {{ {text} }}", **weights)
 
-    model, _ = make_quantized(make, CPU)
+    model, _ = make_quantized(make, settings)
     np.testing.assert_allclose(run_model(model, feeds(model))["y"][:, 1], 2, atol=0.05)
 
 
