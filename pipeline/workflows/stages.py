@@ -183,7 +183,8 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
         (whole / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
         if (trials := pruned[-1].folder / TRIALS).exists():
             shutil.copy2(trials, whole)
-    notes = "".join(f"\n  note: {note}" for note in model.history[-1].notes)
+    changes = [artifact.history[-1] for artifact in (*pruned, model)]
+    notes = "".join(f"\n  note: {note}" for note in dict.fromkeys(note for each in changes for note in each.notes))
     files = tuple(str(path) for path in sorted(output.iterdir()))
     summary = f"wrote {output}: {model.history[-1].effect}{notes}"
     return PruneResult(summary=summary, files=files, history=model.history, pruning=facts)
