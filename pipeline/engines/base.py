@@ -103,10 +103,7 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; a call after it raises UsageError, a second close does nothing.
-
-        What a sibling still uses stays until that is closed too.
-        """
+        """Free all that no open sibling uses; a call after it raises UsageError, a second close does nothing."""
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Run one whole inference: feeds in, outputs out.
