@@ -103,10 +103,7 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; a call after it raises UsageError, a second close does nothing.
-
-        What a sibling still uses stays until that is closed too.
-        """
+        """Free all that no open sibling uses; a call after it raises UsageError, a second close does nothing."""
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Run one whole inference: feeds in, outputs out.
@@ -121,8 +118,7 @@ class Session(ABC):
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
         """Run one whole inference of arrays that fit, which nothing checks; both sides in the signature's order.
 
-        Any thread may call it. What its settings are elsewhere in the process makes no difference to the answer, and
-        stays as it is.
+        Any thread may call it; settings elsewhere in the process neither change the answer nor are changed.
         """
         self.enqueue(self.bind({spec.name: value for spec, value in zip(self.signature.inputs, values, strict=True)}))
         self.synchronize()
@@ -279,6 +275,10 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     def simulating(cls) -> "Engine":
         """Make the engine that computes a graph as it is written, whether or not it has kernels for its types."""
         return cls.as_given()
+
+    def describe_plain_use(self, graph: Path) -> str:
+        """Describe what a graph needs in a program that loads it without enginesmith; empty if nothing."""
+        return ""
 
     @classmethod
     def configurations(cls, options: "EngineOptions", precision: str) -> "Iterator[Configuration]":

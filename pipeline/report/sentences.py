@@ -317,7 +317,7 @@ def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     machine = map(str, run.environment.get("warnings", ()))
     first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
-    return [*machine, *first, *_describe_sets(run), *_list_fallbacks(run), *_list_source_notes(run)]
+    return [*machine, *first, *_describe_sets(run), *_list_fallbacks(run), *run.model.notes]
 
 
 def _describe_sets(run: Run) -> Iterator[str]:
@@ -382,12 +382,6 @@ def _describe_float64(run: Run) -> Iterator[str]:
 
 def _main_type(macs: Mapping[str, float]) -> str:
     return max(macs, key=lambda kind: macs[kind], default="")
-
-
-def _list_source_notes(run: Run) -> list[str]:
-    """List what loading, running and exporting the model noted, each note once."""
-    entries = (entry for record in run.records for entry in record.history if entry.step in ("load", "export"))
-    return list(dict.fromkeys([*run.model.notes, *("; ".join(entry.notes) for entry in entries if entry.notes)]))
 
 
 def describe_progress(run: Run) -> str:
@@ -509,4 +503,4 @@ def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
     first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run), *_describe_sets(run)]
     warnings = map(str, run.environment.get("warnings", ()))
-    return [*first, *_list_source_notes(run), *describe_noise(run), *warnings, *_describe_missing_references(run)]
+    return [*first, *run.model.notes, *describe_noise(run), *warnings, *_describe_missing_references(run)]

@@ -31,6 +31,7 @@ from enginesmith.pipeline.measure.rows import (
 from enginesmith.pipeline.passes.finetune.options import read as read_recovery
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, StepRef, Variant
+from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.explain import Circumstances, explain_gain, narrowest_type
 from enginesmith.pipeline.results.run import (
@@ -53,6 +54,9 @@ from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.tasks.race import RACE, STAY
 from enginesmith.pipeline.tasks.tune import ENGINE
 from enginesmith.pipeline.tensors import Signature
+
+_NOTING = (REFERENCE, LOAD, EXPORT)
+"""Steps whose notes are about the given model and its samples."""
 
 # Look up a step's artifact, records or failure reason.
 
@@ -424,7 +428,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         device=plan.baseline.device,
         environment=environment,
         limits=read_device_limits(plan, outcomes),
-        model=_model(recipe, outcomes),
+        model=_model(recipe, plan, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
         variants=tuple(variants),
@@ -480,7 +484,7 @@ def _add_from_graph(signature: Signature, outcomes: Outcomes) -> Signature:
     )
 
 
-def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
+def _model(recipe: Recipe, plan: Plan, outcomes: Outcomes) -> ModelRecord:
     model, reference = artifact_of(outcomes, LOAD), artifact_of(outcomes, REFERENCE)
     known = samples.read(reference.folder) if reference else None
     return ModelRecord(
@@ -492,5 +496,13 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         parts=known.parts if known else {},
         interacting_samples=bool(known and known.interacting),
         shapes={name: str(range_) for name, range_ in known.ranges.items()} if known else {},
-        notes=reference.history[-1].notes if reference and reference.history else (),
+        notes=_list_model_notes(plan, outcomes),
     )
+
+
+def _list_model_notes(plan: Plan, outcomes: Outcomes) -> tuple[str, ...]:
+    """List what the steps that make and run the models noted, each note once and the most important first."""
+    pruned = [(step, f"pruned to {variant.prune}: ") for variant in plan.variants for step in variant.pruned]
+    made = ((artifact_of(outcomes, step), words) for step, words in (*pruned, *((each, "") for each in _NOTING)))
+    entries = ((artifact.history[-1], words) for artifact, words in made if artifact and artifact.history)
+    return tuple(dict.fromkeys(f"{words}{note}" for entry, words in entries for note in entry.notes))

@@ -301,7 +301,7 @@ class ModelRecord(BaseModel, frozen=True):
     interacting_samples: bool = False
     """True if eager's answer to a sample depends on the others of its batch."""
     notes: tuple[str, ...] = ()
-    """Notes about the samples, and about eager's outputs for them."""
+    """Notes of the steps that prune, run, load and export the model: targets that were missed, samples, sizes."""
 
 
 class StepRecord(BaseModel, frozen=True):

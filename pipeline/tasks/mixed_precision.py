@@ -35,6 +35,7 @@ from enginesmith.pipeline.passes.quantize.search import (
     Judgement,
     Trial,
     best,
+    count_quantized,
     propose,
 )
 from enginesmith.pipeline.passes.run import run_pass
@@ -306,8 +307,8 @@ class Assign(Task):
         reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
-        left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
-        summary = f"{len(groups) - left} of {len(groups)} groups quantized"
+        quantized = count_quantized(chosen, groups)
+        summary = f"{quantized} of {len(groups)} groups quantized"
         if self.to_train:
             summary += f", to be trained; as tried: {chosen.why}"
         else:
@@ -318,7 +319,7 @@ class Assign(Task):
                     row["answer_change"] = math.sqrt(impacts[row["group"]])
             rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
             summary += f"{rescaled}, ranges by {chosen.method}"
-            if left == len(groups):
+            if not quantized:
                 low = self.step.precision.partition("+")[0]
                 slower = any(trial.passed and len(trial.kept) < len(chosen.kept) for trial in trials)
                 nothing = f"the goal is reached only with nothing in {low}"

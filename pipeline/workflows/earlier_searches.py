@@ -22,7 +22,15 @@ from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.events import Outcomes
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
-from enginesmith.pipeline.passes.quantize.search import NO_ADVICE, Advice, GroupFact, Setting, Trial
+from enginesmith.pipeline.passes.quantize.search import (
+    NO_ADVICE,
+    Advice,
+    GroupFact,
+    Setting,
+    Trial,
+    best,
+    count_quantized,
+)
 from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store.past_records import PastRecord, PastRecords
 from enginesmith.pipeline.store.store import Store
@@ -63,8 +71,8 @@ class PastSearch(PastRecord, frozen=True, extra="forbid"):
     begun_with: Advice = NO_ADVICE
     tried: tuple[TriedSetting, ...] = ()
     worked: Setting | None = None
-    """The setting that reached the goal; None where none did, or the search has not ended."""
-    float_share: float = Field(0.0, ge=0, le=1)
+    """The setting that reached the goal; None where none did, the search has not ended, or nothing was quantised."""
+    float_share: float = Field(0.0, ge=0, lt=1)
     """Share of the groups that had to stay in floating point with it."""
 
     def replaces(self, other: Any) -> bool:
@@ -230,10 +238,14 @@ class EarlierSearches:
 def find_worked(
     trials: Sequence[Trial], signs: Sequence[bool], fixed: frozenset[str], groups: Sequence[GroupFact]
 ) -> tuple[Setting | None, float]:
-    """Find the setting that reached the goal, and the share of the groups that it took in floating point besides."""
-    passed = [trial for trial in trials if trial.passed and trial.phase != "speed"]
-    least = min(passed, key=lambda trial: (trial.phase != "everything", len(trial.kept)), default=None)
-    if least is None:
+    """Find the setting that reached the goal, and the share of the groups that it took in floating point besides.
+
+    There is none where the search chose nothing in few bits: then its variant has failed.
+    """
+    winner = best(trials, groups)
+    if winner is None or not count_quantized(winner, groups):
         return None, 0.0
+    passed = [trial for trial in trials if trial.passed and trial.phase != "speed"]
+    least = min(passed, key=lambda trial: (trial.phase != "everything", len(trial.kept)))
     free = sum(1 for group in groups if not group.reason and group.name not in fixed)
     return Setting.of(least, signs), round(len(set(least.kept) - fixed) / max(1, free), 6)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, replace_folder
-from enginesmith.pipeline.engines import PORTABLE_PLACEMENT, environment, read_file
+from enginesmith.pipeline.engines import PORTABLE_PLACEMENT, engine_class, environment, read_file
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import FidelityError, ModelError, StoreError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
@@ -136,10 +136,11 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     resolved = resolve_recipe(recipe)
     steps, lowered = plans.precision_steps(resolved)
     result = _to_file(resolved, steps, lowered.graph, output, settings, also=(lowered.calibration,))
-    if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES:
-        summary = f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT_ENGINES[0])}"
-        return result.model_copy(update={"summary": summary})
-    return result
+    portable = recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES
+    everywhere = _EVERYWHERE.format(DEFAULT_ENGINES[0]) if portable else ""
+    plain_use = engine_class(recipe.engines[0]).as_given().describe_plain_use(output)
+    notes = "".join(f"\n  note: {note}" for note in (everywhere, plain_use) if note)
+    return result.model_copy(update={"summary": f"{result.summary}{notes}"})
 
 
 def sparsify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
@@ -182,7 +183,8 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
         (whole / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
         if (trials := pruned[-1].folder / TRIALS).exists():
             shutil.copy2(trials, whole)
-    notes = "".join(f"\n  note: {note}" for note in model.history[-1].notes)
+    changes = [artifact.history[-1] for artifact in (*pruned, model)]
+    notes = "".join(f"\n  note: {note}" for note in dict.fromkeys(note for each in changes for note in each.notes))
     files = tuple(str(path) for path in sorted(output.iterdir()))
     summary = f"wrote {output}: {model.history[-1].effect}{notes}"
     return PruneResult(summary=summary, files=files, history=model.history, pruning=facts)

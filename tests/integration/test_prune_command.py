@@ -43,6 +43,14 @@ def test_what_is_written_after_recovery_tells_of_all_turns(cli: Cli, tmp_path: P
     assert group["kept"] == [first["kept"][index] for index in second["kept"]]
 
 
+def test_a_missed_target_is_noted_beside_the_training(cli: Cli, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32))
+    how = ("--prune", "0.4", "--multiple-of", "8", "--recover", "distil", "--recover-time", "2s")
+    done = cli("prune", f"{NETS}:mlp", "-o", tmp_path / "small", *how, "--data", tmp_path / "x.npy")
+    assert done.code == 0, done.text
+    assert "note: 50.0% of the channels are left, not 60.0%" in done.text
+
+
 @pytest.mark.thorough
 def test_a_latency_is_searched_for_and_no_trial_done_twice(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

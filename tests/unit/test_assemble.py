@@ -31,15 +31,17 @@ from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRe
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report import sentences
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.prune import FACTS
 from enginesmith.pipeline.tasks.tune import ENGINE
 from enginesmith.pipeline.tasks.verify import Audit
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from enginesmith.pipeline.workflows.optimize import _why_unusable
-from runs import small, variant
+from runs import PRUNING, small, variant
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
 BASELINE = Variant(VariantName("eager"), Eager(), "fp32", LOAD, Device())
@@ -117,6 +119,21 @@ def test_what_the_graph_tells_of_the_order_of_rows_is_known_of_the_model(outcome
     found = outcomes.run().model.signature
     assert found is not None
     assert found.unordered == {"b": "rows"}
+
+
+def test_a_missed_target_is_the_first_note_on_the_model(outcomes: Outcomes) -> None:
+    pruned = replace(FLOAT, prune="macs=-40%", pruned=(StepRef("prune-macs40"),))
+    for step, note in ((LOAD, "the batch is fixed"), ("export", "no dynamo"), ("prune-macs40", "63.6% are left")):
+        outcomes.put(step, {})
+        artifact = outcomes.found[step].artifact
+        assert artifact
+        outcomes.change(step, history=(artifact.history[-1].model_copy(update={"notes": (note,)}),))
+    (outcomes.folder / "prune-macs40" / FACTS).write_text(PRUNING.model_dump_json())
+    shown = outcomes.run(pruned, replace(pruned, name=VariantName("onnxruntime", "fp16")))
+    wanted = ("pruned to macs=-40%: 63.6% are left", "the batch is fixed", "no dynamo")
+    assert shown.model.notes == wanted
+    assert sentences.list_notes(shown)[:3] == list(wanted), "in the terminal, which has the first three"
+    assert set(wanted) <= set(sentences.list_warnings(shown)), "in report.md"
 
 
 def test_what_was_not_looked_at_has_a_reason(outcomes: Outcomes) -> None:

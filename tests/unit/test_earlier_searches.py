@@ -196,6 +196,19 @@ def test_what_worked_is_the_setting_or_the_fewest_groups_in_float() -> None:
     assert find_worked(search(lambda one: False), SIGNS, frozenset(), facts()) == (None, 0.0)
 
 
+def test_nothing_worked_where_the_variant_is_in_floating_point() -> None:
+    """The goal is reached only with nothing in few bits, or what reaches it is no faster."""
+    trials = search(lambda one: len(one.kept) == 4)
+    assert any(trial.passed for trial in trials)
+    assert find_worked(trials, SIGNS, frozenset(), facts()) == (None, 0.0)
+    assert find_worked(trials, SIGNS, frozenset({"g3"}), facts()) == (None, 0.0)
+    slow = search(lambda one: len(one.kept) >= 2)
+    slow = [trial.model_copy(update={"speedup": 1.0 if len(trial.kept) == 4 else 0.5}) for trial in slow]
+    assert find_worked(slow, SIGNS, frozenset(), facts())[0] is not None
+    in_float = slow[-1].model_copy(update={"kept": ("g0", "g1", "g2", "g3"), "passed": True, "speedup": 1.0})
+    assert find_worked([*slow, in_float], SIGNS, frozenset(), facts()) == (None, 0.0)
+
+
 def test_advice_is_what_worked_for_the_most_similar() -> None:
     half = {"Conv: uneven activations": 0.6, "MatMul: single peaks": 0.4}
     known = [past("a", half, **tried(GIVEN, RESCALED)), past("b", **tried(CORRECTED, RESCALED, GIVEN))]
@@ -290,6 +303,19 @@ def test_the_next_model_with_the_pattern_begins_with_what_worked(planned: Plan, 
     assert [entry.key for entry in store.prune(max_age_seconds=0)] == ["searches/int8.json"]
 
 
+def test_the_next_model_learns_nothing_from_a_variant_in_floating_point(planned: Plan, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+
+    def judge(one: Candidate) -> bool:
+        return len(one.kept) == 4
+
+    run(planned, store, tmp_path / "one", "one", judge)
+    assert run(planned, store, tmp_path / "two", "two", judge).advice == NO_ADVICE
+    third = run(planned, store, tmp_path / "three", "three", judge)
+    assert third.advice.first is None
+    assert third.advice.failed, "what failed with two models is what these teach"
+
+
 def test_a_search_that_is_done_again_begins_as_it_did_so_that_its_trials_are_found(
     planned: Plan, tmp_path: Path
 ) -> None:
@@ -341,6 +367,7 @@ def test_only_numbers_and_patterns_are_kept(planned: Plan, tmp_path: Path) -> No
         {"pattern": {"Conv: uneven activations": 7.0}},
         {"more": 1},
         {"worked": {"form": "other", "method": "mse"}},
+        {"float_share": 1.0},
     ],
 )
 def test_damaged_and_foreign_records_are_ignored_with_a_note(

@@ -36,6 +36,7 @@ from enginesmith.pipeline.engines.onnxruntime.session import (
     OnnxRuntimeSession,
     counted_options,
     disabled_optimizers,
+    find_wrong_optimizers,
     open_session,
     session_options,
 )
@@ -142,6 +143,11 @@ class OnnxRuntime(Engine):
         """Run a graph without optimising it, half types and float8 emulated."""
         return cls(graph_optimization="disabled", emulate=True)
 
+    def describe_plain_use(self, graph: Path) -> str:
+        wrong = ", ".join(find_wrong_optimizers(graph))
+        where = "ONNX Runtime may get this graph wrong where it runs without enginesmith"
+        return f"{where}; pass disabled_optimizers to its session: {wrong}" if wrong else ""
+
     @classmethod
     def configurations(cls, options: "EngineOptions", precision: str) -> Iterator[Configuration]:
         settings = providers.parse_settings(options.onnxruntime.provider_options, options.engines)
@@ -232,7 +238,7 @@ class OnnxRuntime(Engine):
     def triton(cls) -> TritonBackend | None:
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
             wrong = ", ".join(_list_wrong(engine["options"]))
-            off = f"optimization is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
+            off = f"optimization is off: this graph needs it for {wrong}, and the backend cannot leave out single ones"
             graphs = (
                 "no CUDA graphs, which the run had: each request has buffers of its own, and a graph has fixed ones"
             )

@@ -67,8 +67,12 @@ _NO_CAPTURE = -1
 _BEHIND_SIGNATURES = re.compile(r"[A-Z]+ failure \d+: .*?(?= ;|$)|Failed to allocate memory for .*")
 """Message of CUDA's libraries or of the arena, after paths and signatures of functions that it went through."""
 _WITHOUT_GRAPHS = "run it without CUDA graphs: --cuda-graphs off"
-_WRONG_IN_HALF = "WeightBiasQuantization"
-"""An optimisation that multiplies two scales in their own type, and gets next to nothing in float16."""
+_WRONG_IN_HALF = ("WeightBiasQuantization",)
+"""Optimisations that multiply two scales in their own type, and get next to nothing in float16."""
+_WRONG_IN_FLOAT8 = (*_WRONG_IN_HALF, "ReluQuantRewrite", "ClipQuantRewrite", "QDQSelectorActionTransformer")
+"""Optimisations that take all pairs for pairs of integers: biases become int32, also those that are too large for it; a
+Relu before a pair goes, as if what rounds stored nothing below 0; a Clip ends loading; and products become kernels of
+integers, which refuse to load float8, or lose what they read."""
 SLOW_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
 """Optimisations that fuse an Add with what reads it, into kernels that take longer on the CPU than the two operators:
 BERT-base in 1.31 (1 thread, sequence 128) spends 11.7 instead of 2.4 ms on the first (AVX-512 VNNI; AVX2: 13.8 instead
@@ -86,6 +90,7 @@ OPTIMIZERS = (
     *("UnsqueezeElimination", "EliminateSlice", "EliminateIdentity", "PreShapeNodeElimination", "NotWhereFusion"),
     *("SliceConcatToSpaceToDepthFusion", "QDQPropagationTransformer", "QDQSelectorActionTransformer"),
     *("QDQS8ToU8Transformer", "QDQFinalCleanupTransformer", "Avx2WeightS8ToU8Transformer", "WeightBiasQuantization"),
+    *("ReluQuantRewrite", "ClipQuantRewrite"),
     *("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion", "NchwcTransformer", "NhwcTransformer"),
 )
 """Names of ONNX Runtime's optimisations that can be left out, one by one, to find the one that gets a graph wrong."""
@@ -204,22 +209,25 @@ def open_session(
 
 def disabled_optimizers(path: Path, device: Device) -> list[str]:
     """List optimisations that get a graph wrong, or that make it slower on this device, by ONNX Runtime's names."""
-    slow = SLOW_ON_CPU if device.kind == "cpu" else ()
-    return [*([_WRONG_IN_HALF] if _has_half_scales(path) else []), *slow]
+    return [*find_wrong_optimizers(path), *(SLOW_ON_CPU if device.kind == "cpu" else ())]
 
 
-def _has_half_scales(path: Path) -> bool:
-    """Tell whether values are quantised with scales of float16 or bfloat16; other graphs are not parsed."""
+def find_wrong_optimizers(path: Path) -> tuple[str, ...]:
+    """Find the optimisations that get a graph wrong by the types of its Q/DQ pairs; graphs without are not parsed."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(b"QuantizeLinear") < 0:
-                return False
+                return ()
         model = model_file.read(path)
     except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
-        return False
-    kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model_file.tensors(model)}
-    nodes = (node for node in model_file.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear"))
-    return any(kinds.get(node.input[1]) in ("float16", "bfloat16") for node in nodes if len(node.input) > 1)
+        return ()
+    pairs = [node for node in model_file.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    constants = [(tensor.name, model_file.dtype_name(tensor.data_type)) for tensor in model_file.tensors(model)]
+    if any(dtype.startswith("float8") for _, dtype in constants):
+        return _WRONG_IN_FLOAT8
+    scales = {node.input[1] for node in pairs if len(node.input) > 1}
+    half = any(name in scales and dtype in ("float16", "bfloat16") for name, dtype in constants)
+    return _WRONG_IN_HALF if half else ()
 
 
 def within_limit(providers: Sequence[tuple[str, dict[str, str]]], device: Device) -> list[tuple[str, dict[str, str]]]:

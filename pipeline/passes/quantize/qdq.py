@@ -212,7 +212,7 @@ class _Weights:
         axis = quantizers.channel_axis(node, numbers.shape)
         least = np.zeros(())
         bias = quantizers.read_bias(node)
-        if bias is not None and settings.rules.outputs == "all":  # ONNX Runtime adds up int32, also biases in floats
+        if bias is not None:  # ONNX Runtime makes int32 of it, also where it is written in floats
             least = quantizers.least_scale(bias.reshape(-1), grid.scale)
             least = least if axis is not None else np.asarray(least.max())
         key = (value, axis, least.tobytes())

@@ -130,7 +130,7 @@ class Advice(BaseModel, frozen=True, extra="forbid"):
 
     first: Setting | None = None
     """The setting that worked."""
-    float_share: float = Field(0.0, ge=0, le=1)
+    float_share: float = Field(0.0, ge=0, lt=1)
     """Share of the groups that stayed in floating point with it."""
     failed: tuple[Setting, ...] = ()
     """Settings that failed again and again."""
@@ -278,6 +278,11 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
         if fastest is None or (trial.speedup or 0.0) > _GAIN * (fastest.speedup or 0.0):
             fastest = trial
     return fastest
+
+
+def count_quantized(trial: Trial, groups: Sequence[GroupFact]) -> int:
+    """Count the groups that a trial has in few bits."""
+    return sum(1 for group in groups if not group.reason and group.name not in trial.kept)
 
 
 def _grow(

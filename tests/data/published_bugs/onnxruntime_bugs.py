@@ -186,6 +186,25 @@ def half_scales() -> Graphs:
     )
 
 
+def _rounded_to_float8(before: str) -> onnx.ModelProto:
+    zero = onnx.helper.make_tensor("z", onnx.TensorProto.FLOAT8E4M3FN, (), b"\0", raw=True)
+    pair = "q = QuantizeLinear(r, s, z) y = DequantizeLinear(q, s, z)"
+    return graph(f"(float[N,8] x) => (float[N,8] y) <float s = {{0.01}}> {{ r = {before}(x) {pair} }}", 19, zero)
+
+
+@known_bug(
+    "docs/precision.md",
+    "a Relu before a QuantizeLinear to float8 is dropped (ReluQuantRewrite), as if that stored nothing below 0",
+    "onnxruntime",
+    "1.31.1",
+    affected=">=1.31",
+    probe=probes.differs(probes.run_optimized, probes.evaluate),
+    guard="pipeline/engines/onnxruntime/session.py",
+)
+def relu_before_float8() -> Graphs:
+    return Graphs(_rounded_to_float8("Relu"), _rounded_to_float8("Identity"))
+
+
 def _between_pairs(weight: NDArray[np.float32]) -> onnx.ModelProto:
     """Make a convolution whose activations are rounded, and whose weight is not; the large channel is not read."""
     head = "(float[N,4,3,3] x) => (float[N,3,3,3] y)"
