@@ -157,11 +157,8 @@ def _join_groups(cuts: Iterable[PrunedGroup]) -> tuple[PrunedGroup, ...]:
     groups: dict[str, PrunedGroup] = {}
     for cut in cuts:
         first = groups.get(cut.root, cut)
-        if (first.unit, first.width, first.after) != (
-            cut.unit,
-            cut.width,
-            cut.before,
-        ):  # heads of another width are other units
+        same_unit = (first.unit, first.width) == (cut.unit, cut.width)
+        if not same_unit or first.after != cut.before:  # heads of another width are other units
             first = cut
         units = cut.kept if first is cut else tuple(first.kept[index] for index in cut.kept)
         groups[cut.root] = cut.model_copy(update={"before": first.before, "kept": units, "step": 1})
