@@ -21,7 +21,7 @@ from enginesmith.calibration.file_formats import Request, check_readable
 from enginesmith.calibration.lazy_arrays import Cast, Picked
 from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
 from enginesmith.calibration.synthetic import lazy_synthetic
-from enginesmith.pipeline.errors import DataError, SignatureError
+from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import TensorSpec
 
 IMAGE = (TensorSpec.parse("image:float32:batch,2,3"),)
@@ -545,62 +545,3 @@ class TestOpen:
         with pytest.raises(DataError, match="cannot read") as caught:
             open_dataset(str(path), IMAGE)
         assert "never loaded" in caught.value.remedy
-
-
-class TestSynthetic:
-    def test_floats_look_like_the_example(self):
-        example = {"image": np.random.default_rng(0).normal(3, 2, (2, 2, 3)).astype(np.float32)}
-        data = synthetic(IMAGE, example, {}, 2000, seed=0)
-        made = data.arrays["image"]
-        assert (made.shape, made.dtype) == ((2000, 2, 3), np.float32)
-        assert abs(made.mean() - example["image"].mean()) < 0.1
-        assert abs(made.std() - example["image"].std()) < 0.1
-        assert data.name.startswith("synthetic")
-        assert data.provenance(0, 1).synthetic
-        assert data.labels is None
-
-    def test_integers_and_bools_come_from_the_example(self):
-        specs = (*TEXT[:1], TensorSpec.parse("keep:bool:batch,4"))
-        example = {"ids": np.array([[5, 9, 9, 9]]), "keep": np.ones((1, 4), bool)}
-        made = synthetic(specs, example, {"sequence": 16}, 500, seed=0).arrays
-        assert made["ids"].shape == (500, 16)
-        assert set(np.unique(made["ids"])) == {5, 9}
-        assert 0.7 < (made["ids"] == 9).mean() < 0.8
-        assert made["keep"].dtype == bool
-        assert made["keep"].all()
-
-    @pytest.mark.parametrize("batch", [0, 1])
-    def test_a_value_at_the_same_places_of_all_samples_stays_there(self, batch):
-        """As the token that ends a text, which some models need; where there is one sample, nothing is known of it."""
-        ids = np.array([[7, 1, 2, 9, 3], [7, 2, 1, 9, 1]])
-        specs = (TensorSpec.parse("ids:int64:batch,sequence" if batch == 0 else "ids:int64:sequence,batch"),)
-        example = {"ids": np.moveaxis(ids, 0, batch)}
-        for make in (synthetic, lazy_synthetic):
-            made = make(specs, example, {"sequence": 7}, 200, seed=0).arrays["ids"][:]
-            assert made.shape == (200, 7)
-            assert (made == 9).sum(0).tolist() == [0, 0, 0, 200, 0, 0, 0]
-            assert (made == 7).sum(0).tolist() == [200, 0, 0, 0, 0, 200, 0]
-            assert set(np.unique(made[:, 1])) == {1, 2, 3}
-            alone = make(specs, {"ids": np.moveaxis(ids[:1], 0, batch)}, {"sequence": 7}, 200, seed=0).arrays["ids"][:]
-            assert (alone == 9).any(0).all()
-
-    def test_is_seeded(self):
-        example = {"image": rows(2)}
-        first, same, other = (synthetic(IMAGE, example, {}, 4, seed).digest for seed in (1, 1, 2))
-        assert first == same != other
-
-    def test_a_dynamic_dimension_needs_a_size(self):
-        with pytest.raises(SignatureError, match="sequence"):
-            synthetic(TEXT[:1], {"ids": np.ones((1, 4), np.int64)}, {}, 2, 0)
-
-    @pytest.mark.parametrize(
-        ("spec", "example"),
-        [
-            ("x:float32:", np.float32(1)),
-            ("x:float32:batch,3", np.ones((0, 3), np.float32)),
-            ("x:float32:batch,1", np.full((1, 1), -np.inf, np.float32)),
-        ],
-    )
-    def test_refused(self, spec, example):
-        with pytest.raises(DataError, match="input x:float32"):
-            synthetic((TensorSpec.parse(spec),), {"x": np.asarray(example)}, {}, 2, 0)
