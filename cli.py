@@ -35,7 +35,7 @@ from enginesmith.pipeline.commands import (
     simplify,
     verify,
 )
-from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.errors import EnginesmithError, explain_import
 
 _INTERRUPTED = 130
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
@@ -78,13 +78,14 @@ class _Commands(click.Group):
         except (click.Abort, KeyboardInterrupt) as interrupt:
             click.echo(f"interrupted{interrupt.__cause__ or interrupt}", err=True)
             sys.exit(_INTERRUPTED)
-        except EnginesmithError as error:
-            if "--debug" in given:
+        except (EnginesmithError, ImportError) as raised:
+            cause = explain_import(raised) if isinstance(raised, ImportError) else raised
+            if "--debug" in given or cause is None:
                 raise
-            error.remedy += self._name_owners(error.remedy, given)
-            click.echo(f"error: {error}", err=True)
-            failure = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-            code, failure = error.exit_code, failure | {"class": type(error).__name__, "failure": error.failure}
+            cause.remedy += self._name_owners(cause.remedy, given)
+            click.echo(f"error: {cause}", err=True)
+            failure = {"error": cause.message, "remedy": cause.remedy, "exit_code": cause.exit_code}
+            code, failure = cause.exit_code, failure | {"class": type(cause).__name__, "failure": cause.failure}
         if "--json" in given:
             click.echo(json.dumps(failure, indent=1))
         sys.exit(code)
