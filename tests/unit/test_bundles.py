@@ -235,6 +235,18 @@ def test_the_script_imports_nothing_that_was_added_to_its_bundle(made: ExampleRu
         assert "of the bundle" not in done.stdout
 
 
+def test_the_script_keeps_its_exit_code_where_nobody_reads_its_answers(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    reading, writing = os.pipe()
+    os.close(reading)
+    for stream, code, words in (writing, 0, ""), (os.open("/dev/full", os.O_WRONLY), 1, "No space left on device"):
+        command = [sys.executable, str(tmp_path / "b/infer.py")]
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(stream)
+        assert done.returncode == code
+        assert done.stderr == (words and f"error: the answers cannot be printed: {words}\n")
+
+
 def test_the_script_explains_wrong_usage(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "bundle", tmp_path / "b")
     script, right = runpy.run_path(str(tmp_path / "b/infer.py")), (tmp_path / "b/manifest.json").read_text()
