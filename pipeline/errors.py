@@ -228,6 +228,22 @@ def _find_distribution(package: str) -> str | None:
         return next(iter(importlib.metadata.packages_distributions().get(package, ())), None)
 
 
+def require_utf8(text: str, place: str) -> None:
+    """Insist that Python decoded a path from UTF-8: others fit into no document, and PyTorch's exporters refuse them.
+
+    Raises:
+        SourceError: its bytes are no UTF-8, or the locale has no characters for them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise SourceError(
+            f"{place}: '{shown}' is not UTF-8, or the locale has no characters for it",
+            "rename it; a name that is UTF-8 works with the environment variable LC_ALL=C.UTF-8",
+        ) from None
+
+
 @contextlib.contextmanager
 def storage_errors(place: str, choose: str = "choose") -> Iterator[None]:
     """Turn what the file system refuses into one message; ``choose`` begins the advice to take another folder.

@@ -57,7 +57,7 @@ class Model:
         starts = {"onnxruntime": _onnxruntime, "openvino": _openvino, "torch": _torch}
         start, signature = starts.get(engine["package"], _tensorrt), self.manifest["signature"]
         try:
-            self._run = start(self.folder / engine["file"], {**engine, **signature, "plugins": plugins})
+            self._run = start(_plain(self.folder / engine["file"]), {**engine, **signature, "plugins": plugins})
         except (ImportError, OSError) as error:
             origin = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
             raise Unable(f"this machine cannot run the engine: {error}; {origin}") from error
@@ -210,6 +210,15 @@ def _fit(given, name, dtype, shape):
     if len(shape) != array.ndim or any(size not in (given, str(size)) for size, given in zip(shape, array.shape)):
         raise ValueError(f"{name} has the shape {list(array.shape)}; the model takes {shape}")
     return np.require(array, dtype, "C")
+
+
+def _plain(file):
+    """Name a file for libraries that take paths in UTF-8 alone, by its open folder where its path is not."""
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        return pathlib.Path(f"/proc/self/fd/{os.open(file.parent, os.O_RDONLY)}", file.name)
+    return file
 
 
 def _onnxruntime(file, engine):

@@ -247,6 +247,18 @@ def test_the_script_keeps_its_exit_code_where_nobody_reads_its_answers(made: Exa
         assert done.stderr == (words and f"error: the answers cannot be printed: {words}\n")
 
 
+def test_the_script_runs_in_a_folder_that_is_not_utf8_where_the_library_says_what_is_wrong(
+    made: ExampleRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    package(made.write(), "bundle", tmp_path / "b")
+    (tmp_path / "b").rename(folder)
+    done = subprocess.run([sys.executable, folder / "infer.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        load(folder)
+
+
 def test_the_script_explains_wrong_usage(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "bundle", tmp_path / "b")
     script, right = runpy.run_path(str(tmp_path / "b/infer.py")), (tmp_path / "b/manifest.json").read_text()
