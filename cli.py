@@ -35,9 +35,11 @@ from enginesmith.pipeline.commands import (
     simplify,
     verify,
 )
-from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.errors import EnginesmithError, explain_errno, explain_import
 
 _INTERRUPTED = 130
+_ERRORS = 2
+"""Descriptor of the standard stream for progress and errors."""
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _SECTIONS = {
     "Optimize a model": (optimize.optimize, resume.resume, init.init),
@@ -78,13 +80,14 @@ class _Commands(click.Group):
         except (click.Abort, KeyboardInterrupt) as interrupt:
             click.echo(f"interrupted{interrupt.__cause__ or interrupt}", err=True)
             sys.exit(_INTERRUPTED)
-        except EnginesmithError as error:
-            if "--debug" in given:
+        except (EnginesmithError, ImportError) as raised:
+            cause = explain_import(raised) if isinstance(raised, ImportError) else raised
+            if "--debug" in given or cause is None:
                 raise
-            error.remedy += self._name_owners(error.remedy, given)
-            click.echo(f"error: {error}", err=True)
-            failure = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-            code, failure = error.exit_code, failure | {"class": type(error).__name__, "failure": error.failure}
+            cause.remedy += self._name_owners(cause.remedy, given)
+            click.echo(f"error: {cause}", err=True)
+            failure = {"error": cause.message, "remedy": cause.remedy, "exit_code": cause.exit_code}
+            code, failure = cause.exit_code, failure | {"class": type(cause).__name__, "failure": cause.failure}
         if "--json" in given:
             click.echo(json.dumps(failure, indent=1))
         sys.exit(code)
@@ -101,12 +104,44 @@ class _Commands(click.Group):
         return f" ({'; '.join(notes)})" if notes else ""
 
 
+class _Unbroken(io.FileIO):
+    """Write where a stream goes; once that fails, write nowhere, so that the command does its work to the end."""
+
+    def write(self, data: Any, /) -> int:
+        """Write all or a part of it; what nobody reads counts as written.
+
+        Raises:
+            StoreError: results cannot be written, because a disk is full, say.
+        """
+        try:
+            return super().write(data)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if isinstance(error, BrokenPipeError) or self.fileno() == _ERRORS:
+                return len(data)
+            raise explain_errno(error, "standard output", "send it to") from error
+
+
 def _prepare_output() -> None:
-    """Have output that was closed go nowhere, and escape what the terminal's encoding lacks."""
-    if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for all that is printed
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Have output that nobody takes go nowhere, and escape what the terminal's encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for all that is printed
+        elif stream is getattr(sys, f"__{name}__"):  # of the process, and not of a program that calls this
+            stream.flush()
+            raw = _Unbroken(stream.fileno(), "w", closefd=False)
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(
+                    io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=stream.line_buffering
+                ),
+            )
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _list_options(command: click.Command) -> set[str]:

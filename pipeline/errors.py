@@ -19,6 +19,7 @@ import importlib.metadata
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
@@ -200,6 +201,47 @@ def install_command(distribution: str, *flags: str) -> str:
     name = re.compile(rf"{re.escape(distribution)}(?![\w.-])[^;]*")
     wanted = next((match[0].strip() for text in requirements if (match := name.match(text))), distribution)
     return shlex.join(["pip", "install", *flags, wanted])
+
+
+def broken_package(package: str, reason: str) -> MissingCapability:
+    """Describe a package that is installed and cannot be imported, with the command that installs it again."""
+    command = install_command(_find_distribution(package) or package, "--force-reinstall")
+    words = reason.strip().partition("\n")[0] or "it does not say why"
+    return MissingCapability(f"{package} cannot be imported: {words}", f"install it again: {command}")
+
+
+def explain_import(error: ImportError) -> MissingCapability | None:
+    """Name the installed package whose import raised an error; None if no distribution has it, as with user's code."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for name in (*reversed(names), error.name or ""):
+        package = name.partition(".")[0]
+        if package not in ("", "enginesmith", "importlib") and _find_distribution(package):
+            return broken_package(package, str(error))
+    return None
+
+
+def _find_distribution(package: str) -> str | None:
+    """Find the distribution that a package is installed by: most have its name."""
+    try:
+        return importlib.metadata.metadata(package)["Name"].replace("_", "-")
+    except importlib.metadata.PackageNotFoundError:
+        return next(iter(importlib.metadata.packages_distributions().get(package, ())), None)
+
+
+def require_utf8(text: str, place: str) -> None:
+    """Insist that Python decoded a path from UTF-8: others fit into no document, and PyTorch's exporters refuse them.
+
+    Raises:
+        SourceError: its bytes are no UTF-8, or the locale has no characters for them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise SourceError(
+            f"{place}: '{shown}' is not UTF-8, or the locale has no characters for it",
+            "rename it; a name that is UTF-8 works with the environment variable LC_ALL=C.UTF-8",
+        ) from None
 
 
 @contextlib.contextmanager

@@ -138,8 +138,8 @@ def environment() -> "Environment":
     return machine.environment(packages())
 
 
-def check_software(stack: "Stack", exported: "Formats") -> "list[Check]":
-    """Make all checks that what is installed gives reason for; models are exported in that format."""
+def check_software(stack: "Stack", exported: "Formats | None") -> "list[Check]":
+    """Make all checks that what is installed gives reason for; models are exported in that format, if it is known."""
     from enginesmith.pipeline.engines.compatibility import check_machine
 
     checks = [row for name in ENGINES for row in engine_class(name).check_software(stack, exported)]

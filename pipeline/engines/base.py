@@ -241,6 +241,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """True if it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
     file_suffix: ClassVar[str] = ""
     """Suffix of the engine file that the ``build`` command writes and ``benchmark`` reads; empty for no file."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Python packages that it cannot do without, which ``doctor`` imports to see whether they are whole."""
     modules: ClassVar[tuple[str, ...]] = ()
     """Modules that building it takes, for workers to import ahead: no other framework is imported then."""
     builder_tells_memory: ClassVar[bool] = False
@@ -359,8 +361,11 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return False
 
     @classmethod
-    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
-        """Check, for ``doctor``, whether its packages fit the driver, the GPUs and the format of exported models."""
+    def check_software(cls, stack: "Stack", exported: "Formats | None") -> "Iterable[Check]":
+        """Check, for ``doctor``, whether its packages fit the driver, the GPUs and the format of exported models.
+
+        ``exported`` is None where onnx, which knows it, cannot be imported.
+        """
         return ()
 
     @classmethod

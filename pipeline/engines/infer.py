@@ -57,7 +57,7 @@ class Model:
         starts = {"onnxruntime": _onnxruntime, "openvino": _openvino, "torch": _torch}
         start, signature = starts.get(engine["package"], _tensorrt), self.manifest["signature"]
         try:
-            self._run = start(self.folder / engine["file"], {**engine, **signature, "plugins": plugins})
+            self._run = start(_plain(self.folder / engine["file"]), {**engine, **signature, "plugins": plugins})
         except (ImportError, OSError) as error:
             origin = f"the bundle was made with {engine['package']} {engine['version']} for {engine['device']}"
             raise Unable(f"this machine cannot run the engine: {error}; {origin}") from error
@@ -210,6 +210,15 @@ def _fit(given, name, dtype, shape):
     if len(shape) != array.ndim or any(size not in (given, str(size)) for size, given in zip(shape, array.shape)):
         raise ValueError(f"{name} has the shape {list(array.shape)}; the model takes {shape}")
     return np.require(array, dtype, "C")
+
+
+def _plain(file):
+    """Name a file for libraries that take paths in UTF-8 alone, by its open folder where its path is not."""
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        return pathlib.Path(f"/proc/self/fd/{os.open(file.parent, os.O_RDONLY)}", file.name)
+    return file
 
 
 def _onnxruntime(file, engine):
@@ -478,6 +487,17 @@ def _read_array(file):
             raise ValueError(f"{file} {message}") from error
 
 
+def _print_lines(lines):
+    """Print lines; that nobody reads them changes no exit code, but a full disk does."""
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails once more at its end
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: the answers cannot be printed: {error.strerror}", file=sys.stderr)
+            sys.exit(FAILED)
+
+
 def main():
     """Answer the command line."""
     parser = argparse.ArgumentParser(
@@ -500,13 +520,14 @@ def main():
     except Exception as error:  # noqa: BLE001 - onnxruntime's own have no common class
         print(f"error: {error}", file=sys.stderr)
         sys.exit(UNABLE if isinstance(error, Unable) else FAILED)
-    for name, value in answers.items():
-        print(name, value.dtype, value.shape, value if feeds else "differs" if name in wrong else "matches")
+    lines = [
+        f"{name} {value.dtype} {value.shape} {value if feeds else 'differs' if name in wrong else 'matches'}"
+        for name, value in answers.items()
+    ]
+    _print_lines(lines if feeds or wrong else [*lines, "all answers match the test vector"])
     if wrong:
         print(f"error: {', '.join(wrong)} does not match the test vector", file=sys.stderr)
         sys.exit(DIFFERENT)
-    if not feeds:
-        print("all answers match the test vector")
 
 
 if __name__ == "__main__":

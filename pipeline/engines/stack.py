@@ -1,8 +1,15 @@
 """Find the software between a model and a GPU: driver, CUDA, libraries, and what each was built for."""
 
+import os
 import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from enginesmith.pipeline.errors import MissingCapability, broken_package
 from enginesmith.pipeline.system import machine, nvidia, software
 from enginesmith.pipeline.system.cpu import text
 from enginesmith.pipeline.system.software import Formats, Stack
@@ -16,8 +23,47 @@ _SURE = {"ir": 8, "opset": 17}
 """Formats that every version of ONNX Runtime takes that this project runs on."""
 
 
-def find_stack() -> Stack:
-    """Find what is installed here. Takes 0.5 s, and some more where a GPU is: torch is asked then."""
+_IMPORT = """import os, sys
+from enginesmith.pipeline.engines.telemetry import import_without_telemetry
+answer, sys.stdout = sys.stdout, sys.stderr
+try:
+    import_without_telemetry(sys.argv[1])
+except Exception as error:
+    answer.write(str(error).strip() or type(error).__name__)
+answer.flush()
+os._exit(0)
+"""
+
+
+def find_broken(packages: Iterable[str]) -> dict[str, MissingCapability]:
+    """Import the packages that are installed, each in a process of its own, and describe those that fail."""
+    installed = [package for package in packages if software.find(package)]
+    with ThreadPoolExecutor() as pool:
+        reasons = zip(installed, pool.map(_explain_failure, installed), strict=True)
+    return {package: broken_package(package, reason) for package, reason in reasons if reason}
+
+
+def _explain_failure(package: str) -> str:
+    """Import a package in a process, which that may end, and return why it fails; empty if it does not."""
+    searched = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)  # as it is here, so -P
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _IMPORT, package],
+        env={**os.environ, "PYTHONPATH": searched},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode < 0:
+        return f"importing it ends the process by {signal.Signals(-done.returncode).name}"
+    return f"importing it ends the process with code {done.returncode}" if done.returncode else done.stdout
+
+
+def find_stack(broken: Collection[str] = ()) -> Stack:
+    """Find what is installed here; ``broken`` are packages that cannot be imported.
+
+    Takes 0.5 s, and some more where a GPU is: torch is asked then.
+    """
     driver, gpus = nvidia.driver(), machine.gpu_states()
     variants = {name: software.cuda_variants(name) for name in TENSORRTS}
     parts = [part for by_cuda in variants.values() for names in by_cuda.values() for part in names]
@@ -26,13 +72,13 @@ def find_stack() -> Stack:
         **{name: tuple(software.requirements(name, "tensorrt")) for name in (*TENSORRTS, *parts)},
     }
     torch_cuda, torch_targets = nvidia.torch_cuda(), tuple[str, ...]()
-    if torch_cuda and gpus:
+    if torch_cuda and gpus and "torch" not in broken:
         import torch
 
         torch_targets = tuple(torch.cuda.get_arch_list())
     glibc = {name: software.needed_glibc(name) for name in (*_LISTED, *parts)}
     written = None
-    if software.find("onnx"):
+    if software.find("onnx") and "onnx" not in broken:
         import onnx
 
         written = Formats(ir=onnx.IR_VERSION, opset=onnx.defs.onnx_opset_version())
@@ -54,7 +100,7 @@ def find_stack() -> Stack:
         glibc=platform.libc_ver()[1] or None,
         glibc_needed={name: version for name, version in glibc.items() if version},
         written=written,
-        taken=_taken(written) if written and software.find("onnxruntime") else None,
+        taken=_taken(written) if written and software.find("onnxruntime") and "onnxruntime" not in broken else None,
     )
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline.artifact import file_digest, json_digest
-from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.errors import SourceError, require_utf8
 
 Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm", "saved"]
 
@@ -109,8 +109,10 @@ def resolve(text: str) -> Source:
     """Take a MODEL argument apart, and check what can be checked without loading anything.
 
     Raises:
-        SourceError: it is of no known form, or names a file or zoo model that does not exist.
+        SourceError: it is of no known form, or names a file or zoo model that does not exist; or the name of the
+            current folder, which paths are made absolute with, is not UTF-8.
     """
+    require_utf8(str(Path.cwd()), "the current folder")
     if len(os.fsencode(text)) > _LONGEST:
         raise SourceError(f"{text[:40]}… is no model: it has {len(text)} characters", "check the argument")
     parts = Path(_split_call(text)[0].partition("(")[0]).parts

@@ -14,7 +14,7 @@ from enginesmith.calibration import file_formats, user_code
 from enginesmith.calibration.sources import Request
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import UsageError, require_utf8
 from enginesmith.pipeline.measure.quality import check_metric
 from enginesmith.pipeline.passes import requested_pass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
@@ -69,6 +69,7 @@ def parsed(values: dict[str, Any], options: Mapping[str, Any] | None = None) -> 
     Raises:
         UsageError: a key or a value that does not belong there.
     """
+    _check_encoding(values, options or {})
     try:
         field = "shapes"
         recipe = Recipe.model_validate(_fill_batches(values))
@@ -79,6 +80,18 @@ def parsed(values: dict[str, Any], options: Mapping[str, Any] | None = None) -> 
     except UsageError as error:
         raise type(error)(f"{_name_place([field], options or {})}: {error.message}", error.remedy) from error
     return recipe
+
+
+def _check_encoding(values: Any, options: Mapping[str, Any], place: tuple[str, ...] = ()) -> None:
+    """Insist that all text, such as the path of a data set, is UTF-8."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            _check_encoding(value, options, (*place, str(key)))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _check_encoding(value, options, place)
+    elif isinstance(values, str):
+        require_utf8(values, _name_place(place, options))
 
 
 def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from enginesmith.pipeline.artifact import Artifact, has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.engines.base import Candidate, Engine
-from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, require_utf8
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import launches_of, measure_latency
@@ -173,7 +173,9 @@ def candidate(name: str, stored: Stored, *, trust: bool = False) -> Candidate:
 
     Raises:
         MissingCapability: it has machine code, and nobody has said that its maker is trusted.
+        SourceError: its path is not UTF-8, which engines take no other path in.
     """
+    require_utf8(str(stored.folder), "the run directory")
     if needs_trust(stored.record) and not trust:
         remedy = "if you trust who made the run: load(..., trust=True) in Python, or enginesmith gate --trust"
         raise MissingCapability(UNTRUSTED, remedy)

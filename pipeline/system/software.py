@@ -6,13 +6,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from enginesmith.pipeline.errors import broken_package
+from enginesmith.pipeline.system.device import Availability, unavailable
 from enginesmith.pipeline.system.nvidia import GpuState
 
 Numbers = tuple[int, ...]
@@ -90,6 +92,16 @@ def find(package: str) -> Path | None:
     """Find the folder that a package would be imported from."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def check_import(package: str, load: Callable[[str], Any] = importlib.import_module) -> Availability:
+    """Import an installed package, and tell whether that succeeds."""
+    try:
+        load(package)
+    except Exception as error:  # noqa: BLE001 - code of others, at the boundary: whatever it raises is told
+        broken = broken_package(package, str(error))
+        return unavailable(broken.message, broken.remedy)
+    return Availability(ok=True)
 
 
 def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:

@@ -25,7 +25,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepError, StepKilled, StepTimeout, explain_errno
+from enginesmith.pipeline.errors import (
+    EnginesmithError,
+    StepCrashed,
+    StepError,
+    StepKilled,
+    StepTimeout,
+    explain_errno,
+    explain_import,
+)
 from enginesmith.pipeline.system import oom
 from enginesmith.pipeline.system.device import take_share
 
@@ -233,6 +241,8 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
             return _FAILED, memory
         if isinstance(error, EnginesmithError):
             return _FAILED, error
+        if isinstance(error, ImportError) and (broken := explain_import(error)):
+            return _FAILED, broken
         message = _TRACE.split(str(error), maxsplit=1)[0].rstrip()
         return _FAILED, StepError(f"{type(error).__name__}: {message}", "the whole trace is in the step's log")
 

@@ -4,6 +4,7 @@ import datetime
 import importlib.util
 import shlex
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,14 @@ from pydantic import BaseModel
 from enginesmith.calibration import describe
 from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import ENGINES, check_software, describe_file, engine_class, environment, with_files
-from enginesmith.pipeline.engines.compatibility import Check
-from enginesmith.pipeline.engines.stack import find_stack
-from enginesmith.pipeline.errors import UsageError, install_command
+from enginesmith.pipeline.engines.compatibility import Check, check
+from enginesmith.pipeline.engines.stack import find_broken, find_stack
+from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import ExportOptions
 from enginesmith.pipeline.store.address import default_address
 from enginesmith.pipeline.system import plugins
+from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.software import Formats
@@ -26,6 +28,7 @@ from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.base import Engine
     from enginesmith.pipeline.store.store import Store
 
 Facts = dict[str, Any]
@@ -224,12 +227,16 @@ def zoo() -> list[Facts]:
 
 
 def engines(device: str) -> list[Facts]:
-    """List the engines and whether they can be used on a device."""
+    """List the engines and whether they can be used on a device; their packages are imported to find it out."""
+    return _list_engines(device, _find_broken_packages())
+
+
+def _list_engines(device: str, broken: Mapping[str, MissingCapability]) -> list[Facts]:
     where = make({"model": "digits", "device": device}, listed=True).where
     rows = []
     for name in ENGINES:
         engine = engine_class(name)
-        here, builds = engine.available(where), engine.buildable(where)
+        here, builds = _check_engine(engine, where, broken)
         rows.append(
             {
                 "engine": name,
@@ -245,6 +252,22 @@ def engines(device: str) -> list[Facts]:
         reason = f"from a plug-in: {plugin.distribution} {plugin.version}, imported where it is named"
         rows.append({"engine": plugin.name, **unknown, "reason": reason, "remedy": ""})
     return rows
+
+
+def _find_broken_packages() -> dict[str, MissingCapability]:
+    """Describe the packages of engines that are installed and cannot be imported."""
+    return find_broken(dict.fromkeys(package for name in ENGINES for package in engine_class(name).packages))
+
+
+def _check_engine(
+    engine: "type[Engine]", where: Device, broken: Mapping[str, MissingCapability]
+) -> tuple[Availability, Availability]:
+    """Check whether an engine can be used, and built; one with a broken package is not imported here."""
+    fault = next((broken[package] for package in engine.packages if package in broken), None)
+    if fault is None:
+        return engine.available(where), engine.buildable(where)
+    lacking, here = unavailable(fault.message, fault.remedy), engine.installed(where)
+    return lacking if here.ok else here, lacking
 
 
 def list_entries(store: "Store") -> list[Facts]:
@@ -276,6 +299,8 @@ class Diagnosis(BaseModel, frozen=True):
     """The state of this machine and its software, with the command for what is missing."""
 
     environment: Environment
+    broken: tuple[str, ...]
+    """Packages that are installed and cannot be imported."""
     compatibility: tuple[Check, ...]
     engines: dict[str, dict[str, str]]
     """By kind of device: engine → ``ok``, or why not."""
@@ -286,20 +311,20 @@ class Diagnosis(BaseModel, frozen=True):
 
 def examine() -> Diagnosis:
     """Look at everything. Takes some seconds, most of them for importing torch."""
-    from onnx import helper
-
-    opset = ExportOptions().opset
-    # of the specification for that opset; exporters may write an older one
-    ir = int(helper.find_min_ir_version_for([helper.make_opsetid("", opset)]))
-    compared = check_software(find_stack(), Formats(ir=ir, opset=opset))
+    broken = _find_broken_packages()
+    compared = [
+        *(_describe_broken(package, fault) for package, fault in broken.items()),
+        *check_software(find_stack(broken), None if "onnx" in broken else _exported_formats()),
+    ]
+    reinstalls = {fault.remedy for fault in broken.values()}  # said once for each package, and not for each engine
     usable, missing = {}, []
     for where in ("cpu", "cuda"):
-        rows = engines(where)
+        rows = _list_engines(where, broken)
         usable[where] = {row["engine"]: _describe_usable(row) for row in rows}
         missing += [
             f"{row['engine']} on {where}: {row['remedy']}"
             for row in rows
-            if row["remedy"] and where in engine_class(row["engine"]).kinds
+            if row["remedy"] and row["remedy"] not in reinstalls and where in engine_class(row["engine"]).kinds
         ]
     missing += [
         f"{what}: {install_command(distribution)}"
@@ -308,11 +333,25 @@ def examine() -> Diagnosis:
     ]
     return Diagnosis(
         environment=environment(),
+        broken=tuple(broken),
         compatibility=tuple(compared),
         engines=usable,
         fixes=(*(f"{check.name}: {check.fix}" for check in compared if check.ok is False), *missing),
         store=default_address().text,
     )
+
+
+def _describe_broken(package: str, fault: MissingCapability) -> Check:
+    reason = fault.message.removeprefix(f"{package} ")
+    return check(f"package {package}", reason, "a package that can be imported", False, fault.remedy)
+
+
+def _exported_formats() -> Formats:
+    """Look up the format of exported models: the specification's for that opset; exporters may write an older one."""
+    from onnx import helper
+
+    opset = ExportOptions().opset
+    return Formats(ir=int(helper.find_min_ir_version_for([helper.make_opsetid("", opset)])), opset=opset)
 
 
 def _describe_usable(row: Facts) -> str:

@@ -39,6 +39,7 @@ from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices
+from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import run_steps
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Stored:
     """Form of the module's outputs, as in :class:`Signature`."""
     unsigned: tuple[str, ...] = ()
     """Inputs of which the module refuses negative numbers, as in :class:`Signature`."""
+    work_folder: Path | None = None
+    """Folder in which a module's code is run: where its run was begun. None for engines, which have no such code."""
     origin: Callable[[], Any] | None = None
     """:func:`load` with the arguments that open it again."""
 
@@ -103,15 +106,17 @@ def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
     for doubt in describe.list_doubts(record):
         warnings.warn(f"{record.id}: {doubt}", stacklevel=3)
     vector = describe.check_vector(folder, record.test_vector) if record.test_vector else None
+    work_folder = None
     if engine_class(record.engine).runs_module():
-        candidate = _load_module(stored)
+        with work_where_begun(run):
+            candidate, work_folder = _load_module(stored), Path.cwd()
     else:
         describe.check_engine_file(folder, describe.require_engine(folder, run, record))
         candidate = remeasure.candidate(record.id, stored, trust=trust)
     ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
     thresholds, signature = describe.thresholds_of(run, record, candidate.engine), run.model.signature
     form = (signature.returns, signature.unsigned) if signature else (None, ())
-    return Stored(candidate, ranges, vector, thresholds, *form)
+    return Stored(candidate, ranges, vector, thresholds, *form, work_folder)
 
 
 def _load_module(stored: remeasure.Stored) -> Candidate:
@@ -150,7 +155,8 @@ class LoadedModel:
         """Open the engine; errors as in :func:`load`."""
         candidate = stored.candidate
         self._stored, self.variant, self.device = stored, candidate.id, candidate.device
-        with _keep_torch_settings(candidate):
+        where = contextlib.chdir(stored.work_folder) if stored.work_folder else contextlib.nullcontext()
+        with _keep_torch_settings(candidate), where:
             session = candidate.engine.load(candidate.artifact, candidate.device)
         self.signature = session.signature
         self._pool = _Pool(session, candidate)

@@ -25,7 +25,7 @@ from enginesmith.pipeline.artifact import (
     has_files,
     write_whole,
 )
-from enginesmith.pipeline.errors import SourceError, UsageError, storage_errors
+from enginesmith.pipeline.errors import SourceError, UsageError, require_utf8, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import resolve
@@ -295,8 +295,9 @@ def lock_folder(out: Path) -> Iterator[None]:
     """Lock a folder, made if need be, for this process alone.
 
     Raises:
-        UsageError: another process has it.
+        UsageError: another process has it, or its path is not UTF-8.
     """
+    require_utf8(str(out.absolute()), "the run directory")
     with storage_errors(f"the run directory {out}"):
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("w")

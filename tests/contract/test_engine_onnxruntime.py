@@ -1,8 +1,8 @@
 """Test what is ONNX Runtime's own: the engine file, its record, and errors in our words."""
 
 import runpy
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
-from enginesmith.pipeline.engines.onnxruntime import engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import Level
 from enginesmith.pipeline.engines.options import EngineOptions, OnnxRuntimeOptions
@@ -222,13 +221,18 @@ def test_options_that_no_provider_has_are_refused(text: str, said: str) -> None:
         OnnxRuntime.check_options(EngineOptions(onnxruntime=OnnxRuntimeOptions(provider_options=(text,))))
 
 
-def test_a_broken_onnxruntime_is_found_by_importing_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(engine, "importlib", SimpleNamespace(import_module=fail))
+@pytest.mark.parametrize("raised", ["ImportError", "RuntimeError"])
+def test_a_broken_onnxruntime_is_found_by_importing_it_alone(
+    raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime/__init__.py").write_text(f"raise {raised}('it is half of one')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "onnxruntime")
     assert describe(Device(), ["onnxruntime"]).endswith(": onnxruntime")  # a run's first line imports nothing
-    assert "cannot be imported" in OnnxRuntime.available(Device()).reason
+    answer = OnnxRuntime.available(Device())
+    assert answer.reason == "onnxruntime cannot be imported: it is half of one"
+    assert "pip install --force-reinstall 'onnxruntime" in answer.remedy
 
 
 def test_options_of_cuda_are_refused_where_the_device_is_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,11 +218,18 @@ UNMEASURED = {"batch": [1, 3], "measure": {"seconds": 0.2, "memory": False}, "pr
 
 
 @pytest.mark.thorough
-def test_a_module_that_was_changed_after_its_run_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_loaded_from_any_folder_and_not_once_it_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
     optimize(make({"model": write(), "engines": ["eager"], **UNMEASURED}), tmp_path / "run")
-    with load("run", "eager") as model:
-        assert model(X).shape == X.shape
+    (tmp_path / "elsewhere").mkdir()
+    for folder, run in (tmp_path, "run"), (tmp_path / "elsewhere", "../run"):
+        monkeypatch.chdir(folder)
+        with load(run, "eager") as model:
+            assert model(X).shape == X.shape
+        assert Path.cwd() == folder
+    monkeypatch.chdir(tmp_path)
     write("self.layer(x) * 2", "self.more = nn.Linear(2, 2)")
     with pytest.raises(
         ModelError, match=r"another model than that of \S*run: it has changed .* earlier version"

@@ -1,5 +1,6 @@
 """Workers: whatever happens in the process becomes one answer, and nothing outlives the parent."""
 
+import importlib
 import multiprocessing.connection
 import os
 import re
@@ -16,7 +17,14 @@ import psutil
 import pytest
 
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.errors import SourceError, StepCrashed, StepKilled, StepOutOfMemory, StepTimeout
+from enginesmith.pipeline.errors import (
+    MissingCapability,
+    SourceError,
+    StepCrashed,
+    StepKilled,
+    StepOutOfMemory,
+    StepTimeout,
+)
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import Done, execute
@@ -89,6 +97,21 @@ def test_a_trace_inside_of_a_message_stays_in_the_log(capfd: pytest.CaptureFixtu
     assert "invoked at" in capfd.readouterr().err
 
 
+def test_a_broken_package_is_named_with_the_command_that_installs_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "safetensors.py").write_text("raise ImportError('bad ABI')")
+    (tmp_path / "net_of_mine.py").write_text("import a_package_that_nobody_has")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "safetensors", raising=False)
+    _, error = worker._attempt(importlib.import_module, ("safetensors",))
+    assert isinstance(error, MissingCapability)
+    assert error.message == "safetensors cannot be imported: bad ABI"
+    assert error.remedy == "install it again: pip install --force-reinstall 'safetensors>=0.5'"
+    _, error = worker._attempt(importlib.import_module, ("net_of_mine",))
+    assert "ModuleNotFoundError: No module named 'a_package_that_nobody_has'" in error.message
+
+
 def test_a_segmentation_fault_ends_the_worker_alone(tmp_path: Path) -> None:
     with pytest.raises(StepCrashed, match="SIGSEGV") as caught:
         load("segfault", tmp_path)
@@ -139,7 +162,7 @@ def test_a_crash_is_placed_below_a_trace_of_any_length(tmp_path: Path) -> None:
     trace = f"std::bad_alloc\nFatal Python error: Aborted\n\nThread 0x1:\n{others}Current thread 0x2:\n"
     (tmp_path / "log").write_text(f'{trace}  File "net.py", line 7 in forward\n')
     process = SimpleNamespace(join=lambda timeout: None, exitcode=-signal.SIGABRT)
-    ended = SimpleNamespace(_ending=threading.Lock(), _process=process, log=tmp_path / "log", _said_before=0)
+    ended = SimpleNamespace(_ending=threading.Lock(), _process=process, log=tmp_path / "log", _earlier_bytes=0)
     error = worker.Worker._explain_end(ended)  # type: ignore[arg-type]
     assert isinstance(error, StepOutOfMemory)
     assert error.message.endswith('std::bad_alloc; it was in File "net.py", line 7 in forward')

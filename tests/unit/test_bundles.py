@@ -235,6 +235,30 @@ def test_the_script_imports_nothing_that_was_added_to_its_bundle(made: ExampleRu
         assert "of the bundle" not in done.stdout
 
 
+def test_the_script_keeps_its_exit_code_where_nobody_reads_its_answers(made: ExampleRun, tmp_path: Path) -> None:
+    package(made.write(), "bundle", tmp_path / "b")
+    reading, writing = os.pipe()
+    os.close(reading)
+    for stream, code, words in (writing, 0, ""), (os.open("/dev/full", os.O_WRONLY), 1, "No space left on device"):
+        command = [sys.executable, str(tmp_path / "b/infer.py")]
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(stream)
+        assert done.returncode == code
+        assert done.stderr == (words and f"error: the answers cannot be printed: {words}\n")
+
+
+def test_the_script_runs_in_a_folder_that_is_not_utf8_where_the_library_says_what_is_wrong(
+    made: ExampleRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    package(made.write(), "bundle", tmp_path / "b")
+    (tmp_path / "b").rename(folder)
+    done = subprocess.run([sys.executable, folder / "infer.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        load(folder)
+
+
 def test_the_script_explains_wrong_usage(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "bundle", tmp_path / "b")
     script, right = runpy.run_path(str(tmp_path / "b/infer.py")), (tmp_path / "b/manifest.json").read_text()

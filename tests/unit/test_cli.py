@@ -77,6 +77,37 @@ def test_planning_loads_neither_torch_nor_onnx() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def run_into(stdout: int, stderr: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "enginesmith.cli", *words]
+    return subprocess.run(command, stdout=stdout, stderr=stderr, text=True, check=False)
+
+
+@pytest.mark.parametrize(("words", "code"), [(("models",), 0), (("--help",), 0), (("inspect", "no.onnx", "--json"), 2)])
+def test_output_that_nobody_reads_changes_no_exit_code(words: tuple[str, ...], code: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert run_into(writing, writing, *words).returncode == code
+        done = run_into(writing, subprocess.PIPE, *words)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    finally:
+        os.close(writing)
+
+
+def test_a_full_disk_is_an_error_where_results_go_and_none_where_progress_goes(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = run_into(full, subprocess.PIPE, "models")
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[0] == "error: standard output: no space left on device"
+        assert len(done.stderr.splitlines()) == 2
+        done = run_into(subprocess.PIPE, full, "init", "digits", "-o", str(tmp_path / "recipe.yaml"))
+        assert done.returncode == 0
+        assert (tmp_path / "recipe.yaml").is_file()
+    finally:
+        os.close(full)
+
+
 @pytest.mark.parametrize(("path", "command"), commands(cli.main), ids=lambda value: str(value))
 def test_every_command_has_help_with_an_example(path: tuple[str, ...], command: click.Command) -> None:
     result = CliRunner().invoke(cli.main, [*path, "--help"])

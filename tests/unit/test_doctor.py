@@ -1,7 +1,13 @@
 """Test what the doctor tells people."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from enginesmith.pipeline.engines.stack import find_broken
 from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.system.nvidia import GpuProcess, GpuState
 from enginesmith.pipeline.system.software import Stack
@@ -20,9 +26,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
         {"engine": "aotinductor", "usable": "yes", "builds here": "no: no g++", "reason": "no g++", "remedy": "get it"},
         {"engine": "tensorrt_rtx", "usable": "no", "builds here": "yes", "reason": "no GPU", "remedy": "get one"},
     ]
-    monkeypatch.setattr(inspect, "find_stack", Stack)
+    monkeypatch.setattr(inspect, "find_broken", lambda packages: {})
+    monkeypatch.setattr(inspect, "find_stack", lambda broken: Stack())
     monkeypatch.setattr(inspect, "check_software", lambda *stack: [FITS, BROKEN, MEANINGLESS])
-    monkeypatch.setattr(inspect, "engines", lambda where: rows)
+    monkeypatch.setattr(inspect, "_list_engines", lambda where, broken: rows)
     return inspect.examine()
 
 
@@ -94,4 +101,72 @@ def test_here() -> None:
     found = inspect.examine()
     assert found.environment.processor
     assert found.engines["cpu"]["eager"] == "ok"
+    assert not found.broken
     assert Diagnosis.model_validate_json(found.model_dump_json()) == found
+
+
+def break_package(folder: Path, package: str, code: str) -> Path:
+    """Write a package that is imported instead of the installed one if its folder is searched first."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(code)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise ImportError('libtorch_cpu.so: undefined symbol\\nand more')", "libtorch_cpu.so: undefined symbol"),
+        ("print('hello'); raise RuntimeError('half of it is missing')", "half of it is missing"),
+        ("raise RuntimeError", "RuntimeError"),
+        ("import sys; sys.exit(5)", "importing it ends the process with code 5"),
+        ("import os; os.kill(os.getpid(), 11)", "importing it ends the process by SIGSEGV"),
+    ],
+)
+def test_a_broken_package_is_named_with_the_reason_and_the_command(
+    code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(break_package(tmp_path, "torch", code))
+    broken = find_broken(["torch", "safetensors", "not_installed_at_all"])
+    assert list(broken) == ["torch"]
+    assert broken["torch"].message == f"torch cannot be imported: {reason}"
+    assert broken["torch"].remedy == "install it again: pip install --force-reinstall 'torch>=2.11'"
+
+
+@pytest.mark.parametrize(
+    ("package", "engines"),
+    [
+        ("torch", ["eager", "compiled", "aotinductor"]),
+        ("onnx", ["onnxruntime", "openvino"]),
+        ("tensorrt_rtx", []),  # it runs on no processor anyway
+    ],
+)
+def test_a_broken_package_is_told_once_and_all_else_is_still_examined(
+    package: str, engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(break_package(tmp_path, package, "raise ImportError('bad ABI')"))
+    state = inspect.examine()
+    assert state.broken == (package,)
+    wrong = f"no: {package} cannot be imported: bad ABI"
+    assert [name for name, answer in state.engines["cpu"].items() if answer == wrong] == engines
+    assert "ok" in state.engines["cpu"].values()
+    told = inspect.readable(state)["what fits together"][f"package {package}"]
+    assert told == "NO: cannot be imported: bad ABI; needed: a package that can be imported"
+    commands = [fix for fix in state.fixes if "--force-reinstall" in fix]
+    assert len(commands) == 1
+    assert commands[0].startswith(f"package {package}: install it again: pip install --force-reinstall ")
+
+
+@pytest.mark.parametrize(("package", "stream"), [("torch", "stdout"), ("numpy", "stderr")])
+def test_a_broken_package_ends_doctor_with_the_exit_code_for_what_is_missing(
+    package: str, stream: str, tmp_path: Path
+) -> None:
+    """Without numpy no engine can be listed, and there is nothing but the error."""
+    folder = break_package(tmp_path, package, "raise ImportError('bad ABI')")
+    searched = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-m", "enginesmith.cli", "doctor"]
+    environment = {**os.environ, "PYTHONPATH": searched}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert "cannot be imported: bad ABI" in getattr(done, stream)
+    assert f"pip install --force-reinstall '{package}>=" in getattr(done, stream)
+    assert "Traceback" not in done.stderr

@@ -243,6 +243,12 @@ def test_a_module_stays_as_it_is_built_and_looks_up_the_rest_in_the_original(ope
         with pytest.raises(UsageError, match="an engine stays on cpu"):
             change()
     assert original.weight.dtype == torch.float32
+
+    def fail(place: torch.Tensor) -> torch.Tensor:  # as torch does where it is built without CUDA
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    with pytest.raises(UsageError, match="an engine stays on cpu"):
+        module._apply(fail)
     with pytest.raises(AttributeError, match="config"):
         _ = opened("y").as_module().config
 

@@ -1,6 +1,7 @@
 """Test what MODEL means, and what can be said about it before anything is loaded."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.source import SAVED, Source, content_digest, resolve
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.workflows.run_directory import lock_folder
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +123,20 @@ def test_the_content_of_a_module_is_the_same_elsewhere_and_not_with_other_code(
 
 def test_a_graph_has_no_content_of_a_module(tmp_path: Path) -> None:
     assert content_digest(tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"caf\xe9"), "caf\udcc3\udca9"])  # Latin-1; UTF-8 in an ASCII locale
+def test_a_folder_that_is_not_utf8_is_refused_before_anything_begins(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    monkeypatch.setattr(Path, "cwd", lambda: folder)
+    with pytest.raises(SourceError, match=r"the current folder: '.*caf.*' is not UTF-8") as caught:
+        resolve("digits")
+    caught.value.message.encode()
+    assert "LC_ALL=C.UTF-8" in caught.value.remedy
+    with pytest.raises(SourceError, match="the run directory"), lock_folder(folder):
+        pass
+    with pytest.raises(SourceError, match="data: 'caf"):
+        make({"model": "digits", "data": f"{name}/data.npz"})
+    assert not folder.exists()

@@ -1,8 +1,10 @@
 """Test what TensorRT builds can be asked for, and searches for workspace limits and the largest batch."""
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -144,7 +146,7 @@ def test_a_dimension_without_a_range_is_refused() -> None:
 )
 def test_versions_that_are_not_known_are_not_used(found: str, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda flavour: found)
-    monkeypatch.setattr(versions.importlib, "import_module", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))
     answer = versions.importable("tensorrt")
     assert answer.ok == ok
     assert ok or (found in answer.reason and "tensorrt>=10.13" in answer.remedy)
@@ -157,12 +159,10 @@ def test_a_package_that_is_not_there_is_named_with_the_command(monkeypatch: pyte
     assert "pip install tensorrt-rtx" in caught.value.remedy
 
 
-def test_a_package_whose_libraries_do_not_load_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise OSError("libnvinfer.so.11: cannot open shared object file")
-
+def test_a_package_whose_libraries_do_not_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensorrt.py").write_text("raise OSError('libnvinfer.so.11: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(versions, "installed_version", lambda flavour: "11.4.0")
-    monkeypatch.setattr(versions.importlib, "import_module", fail)
     answer = versions.importable("tensorrt")
     assert not answer.ok
     assert "libnvinfer.so.11" in answer.reason

@@ -8,7 +8,6 @@ refuses others.
 """
 
 import functools
-import importlib
 import logging
 import platform
 import tempfile
@@ -107,6 +106,7 @@ class OnnxRuntime(Engine):
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
     has_infer_script: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxruntime")
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     replays_in: ClassVar[tuple[str, ...]] = ("bundle",)
     package_caution: ClassVar[str] = (
@@ -250,10 +250,10 @@ class OnnxRuntime(Engine):
         return TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=remark)
 
     @classmethod
-    def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
+    def check_software(cls, stack: Stack, exported: Formats | None) -> Iterator[Check]:
         yield from check_driver(stack, "onnxruntime-gpu", stack.onnxruntime_cuda)
         yield from _check_builds(stack)
-        if stack.taken is None or stack.written is None:
+        if stack.taken is None or stack.written is None or exported is None:
             return
         taken, written = stack.taken, stack.written
         accepted = f"ONNX Runtime takes IR {taken.ir} and opset {taken.opset}"
@@ -273,11 +273,7 @@ class OnnxRuntime(Engine):
     def available(cls, device: Device) -> Availability:
         if not (answer := cls.installed(device)).ok:
             return answer
-        try:
-            importlib.import_module("onnxruntime")
-        except ImportError as error:
-            return unavailable(f"onnxruntime cannot be imported: {error}", f"install it again: {_install(device)}")
-        return answer
+        return software.check_import("onnxruntime")
 
     @classmethod
     def installed(cls, device: Device) -> Availability:

@@ -73,6 +73,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
     reads: ClassVar[tuple[str, ...]] = ("onnxruntime", "workspace")
     placement: ClassVar[Placement] = "inputs"
     quantizers: ClassVar[tuple[Quantizer, ...]] = ("own", "qat")
+    packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxruntime")
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     times_kernels: ClassVar[bool] = True

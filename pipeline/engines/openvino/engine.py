@@ -13,6 +13,7 @@ from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engin
 from enginesmith.pipeline.engines.openvino import profiler, session
 from enginesmith.pipeline.engines.openvino.whole_numbers import find_whole_numbers
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
+from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
@@ -57,6 +58,7 @@ class OpenVINO(Engine):
     casts: ClassVar[tuple[str, ...]] = ("bf16",)  # it fuses what follows a product first, and then rounds less often
     kinds: ClassVar[tuple[str, ...]] = ("cpu",)
     has_infer_script: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ("onnx", "openvino")
     modules: ClassVar[tuple[str, ...]] = (f"{session.__name__}:load_openvino", __name__)
     reads: ClassVar[tuple[str, ...]] = ("tune_seconds",)
     only_running: ClassVar[frozenset[str]] = frozenset({"session_options", "fixed_batches"})
@@ -98,13 +100,7 @@ class OpenVINO(Engine):
     def available(cls, device: Device) -> Availability:
         if not (answer := cls.installed(device)).ok:
             return answer
-        try:
-            session.load_openvino()
-        except ImportError as error:
-            return unavailable(
-                f"openvino cannot be imported: {error}", f"install it again: {install_command('openvino')}"
-            )
-        return answer
+        return software.check_import("openvino", import_without_telemetry)
 
     @classmethod
     def installed(cls, device: Device) -> Availability:

@@ -94,6 +94,7 @@ class TensorRT(WorkspaceEngine):
     reads: ClassVar[tuple[str, ...]] = ("targets", "workspace", "tensorrt")
     needs_shapes: ClassVar[bool] = True
     file_suffix: ClassVar[str] = ".engine"
+    packages: ClassVar[tuple[str, ...]] = ("onnx", "tensorrt")
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnx.shape_inference", "tensorrt_rtx", __name__)
     builder_tells_memory: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -160,7 +161,7 @@ class TensorRT(WorkspaceEngine):
         return options.tensorrt_run.share_activation_memory
 
     @classmethod
-    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
+    def check_software(cls, stack: "Stack", exported: "Formats | None") -> "Iterable[Check]":
         return versions.check_software(stack, cls.tools[0])
 
     @classmethod
@@ -435,6 +436,7 @@ class TensorRTRTX(TensorRT):
     name: ClassVar[str] = "tensorrt_rtx"
     title: ClassVar[str] = "TensorRT-RTX"
     flavour: ClassVar[FlavourName] = "tensorrt_rtx"
+    packages: ClassVar[tuple[str, ...]] = ("onnx", "tensorrt_rtx")
     tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
     built_elsewhere: ClassVar[bool] = True
     times_kernels: ClassVar[bool] = False

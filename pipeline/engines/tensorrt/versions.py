@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.system.device import Availability, unavailable
-from enginesmith.pipeline.system.software import Stack, numbers
+from enginesmith.pipeline.system.software import Stack, check_import, numbers
 from enginesmith.pipeline.system.software import versions as installed_versions
 
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]
@@ -116,12 +116,7 @@ def importable(flavour: FlavourName, *, load: bool = True) -> Availability:
         oldest = ".".join(map(str, _OLDEST[flavour]))
         remedy = f"install {known}, from {oldest} on: pip install '{package}>={oldest}'"
         return unavailable(f"{flavour} {version} is not a version this release knows", remedy)
-    try:
-        importlib.import_module(flavour if load else __name__)
-    except (ImportError, OSError, RuntimeError) as error:
-        remedy = f"install it again: pip install --force-reinstall {package}"
-        return unavailable(f"{flavour} cannot be imported: {error}", remedy)
-    return Availability(ok=True)
+    return check_import(flavour) if load else Availability(ok=True)
 
 
 def module(flavour: FlavourName) -> Any:

@@ -172,6 +172,7 @@ class AOTInductor(Engine):
     name: ClassVar[str] = "aotinductor"
     consumes: ClassVar[Kind] = "torch"
     title: ClassVar[str] = "AOTInductor"
+    packages: ClassVar[tuple[str, ...]] = ("torch",)
     tools: ClassVar[tuple[str, ...]] = ("torch", "triton")
     precisions: ClassVar[tuple[str, ...]] = tuple(DTYPES)
     modules: ClassVar[tuple[str, ...]] = ("torch", "torch._inductor.package", __name__)

@@ -56,6 +56,7 @@ class Eager(Engine):
     name: ClassVar[str] = "eager"
     consumes: ClassVar[Kind] = "torch"
     title: ClassVar[str] = "eager PyTorch"
+    packages: ClassVar[tuple[str, ...]] = ("torch",)
     tools: ClassVar[tuple[str, ...]] = ("torch",)
     reads: ClassVar[tuple[str, ...]] = ("eager",)
     precisions: ClassVar[tuple[str, ...]] = tuple(DTYPES)
@@ -75,7 +76,7 @@ class Eager(Engine):
         yield Configuration(chosen, chosen.arithmetic)
 
     @classmethod
-    def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
+    def check_software(cls, stack: Stack, exported: Formats | None) -> Iterator[Check]:
         yield from check_driver(stack, "torch", stack.torch_cuda)
         version = stack.versions.get("torch")
         if version and stack.torch_cuda is None:

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree
 
 from enginesmith.models import MODELS
-from enginesmith.pipeline.errors import MissingCapability, SourceError, install_command
+from enginesmith.pipeline.errors import MissingCapability, SourceError, broken_package, install_command
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face
@@ -209,11 +209,7 @@ def _library(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        failure, command = f"{type(error).__name__}: {_first_words(error)}", install_command(name, "--force-reinstall")
-        raise MissingCapability(
-            f"the package {name} is installed, but importing it fails with {failure}",
-            f"python -c 'import {name}' has to work; reinstall it with what it depends on: {command}",
-        ) from error
+        raise broken_package(name, f"{type(error).__name__}: {_first_words(error)}") from error
 
 
 def _attribute(source: Source, module: Any, place: str) -> Callable[..., Any]:

@@ -131,14 +131,18 @@ class Replacement(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse to be moved or cast: ``fn`` is what ``to``, ``half`` and the like do with each tensor."""
-        moved = fn(self._place)
+        try:
+            moved = fn(self._place)
+        except (AssertionError, RuntimeError) as error:  # by torch: it cannot use that device here
+            raise self._refuse_move() from error
         if (moved.device, moved.dtype) != (self._place.device, self._place.dtype):
-            message = f"an engine stays on {self._place.device} with the types that it was built with"
-            raise UsageError(
-                message, "move or cast the other modules, and load the engine with device=… for another one"
-            )
+            raise self._refuse_move()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _refuse_move(self) -> UsageError:
+        message = f"an engine stays on {self._place.device} with the types that it was built with"
+        return UsageError(message, "move or cast the other modules, and load the engine with device=… for another one")
 
     def __getattr__(self, name: str) -> Any:
         """Look up what an engine does not have in the original: its ``config``, say."""

@@ -56,7 +56,7 @@ def write_bundle(chosen: Chosen, folder: Path, keep_samples: bool) -> None:
         )
     shutil.copyfile(script, folder / manifests.INFER)
     manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
-    (folder / manifests.FILE).write_text(manifest.text())
+    (folder / manifests.FILE).write_text(manifest.text(), encoding="utf-8")
 
 
 def _make_up(sample: Array) -> Array:
@@ -96,9 +96,9 @@ def write_repository(chosen: Chosen, folder: Path) -> None:
     home = folder / name
     _copy_files(chosen, home / VERSION, file)
     manifest = describe(chosen, "triton", f"{VERSION}/{file}", {})
-    (home / CONFIG).write_text(config(name, manifest))
+    (home / CONFIG).write_text(config(name, manifest), encoding="utf-8")
     whole = manifest.model_copy(update={"files": manifests.list_files(home)})
-    (home / manifests.FILE).write_text(whole.text())
+    (home / manifests.FILE).write_text(whole.text(), encoding="utf-8")
 
 
 def model_name(chosen: Chosen) -> str:

@@ -14,7 +14,7 @@ from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Candidate, Engine
 from enginesmith.pipeline.engines.infer import DIFFERENT, UNABLE
-from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError, require_utf8
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare
 from enginesmith.pipeline.measure.rows import StageFidelity
@@ -125,8 +125,13 @@ def _engine(manifest: Manifest) -> Engine:
 
 
 def candidate(folder: Path, manifest: Manifest) -> Candidate:
-    """Make what opens the engine of a bundle, with the number of threads that it was measured with."""
+    """Make what opens the engine of a bundle, with the number of threads that it was measured with.
+
+    Raises:
+        SourceError: the folder's path is not UTF-8, which engines take no other path in.
+    """
     engine, path = _engine(manifest), folder / manifest.engine.file
+    require_utf8(str(path), "the bundle's engine")
     file_entry, threads = manifest.files[manifest.engine.file], manifest.origin.recipe.get("threads")
     kind: Kind = "onnx" if engine.loads_graph else "engine"
     artifact = Artifact(
