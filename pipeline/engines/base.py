@@ -362,10 +362,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
 
     @classmethod
     def check_software(cls, stack: "Stack", exported: "Formats | None") -> "Iterable[Check]":
-        """Check, for ``doctor``, whether its packages fit the driver, the GPUs and the format of exported models.
-
-        ``exported`` is None where onnx, which knows it, cannot be imported.
-        """
+        """Check, for ``doctor``, its packages against driver, GPUs and the format of exports (None without onnx)."""
         return ()
 
     @classmethod
