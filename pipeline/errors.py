@@ -211,8 +211,12 @@ def broken_package(package: str, reason: str) -> MissingCapability:
 
 
 def explain_import(error: ImportError) -> MissingCapability | None:
-    """Name the installed package whose import raised an error; None if no distribution has it, as with user's code."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    """Name the installed package whose import raised an error; None if no distribution has it, as with user's code.
+
+    Packages also raise it later, in a function that needs another one: then they can be imported.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
     for name in (*reversed(names), error.name or ""):
         package = name.partition(".")[0]
         if package not in ("", "enginesmith", "importlib") and _find_distribution(package):

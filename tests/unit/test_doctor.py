@@ -1,5 +1,6 @@
 """Test what the doctor tells people."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.engines.stack import find_broken
+from enginesmith.pipeline.errors import explain_import
 from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.system.nvidia import GpuProcess, GpuState
 from enginesmith.pipeline.system.software import Stack
@@ -170,3 +172,25 @@ def test_a_broken_package_ends_doctor_with_the_exit_code_for_what_is_missing(
     assert "cannot be imported: bad ABI" in getattr(done, stream)
     assert f"pip install --force-reinstall '{package}>=" in getattr(done, stream)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_package_that_lacks_another_one_later_can_be_imported(
+    later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that reads a table by a package that is not installed."""
+    (tmp_path / "fragile-1.0.dist-info").mkdir()
+    (tmp_path / "fragile-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
+    raising = 'raise ImportError("it needs another one")\n'
+    (tmp_path / "fragile.py").write_text(f"def read():\n    {raising}" if later else raising)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module("fragile").read()
+    broken = explain_import(raised.value)
+    sys.modules.pop("fragile", None)
+    if later:
+        assert broken is None
+    else:
+        assert broken is not None
+        assert broken.message == "fragile cannot be imported: it needs another one"
+        assert broken.remedy == "install it again: pip install --force-reinstall fragile"
