@@ -144,8 +144,21 @@ class _ActiveRun:
         reasons = dict[StepRef, str]()
         for variant, failure in reversed(wrong):  # of a step for several, the first one's
             reasons |= dict.fromkeys(variant.steps, failure)
-        serving = self.plan.list_serving([variant for variant, _ in wrong])
+        built = {step for variant, _ in wrong for step in self._list_building(variant)}
+        serving = [step for step in self.plan.list_serving([variant for variant, _ in wrong]) if step not in built]
         return {step: reasons.get(step, wrong[0][1]).splitlines()[0] for step in serving}
+
+    def _list_building(self, variant: Variant) -> list[StepRef]:
+        """List the steps to a wrong variant's engine, if only the graph that it is built of is wrong.
+
+        Then little is left to do, and the engine can be loaded and packaged by its name.
+        """
+        known = self.outcomes
+        wrong = next((check for check in variant.verified if check in known and not known[check].good), None)
+        graph = self.plan.input_of(wrong, "model") if wrong else None
+        building = self.plan.leading_to([variant.artifact])
+        graphs = (step for step in self.plan.steps if step.id in building and step.task.produces == "onnx")
+        return [] if graph is None or any(graph in step.inputs.values() for step in graphs) else building
 
     def list_last_resort(self) -> list[StepRef]:
         """List the steps to a variant that takes no ONNX graph, where none that takes one can win any more."""

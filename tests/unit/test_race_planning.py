@@ -445,6 +445,17 @@ def test_nothing_more_is_made_for_variants_whose_graph_is_wrong() -> None:
     assert "quality-eager" not in pointless
 
 
+def test_an_engine_of_which_the_last_graph_alone_is_wrong_is_built() -> None:
+    """It is kept to be loaded by its name; nothing is measured of it."""
+    active = begun("onnxruntime", "compiled", **LOSSY)
+    ends = {step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")}
+    active.add(ends | {"verify-export": Outcome("verify-export", "done", artifact=GOOD)})
+    active.add({"verify-simplify": Outcome("verify-simplify", "failed", reason="wrong")})
+    pointless = active.list_pointless()
+    assert "build-onnxruntime-fp32" not in pointless
+    assert {"memory-onnxruntime-fp32", "search-int8-onnxruntime-1", "build-onnxruntime-int8"} <= set(pointless)
+
+
 def test_what_a_search_needs_of_a_wrong_variant_is_made_all_the_same() -> None:
     active = begun("onnxruntime", **LOSSY)
     ends = {step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")}
