@@ -36,7 +36,7 @@ class TestSynthetic:
 
     @pytest.mark.parametrize("batch", [0, 1])
     def test_a_value_at_the_same_places_of_all_samples_stays_there(self, batch):
-        """As the token that ends a text, which some models need; where there is one sample, nothing is known of it."""
+        """Some models need it, as the token that ends a text; where there is one sample, nothing is known of it."""
         ids = np.array([[7, 1, 2, 9, 3], [7, 2, 1, 9, 1]])
         specs = (TensorSpec.parse("ids:int64:batch,sequence" if batch == 0 else "ids:int64:sequence,batch"),)
         example = {"ids": np.moveaxis(ids, 0, batch)}

@@ -244,7 +244,7 @@ def test_a_group_that_loses_a_column_in_another_unit_has_the_largest_impact(tmp_
 
 @pytest.mark.parametrize(("net", "part"), [(UNITS, "column 1 of output 'y'"), (NET, "")])
 def test_a_group_is_as_sensitive_as_the_part_of_the_answers_that_it_loses(net: str, part: str, tmp_path: Path) -> None:
-    """Of an answer in one unit, its own error tells."""
+    """The own error tells where an answer has one unit."""
     inputs = prepare(tmp_path, net)
     step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
     (out := tmp_path / "out").mkdir()

@@ -428,7 +428,7 @@ def test_the_first_stage_that_is_wrong_is_to_blame_in_whatever_order_stages_are_
 
 
 def test_nothing_more_is_made_for_variants_whose_graph_is_wrong() -> None:
-    """What others need, and what compares all, goes on; so does the search of an engine whose fp32 alone is wrong."""
+    """Steps that others need, or that compare all, go on; so does the search of an engine whose fp32 alone is wrong."""
     active = begun("onnxruntime", "compiled", **LOSSY)
     steps = {step.id for step in active.plan.steps}
     active.add({step: Outcome(step, "done") for step in ("load", "reference", "export", "simplify")})
