@@ -326,7 +326,11 @@ def explain_end(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[La
         if outcome and outcome.status == "skipped":
             if rows and outcome.reason in LATE:  # what is left is not needed to use it
                 break
-            return End(unfinished=outcome.reason)
+            checks = (outcomes.get(check) for check in variant.verified if check.kind != STAY)
+            wrong = next(
+                (each.artifact.rejected for each in checks if each and each.artifact and each.artifact.rejected), ""
+            )
+            return End(wrong, WrongEngine.failure, missing) if wrong else End(unfinished=outcome.reason)
         if outcome and outcome.artifact and outcome.artifact.rejected:
             rejected = outcome.artifact.rejected
             if name == variant.assignment and (cut := _find_cut(variant, outcomes)):

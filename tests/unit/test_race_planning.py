@@ -445,6 +445,16 @@ def test_nothing_more_is_made_for_variants_whose_graph_is_wrong() -> None:
     assert "quality-eager" not in pointless
 
 
+def test_a_variant_whose_graph_is_wrong_has_failed_also_where_a_step_before_the_check_was_skipped() -> None:
+    active = begun("onnxruntime", "compiled")
+    active.add({step: Outcome(step, "done") for step in ("load", "reference", "export")})
+    wrong = GOOD.model_copy(update={"rejected": "after export: wrong"})
+    active.add({"verify-export": Outcome("verify-export", "done", artifact=wrong)})
+    active.add({"simplify": Outcome("simplify", "skipped", reason="after export: wrong")})
+    (variant,) = (each for each in active.plan.variants if each.id == "onnxruntime-fp32")
+    assert explain_end(variant, active.plan, active.outcomes).failure == "after export: wrong"
+
+
 def test_an_engine_of_which_the_last_graph_alone_is_wrong_is_built() -> None:
     """It is kept to be loaded by its name; nothing is measured of it."""
     active = begun("onnxruntime", "compiled", **LOSSY)
