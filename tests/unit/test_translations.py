@@ -286,3 +286,19 @@ def test_adaptive_pools_are_those_of_pytorch_at_any_size(tmp_path: Path, sizes: 
         for answers in runs:
             for answer, value in zip(answers, wanted, strict=True):
                 np.testing.assert_allclose(answer, value.numpy(), atol=1e-6)
+
+
+def test_an_average_pool_to_the_size_of_another_input_is_that_of_pytorch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, guide: Any) -> Any:
+            return F.adaptive_avg_pool2d(x, guide.shape[1:])
+
+    feeds = {"x": torch.arange(2.0 * 3 * 8 * 6).reshape(2, 3, 8, 6) % 17, "guide": torch.zeros(2, 5, 4)}
+    shapes = {"x": ("batch", 3, "height", 6), "guide": ("batch", "rows", "columns")}
+    model = loaded(Module(), feeds, shapes, ["y:float32:batch,3,rows,columns"])
+    exported(tmp_path, model, exporter="dynamo")
+    for height, rows, columns in ((8, 5, 4), (9, 3, 6), (4, 7, 2)):
+        arrays = {"x": np.random.default_rng(0).random((1, 3, height, 6), np.float32)}
+        arrays["guide"] = np.zeros((1, rows, columns), np.float32)
+        (answer,) = evaluator.run_graph(tmp_path / edit.FILE, arrays)
+        np.testing.assert_allclose(answer, Module()(*map(torch.from_numpy, arrays.values())).numpy(), atol=1e-6)

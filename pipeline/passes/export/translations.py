@@ -318,21 +318,27 @@ def median_of_all(self: Any) -> Any:
 # overlap, and differ in size. The exporter has none for maxima, and for means one that is right at some sizes alone.
 
 
-def _kernel_of(self: Any, output_size: Sequence[int]) -> list[int] | None:
+def _kernel_of(self: Any, output_size: Sequence[Any]) -> list[int] | None:
     """Return the size of all windows, if it is one size, known at export; the windows then lie side by side."""
     sizes = self.shape[-len(output_size) :]
-    if any(not isinstance(size, int) or size % count for size, count in zip(sizes, output_size, strict=True)):
+    pairs = [*zip(sizes, output_size, strict=True)]
+    if any(not isinstance(number, int) for pair in pairs for number in pair) or any(
+        size % count for size, count in pairs
+    ):
         return None
-    return [size // count for size, count in zip(sizes, output_size, strict=True)]
+    return [size // count for size, count in pairs]
 
 
-def _windows(self: Any, axis: int, count: int) -> tuple[Any, Any]:
-    """List the places that each window reads, [count, largest window], the last one repeated; and where it is not."""
-    edges, size = op.Constant(value_ints=[*range(count + 1)]), op.Shape(self, start=axis, end=axis + 1)
-    parts = op.Constant(value_ints=[count])
-    starts = op.Div(op.Mul(op.Slice(edges, [0], [count], [0]), size), parts)
-    scaled = op.Mul(op.Slice(edges, [1], [count + 1], [0]), size)
-    ends = op.Div(op.Add(scaled, op.Sub(parts, 1)), parts)
+def _windows(self: Any, axis: int, count: Any) -> tuple[Any, Any]:
+    """List the places that each window reads, [count, largest window], the last one repeated; and where it is not.
+
+    ``count`` is a number, or a value of the graph where it is the size of another input.
+    """
+    size, one = op.Shape(self, start=axis, end=axis + 1), op.Constant(value_ints=[1])
+    parts = op.Constant(value_ints=[count]) if isinstance(count, int) else op.Reshape(count, one)
+    numbers = op.Range(0, op.Squeeze(parts), 1)
+    starts = op.Div(op.Mul(numbers, size), parts)
+    ends = op.Div(op.Add(op.Mul(op.Add(numbers, 1), size), op.Sub(parts, 1)), parts)
     largest = op.ReduceMax(op.Sub(ends, starts), [0], keepdims=0)
     places = op.Add(op.Unsqueeze(starts, [1]), op.Range(0, largest, 1))
     last = op.Unsqueeze(op.Sub(ends, 1), [1])
@@ -340,7 +346,7 @@ def _windows(self: Any, axis: int, count: int) -> tuple[Any, Any]:
     return op.Where(is_inside, places, last), is_inside
 
 
-def adaptive_average_pool(self: Any, output_size: Sequence[int]) -> Any:
+def adaptive_average_pool(self: Any, output_size: Sequence[Any]) -> Any:
     """Average windows, axis by axis: each one's size is a product of sizes along the axes."""
     rank, spatial = len(self.shape), len(output_size)
     if kernel := _kernel_of(self, output_size):
@@ -358,7 +364,7 @@ def adaptive_average_pool(self: Any, output_size: Sequence[int]) -> Any:
     return means
 
 
-def adaptive_max_pool(self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+def adaptive_max_pool(self: Any, output_size: Sequence[Any]) -> tuple[Any, Any]:
     """Find the largest number of each window, and its place among those of its channel."""
     rank, spatial = len(self.shape), len(output_size)
     if kernel := _kernel_of(self, output_size):
