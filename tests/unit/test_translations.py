@@ -302,3 +302,46 @@ def test_an_average_pool_to_the_size_of_another_input_is_that_of_pytorch(tmp_pat
         arrays["guide"] = np.zeros((1, rows, columns), np.float32)
         (answer,) = evaluator.run_graph(tmp_path / edit.FILE, arrays)
         np.testing.assert_allclose(answer, Module()(*map(torch.from_numpy, arrays.values())).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_sums_of_windows_are_divided_by_the_number_that_is_named(tmp_path: Path, ceil_mode: bool) -> None:
+    """The third window of 5 would begin behind the input where sizes are rounded up."""
+
+    class Sums(torch.nn.Module):
+        def forward(self, x: Any, volume: Any) -> Any:
+            plane = F.avg_pool2d(x, (3, 2), (2, 3), 1, ceil_mode, divisor_override=2)
+            return (
+                plane,
+                F.avg_pool2d(x[0], 2, 3, 0, ceil_mode, divisor_override=1),
+                F.avg_pool3d(volume, 2, None, 1, ceil_mode, False, divisor_override=5),
+            )
+
+    draw = torch.Generator().manual_seed(0)
+    feeds = {"x": torch.randn(2, 3, 8, 5, generator=draw), "volume": torch.randn(2, 2, 3, 4, 5, generator=draw)}
+    shapes = {"x": ("batch", 3, "height", 5), "volume": ("batch", 2, "depth", 4, 5)}
+    kinds = ["batch,3,rows,3", "3,more,2", "batch,2,deep,3,3"]
+    model = loaded(Sums(), feeds, shapes, [f"out_{at}:float32:{kind}" for at, kind in enumerate(kinds)])
+    exported(tmp_path, model, exporter="dynamo")
+    for height, depth in ((8, 3), (9, 4), (11, 2)):
+        arrays = {"x": torch.randn(2, 3, height, 5).numpy(), "volume": torch.randn(2, 2, depth, 4, 5).numpy()}
+        wanted = Sums()(*map(torch.from_numpy, arrays.values()))
+        for answer, value in zip(evaluator.run_graph(tmp_path / edit.FILE, arrays), wanted, strict=True):
+            np.testing.assert_allclose(answer, value.numpy(), atol=1e-6)
+
+
+def test_a_batch_normalization_in_training_takes_the_statistics_of_the_batch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm2d(3)
+
+        def forward(self, x: Any) -> Any:
+            norm = self.norm
+            return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
+
+    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    model = loaded(Module(), {"x": x}, {"x": ("batch", 3, 5, 5)}, ["y:float32:batch,3,5,5"])
+    exported(tmp_path, model, exporter="dynamo")
+    (answer,) = evaluator.run_graph(tmp_path / edit.FILE, {"x": x[:2].numpy()})
+    np.testing.assert_allclose(answer, F.batch_norm(x[:2], None, None, training=True).numpy(), atol=1e-5)

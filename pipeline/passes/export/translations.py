@@ -48,6 +48,9 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         aten._adaptive_avg_pool3d.default: adaptive_average_pool,
         aten.adaptive_max_pool2d.default: adaptive_max_pool,
         aten.adaptive_max_pool3d.default: adaptive_max_pool,
+        aten.avg_pool2d.default: average_pool,
+        aten.avg_pool3d.default: average_pool,
+        aten._native_batch_norm_legit_functional.default: batch_norm,
         aten.stft.default: stft,
         prims.prod.default: prod,
         prims.fmax.default: fmax,
@@ -382,6 +385,57 @@ def adaptive_max_pool(self: Any, output_size: Sequence[Any]) -> tuple[Any, Any]:
         of_best = op.GatherElements(op.Gather(numbered, places, axis=axis), best, axis=axis + 1)
         numbered = op.Squeeze(of_best, [axis + 1])
     return largest, numbered
+
+
+def average_pool(
+    self: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Average windows, or divide their sums by one number, which the exporter leaves out.
+
+    The sums are means of windows that lie within the padded input; with ``ceil_mode``, of those that begin within the
+    input or the padding before it.
+    """
+    spatial = len(kernel_size)
+    if divisor_override is None:
+        translate = nn.aten_avg_pool2d if spatial == 2 else nn.aten_avg_pool3d
+        return translate(self, kernel_size, stride, padding, ceil_mode, count_include_pad)
+    rank, strides = len(self.shape), [*(stride or kernel_size)]
+    pads = [*padding] * (spatial // len(padding))
+    ends = [pad + step - 1 for pad, step in zip(pads, strides, strict=True)] if ceil_mode else pads
+    around = [0] * (rank - spatial)
+    rows = op.Pad(self, op.Constant(value_ints=[*around, *pads, *around, *ends]))
+    rows = op.Unsqueeze(rows, [0]) if rank == spatial + 1 else rows
+    means = op.AveragePool(rows, kernel_shape=kernel_size, strides=strides)
+    if ceil_mode:
+        last = op.Add(op.Shape(self, start=rank - spatial), op.Constant(value_ints=[pad - 1 for pad in pads]))
+        counts = op.Add(op.Div(last, op.Constant(value_ints=strides)), op.Constant(value_ints=[1]))
+        means = op.Slice(means, [0] * spatial, counts, [*range(2, 2 + spatial)])
+    sums = op.Mul(means, op.CastLike(math.prod(kernel_size) / divisor_override, self))
+    return op.Squeeze(sums, [0]) if rank == spatial + 1 else sums
+
+
+def batch_norm(
+    self: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Normalize channels; in training by the batch's mean and variance, where the exporter takes those kept."""
+    if training:
+        running_mean = running_var = None
+    return core.aten__native_batch_norm_legit_functional(
+        self, weight, bias, running_mean, running_var, False, momentum, eps
+    )
 
 
 _LARGEST_CONVOLVED, _LARGEST_POWER_OF_TWO = 2048, 512
