@@ -129,7 +129,7 @@ def _prepare_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for all that is printed
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for all that is printed
         elif stream is getattr(sys, f"__{name}__"):  # of the process, and not of a program that calls this
             stream.flush()
             raw = _Unbroken(stream.fileno(), "w", closefd=False)

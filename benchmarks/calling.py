@@ -118,7 +118,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         net, run = Path(folder, "net.py"), Path(folder, "run")
-        net.write_text(NET)
+        net.write_text(NET, encoding="utf-8")
         words = ("--engine", "onnxruntime", "--engine", "openvino", "--engine", "eager", "--threads", "1")
         call("optimize", f"{net}:build", *words, "--measure-time", "0.3s", "--no-memory", "--out", str(run))
         report = {"load_1_minute": round(os.getloadavg()[0], 1), "cores": len(os.sched_getaffinity(0))}

@@ -51,7 +51,7 @@ def shorten(error: Exception) -> str:
 
 def read_log(log: Path) -> list[dict[str, Any]]:
     """Read the lines of a log."""
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
 
 
 def collect(log: Path) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def collect(log: Path) -> dict[str, Any]:
 
 def write_report(results: Path, document: dict[str, Any], lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
     """Write a document as JSON and as text; notes and what was mended are taken over from the one that is there."""
-    previous = json.loads(results.read_text()) if results.exists() else {}
+    previous = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     document |= {name: previous.get(name, []) for name in ("notes", "mended")}
-    results.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    results.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     results.with_suffix(".md").write_text("\n".join((*lines(document), *_list_findings(document))) + "\n")
 
 
@@ -148,7 +148,7 @@ def _supervise(script: Path, first: int, last: int, log: Path, passes: Sequence[
         if not entry.get("done"):
             what = entry.get("begin", entry.get("trial", ""))
             kind = f"engine: {kind}" if what.startswith("engine") else kind
-            with log.open("a") as stream:
+            with log.open("a", encoding="utf-8") as stream:
                 lost = Outcome(seed - 1, what, kind, f"the process ended with {process.returncode}")
                 stream.write(json.dumps(lost.__dict__) + "\n" + json.dumps({"seed": seed - 1, "done": True}) + "\n")
 

@@ -76,7 +76,7 @@ def _profile(graph: str, batch: int, length: int, calls: int = 8) -> list[str]:
         feeds = _make_feeds(session, batch, length)
         for _ in range(calls):
             session.run(None, feeds)
-        events = json.loads(Path(session.end_profiling()).read_text())
+        events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):

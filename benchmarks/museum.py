@@ -210,7 +210,7 @@ def _speed(row: dict[str, Any]) -> float:
 
 def write(found: dict[str, Any], path: Path) -> None:
     """Write the results as JSON, and the same as Markdown."""
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text("\n".join(_lines(found)) + "\n")
 
 

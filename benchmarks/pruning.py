@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _write(path: Path, found: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(pruning_report.markdown(found))
 
 

@@ -120,7 +120,7 @@ def carried_out(steps: Sequence[Step], executor: Executor, logs: Path) -> dict[s
 
 def resident_bytes() -> int:
     """Read this process's resident bytes (statm of proc(5))."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
 
 
 class Filling(LocalExecutor):

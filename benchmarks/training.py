@@ -83,7 +83,7 @@ def describe(record: VariantRecord) -> dict[str, Any]:
 
 def write(found: Mapping[str, Any], path: Path) -> None:
     """Write the results as JSON, and the same as Markdown."""
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text("\n".join(_lines(found["cases"])) + "\n")
 
 

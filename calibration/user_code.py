@@ -66,7 +66,7 @@ def check_reference(text: str, what: str) -> None:
     names, first = _list_names(path, what), name.partition(".")[0]
     if names is not None and first not in names:
         near = difflib.get_close_matches(first, names, n=1)
-        functions = re.findall(r"^(?:async )?def ([A-Za-z]\w*)", path.read_text(), re.MULTILINE)
+        functions = re.findall(r"^(?:async )?def ([A-Za-z]\w*)", path.read_text(encoding="utf-8"), re.MULTILINE)
         listed = f"; {path.name} has {', '.join(functions)}" if functions else ""
         remedy = f"did you mean {place}:{near[0]}?" if near else f"give the {what} as module:function{listed}"
         raise DataError(f"{place} has no function {name!r}", remedy)
@@ -92,7 +92,7 @@ def _find_module_file(place: str, what: str) -> Path | None:
 def _list_names(path: Path, what: str) -> set[str] | None:
     """List the names that a file defines or imports at its top; None if only running it can tell."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"cannot read the {what}'s file {path}: {error}", "fix it, and try again") from error

@@ -236,7 +236,7 @@ def _tokens(part: str, rows: int, work: Path) -> Arrays:
 @cache
 def _words() -> tuple[str, ...]:
     """Collect the words of a docstring of Python's own library, as something to write on pictures."""
-    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
+    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
     return tuple((ast.get_docstring(ast.parse(text)) or "").split())
 
 

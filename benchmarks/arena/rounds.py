@@ -127,7 +127,7 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 def last_words(log: Path) -> str:
     """Return the last line of a log; where it is the remedy of an error of enginesmith, the line before it, too."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     count = 2 if lines and lines[-1].startswith("→") else 1
     return " ".join(lines[-count:])[-_LAST_WORDS:] or "it printed nothing"
 

@@ -20,7 +20,7 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        self.content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         self.content["machine"] = machine()
 
     def start(self, *place: str) -> dict[str, Any]:

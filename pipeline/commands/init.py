@@ -27,5 +27,5 @@ def init(model: str, output: Path | None) -> None:
     if output.exists():
         raise UsageError(f"{output} exists", "choose another name, or remove it first")
     with storage_errors(str(output)):
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     click.echo(f"wrote {output}; run it with: enginesmith optimize {model} --recipe {output}", err=True)

@@ -355,7 +355,7 @@ def _torch(file, engine):
     options, here, flags = engine["options"], importlib.metadata.version("torch"), pathlib.Path("/proc/cpuinfo")
     import torch
 
-    known = set(flags.read_text().split()) if flags.is_file() else {platform.processor()}
+    known = set(flags.read_text(encoding="utf-8").split()) if flags.is_file() else {platform.processor()}
     if (
         here != options["torch"]
         or platform.machine() != options["machine"]

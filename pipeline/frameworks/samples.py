@@ -252,7 +252,7 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
     unset = {name for name in ("parts", "spans", "interacting", "unsteady", "rounding") if not getattr(samples, name)}
-    (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset))
+    (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset), encoding="utf-8")
 
 
 def write_vector(reference: Path, file: Path) -> None:

@@ -76,7 +76,7 @@ class Source(BaseModel, frozen=True):
                 return resolve(rebase(inner, folder, Path.cwd())).libraries
             except (OSError, ValueError, LookupError, TypeError, SourceError):  # which loading explains
                 return ()
-        text = Path(self.target).read_text(errors="ignore") if self.form == "file" else ""
+        text = Path(self.target).read_text(encoding="utf-8", errors="ignore") if self.form == "file" else ""
         named = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
         return tuple(module for name, module in _HEAVY.items() if name in named)
 

@@ -208,7 +208,8 @@ def cpu_cache_bytes(folder: Path, cores: set[int] | None = None) -> int | None:
         for index in (folder / f"cpu{core}" / "cache").glob("index*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 level, kind, size, shared = (
-                    (index / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
+                    (index / name).read_text(encoding="utf-8").strip()
+                    for name in ("level", "type", "size", "shared_cpu_list")
                 )
                 if int(level) > 1 and kind != "Instruction":
                     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1], 1)

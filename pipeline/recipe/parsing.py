@@ -305,7 +305,7 @@ def read(path: Path, what: str = "recipe", remedy: str = "start from `enginesmit
         UsageError: no such file, or not a YAML mapping, or one that has a name twice.
     """
     try:
-        values = yaml.load(path.read_text(), _EachOnce)
+        values = yaml.load(path.read_text(encoding="utf-8"), _EachOnce)
     except OSError as error:
         raise UsageError(f"the {what} {path} cannot be read: {error.strerror}", "check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

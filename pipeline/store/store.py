@@ -348,7 +348,7 @@ class Store:
             stored = shared.find_complete(key)
         marker = self.root / "unshared" / key
         with contextlib.suppress(FileNotFoundError):
-            path = marker.read_text()
+            path = marker.read_text(encoding="utf-8")
             if path and (content := export_candidate(self.root / "reads", path)) is not None:
                 publish_candidate(shared, path.partition("/")[0], content)
         if stored is None or stored.sha256 != manifest.sha256:

@@ -57,7 +57,11 @@ _UNITS = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 def vector_units() -> tuple[str, ...]:
     """List the vector extensions, sorted; where the kernel does not tell, what Python knows of the processor."""
     info = Path("/proc/cpuinfo")
-    return tuple(sorted(set(_UNITS.findall(info.read_text())))) if info.is_file() else (platform.processor(),)
+    return (
+        tuple(sorted(set(_UNITS.findall(info.read_text(encoding="utf-8")))))
+        if info.is_file()
+        else (platform.processor(),)
+    )
 
 
 def int8_weight_bits() -> int:
@@ -77,7 +81,7 @@ def int8_weight_bits() -> int:
 def text(path: Path) -> str | None:
     """Read a file's content, stripped; None where there is none."""
     try:
-        return path.read_text().strip() or None
+        return path.read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
         return None
 

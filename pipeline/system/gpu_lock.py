@@ -112,7 +112,7 @@ def find_holder(descriptor: int) -> int | None:
     """Find the process that holds the lock on an open file; None if the kernel does not tell."""
     inode = f":{os.fstat(descriptor).st_ino}"
     try:
-        lines = _PROC_LOCKS.read_text().splitlines()
+        lines = _PROC_LOCKS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     held = (line.split() for line in lines if "->" not in line)  # an arrow marks those that wait

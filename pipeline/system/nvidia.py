@@ -144,7 +144,7 @@ def cuda_of(package: str, file: str) -> str | None:
     """Read the CUDA that a package was built for, as ``13.0``, from one of its files; None where that does not say."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec and spec.origin else None
-    match = _CUDA_OF.search(path.read_text()) if path and path.is_file() else None
+    match = _CUDA_OF.search(path.read_text(encoding="utf-8")) if path and path.is_file() else None
     return match[1] if match else None
 
 

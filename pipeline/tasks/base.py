@@ -148,7 +148,7 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
 def write_records(out: Path, records: Sequence[BaseModel | Mapping[str, Any]]) -> None:
     """Write the main file of a record."""
     plain = [record.model_dump(mode="json") if isinstance(record, BaseModel) else record for record in records]
-    (out / RECORDS).write_text(json.dumps(plain, indent=1) + "\n")
+    (out / RECORDS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 
 def read_records(artifact: Artifact) -> list[dict[str, Any]]:

@@ -171,7 +171,7 @@ class Calibrate(Task):
             tensors={name: ranges_by_source[source] for name, source in sources if source in ranges_by_source},
             channels=collector.channels(),
         )
-        (out / FILE).write_text(ranges.model_dump_json() + "\n")
+        (out / FILE).write_text(ranges.model_dump_json() + "\n", encoding="utf-8")
         histograms = sum(tensor.amax is not None for tensor in ranges.tensors.values())
         return Effect(
             file=FILE,

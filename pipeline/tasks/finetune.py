@@ -117,7 +117,7 @@ class Recover(ResumableTask):
         average.module.to("cpu")
         file = self.save(inputs, average, out, changed=record.best_step > 0)
         record = record.model_copy(update={"subject": self.subject})
-        (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
+        (out / FILE).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
         return Effect(
             file=file,
             summary=f"{record.metric} {format_metric(record.before)} → {format_metric(record.after)} "

@@ -337,7 +337,7 @@ class Rescale(Task):
         with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
             if self.only_weak:
                 file = Path(scratch, "products.json")
-                file.write_text(json.dumps([name for _, name in weak]))
+                file.write_text(json.dumps([name for _, name in weak]), encoding="utf-8")
                 records["products"] = scratch_artifact("record", file, None)
             has_parts = _has_parts(reference.folder)
             for index, step in enumerate(step.judging_outputs_apart() if has_parts else step for step in self.steps):

@@ -190,7 +190,9 @@ class Shapes(Task):
         ranges = samples.plan_ranges(
             model.signature, given, self.batches, make_example(model)[1], named_by_file=model.kind == "onnx"
         )
-        (out / _FILE).write_text(json.dumps({name: str(range_) for name, range_ in ranges.items()}, indent=1) + "\n")
+        (out / _FILE).write_text(
+            json.dumps({name: str(range_) for name, range_ in ranges.items()}, indent=1) + "\n", encoding="utf-8"
+        )
         summary = ", ".join(f"{name} {range_}" for name, range_ in ranges.items()) or "every dimension is fixed"
         return Effect(file=_FILE, summary=summary)
 

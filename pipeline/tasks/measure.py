@@ -128,7 +128,7 @@ class Latency(Measurement):
                 benchmark.sweep(feeds_at, max(feeds), self.most)
             result = benchmark.result()
             machine = devices.add_interference(machine, environment(), benchmark.gpu_looks)
-        (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
+        (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1), encoding="utf-8")
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [
             {"variant": name, "measured_at": measured_at, "row": row.model_dump(mode="json")}
@@ -241,7 +241,7 @@ def logs_in_own_log() -> Iterator[Path]:
             yield Path(folder)
         finally:
             for log in sorted(Path(folder).iterdir()):
-                sys.stderr.write(f"--- {log.stem}\n{log.read_text(errors='replace')}")
+                sys.stderr.write(f"--- {log.stem}\n{log.read_text('utf-8', errors='replace')}")
 
 
 @functools.cache

@@ -259,7 +259,7 @@ class Search(Task):
         everything, names = replace(candidate, kept=fixed), [group.name for group in groups if group.name not in fixed]
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             file = Path(scratch, RECORDS)
-            file.write_text(json.dumps(assignment(groups, everything, self.step, {})))
+            file.write_text(json.dumps(assignment(groups, everything, self.step, {})), encoding="utf-8")
             records = {ASSIGNMENT: scratch_artifact("record", file, None)}
             impacts, measured = measure_impacts(
                 self.step, candidate.form, inputs, records, names, self.left_seconds, progress
@@ -271,7 +271,7 @@ class Search(Task):
     ) -> Artifact:
         out, file = scratch / "graph", scratch / RECORDS
         out.mkdir()
-        file.write_text(json.dumps(assignment(groups, candidate, self.step, {})))
+        file.write_text(json.dumps(assignment(groups, candidate, self.step, {})), encoding="utf-8")
         model, records = find_form(candidate.form, inputs)
         records[ASSIGNMENT] = scratch_artifact("record", file, None)
         effect = run_pass(self.step, model, out, progress, records)

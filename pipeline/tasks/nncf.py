@@ -87,7 +87,7 @@ class QuantizeWithNncf(Task):
         low = sum(node.name in names and known.issuperset(node.input[:2]) for node in quantized_model.graph.node)
         if not low:
             raise ModelError("NNCF left all products of this graph in floating point", "omit --quantizer nncf")
-        (out / FILE).write_text(f'{{"provenance": {feeding.provenance.model_dump_json()}}}\n')
+        (out / FILE).write_text(f'{{"provenance": {feeding.provenance.model_dump_json()}}}\n', encoding="utf-8")
         pairs = sum(node.op_type == "QuantizeLinear" for node in quantized_model.graph.node)
         summary = f"{pairs} Q/DQ pairs, {low} of {len(groups)} products in int8; NNCF {software.version(_NAME)}: "
         effect = edit.save_with_summary(

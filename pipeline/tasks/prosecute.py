@@ -253,7 +253,7 @@ def _keep_in_float(
         def make(out: Path, new_entries: list[dict[str, object]] = new_entries) -> Artifact:
             record = out / "assignment" / RECORDS
             record.parent.mkdir(parents=True)
-            record.write_text(json.dumps(new_entries))
+            record.write_text(json.dumps(new_entries), encoding="utf-8")
             return _run_step(task, {**inputs, ASSIGNMENT: scratch_artifact("record", record, None)}, out / "graph")
 
         yield option, make

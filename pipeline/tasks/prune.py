@@ -63,7 +63,7 @@ class Prune(Task):
         progress("writing")
         saved.save_changed(inputs[MODEL], loaded, out, done.surgery)
         facts = self._describe(loaded, done)
-        (out / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
+        (out / FACTS).write_text(facts.model_dump_json(indent=1) + "\n", encoding="utf-8")
         macs = f"{1 - facts.macs_after / max(facts.macs_before, 1):.1%} of MACs"
         numbers = f"{1 - facts.parameters_after / max(facts.parameters_before, 1):.1%} of parameters"
         width = f"channels {facts.channels_before:,} → {facts.channels_after:,} in {len(facts.groups)} groups"
@@ -384,7 +384,9 @@ class PruneToLatency(Prune):
         if best is None:
             raise UsageError(f"--prune {self.target} is not reached: {describe_fastest(trials)}", "ask for less")
         effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
-        (out / TRIALS).write_text(json.dumps([trial.model_dump(mode="json") for trial in trials], indent=1) + "\n")
+        (out / TRIALS).write_text(
+            json.dumps([trial.model_dump(mode="json") for trial in trials], indent=1) + "\n", encoding="utf-8"
+        )
         summary = f"{effect.summary}; {best.latency_left:.1%} of the dense latency, in {len(trials)} trials"
         notes = (*effect.notes, *([] if best.high is not None else [_UNSURE]))
         return effect.model_copy(update={"summary": summary, "notes": notes})

@@ -63,7 +63,7 @@ class Tune(Measurement):
         if tuning.kept:
             tuning = self._confirm(best, tuning, inputs, deadline - time.monotonic(), progress)
         copy_folder(built.folder, out, skip=[MANIFEST])
-        (out / TUNING).write_text(tuning.model_dump_json(indent=1))
+        (out / TUNING).write_text(tuning.model_dump_json(indent=1), encoding="utf-8")
         summary = f"{', '.join(tuning.kept) or 'nothing'} was measurably faster, of {len(tuning.trials)} values"
         notes = [f"the recipe's options are used instead of {tuning.dropped}"] if tuning.dropped else []
         notes += [f"no time was left to try {', '.join(tuning.untried)}"] if tuning.untried else []

@@ -180,7 +180,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 
     with storage_errors(f"the output {output}"), replace_folder(output) as whole:
         write_saved(model, whole, output)
-        (whole / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
+        (whole / FACTS).write_text(facts.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if (trials := pruned[-1].folder / TRIALS).exists():
             shutil.copy2(trials, whole)
     changes = [artifact.history[-1] for artifact in (*pruned, model)]

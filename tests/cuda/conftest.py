@@ -47,7 +47,7 @@ def runtime_log() -> Callable[[], list[tuple[int, str]]]:
     """Reads what processes of this session wrote so far: process and event."""
 
     def read() -> list[tuple[int, str]]:
-        lines = Path(os.environ["ENGINESMITH_STAND_IN_LOG"]).read_text().splitlines()
+        lines = Path(os.environ["ENGINESMITH_STAND_IN_LOG"]).read_text(encoding="utf-8").splitlines()
         return [(int(pid), event) for pid, _, event in (line.partition(" ") for line in lines)]
 
     return read

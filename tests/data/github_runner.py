@@ -161,7 +161,7 @@ class Make:
 def pretend(made: Runner, program: str = 'echo "$@"') -> Runner:
     """Install another program in the place of enginesmith."""
     made.job("Settings", "Install")
-    Path(made.expand(ACTION["outputs"]["program"]["value"])).write_text(f"#!/bin/sh\n{program}\n")
+    Path(made.expand(ACTION["outputs"]["program"]["value"])).write_text(f"#!/bin/sh\n{program}\n", encoding="utf-8")
     return made
 
 

@@ -34,7 +34,7 @@ def feeds():
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text(NET)
+    Path("net.py").write_text(NET, encoding="utf-8")
     for name, shade in (("dark", 40), ("light", 200)):
         Path("photos", name).mkdir(parents=True)
         for index in range(3):
@@ -80,7 +80,7 @@ def test_images_and_what_changes_about_them(tmp_path: Path) -> None:
     Path("photos/middle").mkdir()
     image("photos", "middle", "0.png", shade=128)
     assert samples(run(store, "photos", "runs/d")[0]) == [8, 8]
-    Path("preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5]}))
+    Path("preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5]}), encoding="utf-8")
     _, reused = run(store, "photos", "runs/e")
     assert not reused["reference"]
     assert all(run(store, "photos", "runs/f")[1].values())
@@ -95,7 +95,7 @@ def test_functions_of_the_models_file_and_folders_of_images(tmp_path: Path, data
 def test_functions_and_what_changes_about_them(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for count in (4, 6):
-        Path("data.py").write_text(NET.replace("range(4)", f"range({count})"))
+        Path("data.py").write_text(NET.replace("range(4)", f"range({count})"), encoding="utf-8")
         assert samples(run(store, "data.py:feeds", f"runs/{count}")[0]) == [count, count]
         assert all(run(store, "data.py:feeds", f"runs/{count}, again")[1].values())
 
@@ -137,7 +137,7 @@ def test_one_data_set_is_split_for_calibration_search_and_drop(store: Path) -> N
     (int8,) = found.variants
     assert int8.search[0].drop is not None
     told = "samples of samples.npz: 20 for calibration, 20 for choice, 20 for judgement"
-    assert told in Path("split/report.html").read_text()
+    assert told in Path("split/report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.thorough
@@ -149,7 +149,9 @@ def test_data_of_any_form_is_split(form: str, counts: list[int], store: Path) ->
     for name, shade in (("dark", 40), ("light", 200)):
         for index in range(3, 15):
             image("photos", name, f"{index}.png", shade=shade + index)
-    Path("net.py").write_text(NET + "\ndef many():\n    return (feed for _ in range(6) for feed in feeds())\n")
+    Path("net.py").write_text(
+        NET + "\ndef many():\n    return (feed for _ in range(6) for feed in feeds())\n", encoding="utf-8"
+    )
     with np.load(write_samples()) as arrays:
         save_file(dict(arrays), "samples.safetensors")
     found, _ = run(store, form, "out", "data")

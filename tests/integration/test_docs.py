@@ -47,7 +47,7 @@ class Command:
 
 def blocks(document: Path) -> Iterator[tuple[str, str, str]]:
     """Kind, text, and what the note above it says."""
-    for found in BLOCK.finditer(document.read_text()):
+    for found in BLOCK.finditer(document.read_text(encoding="utf-8")):
         yield found["kind"].strip(), found["text"], found["note"] or ""
 
 

@@ -110,7 +110,7 @@ def test_the_same_again_is_answered_from_the_store(
 def test_only_what_has_changed_is_done(
     fleet: tuple[int, dict[str, Any]], file: Path, store: Path, made_fleet: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:
-    changed = json.loads(file.read_text())
+    changed = json.loads(file.read_text(encoding="utf-8"))
     changed["models"]["wide"]["recipe"] = {"batch": [2]}
     other = file.with_name("changed.yaml")
     other.write_text(json.dumps(changed))

@@ -171,7 +171,7 @@ def test_nothing_is_measured_once_no_variant_can_win(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", x=np.random.default_rng(0).random((6, 4), np.float32), labels=np.arange(6) % 3)
-    Path("own.py").write_text(OWN_METRICS)
+    Path("own.py").write_text(OWN_METRICS, encoding="utf-8")
     given = {"measure": QUICK, "engines": [engines], "eval_data": "data.npz", **changes}
     seen = Seen()
     with pytest.raises(EnginesmithError) as raised:

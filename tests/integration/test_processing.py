@@ -81,7 +81,7 @@ def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, c
 
 def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("detector.py").write_text(DETECTOR)
+    Path("detector.py").write_text(DETECTOR, encoding="utf-8")
     image = np.random.default_rng(0).integers(0, 256, (24, 48, 40, 3)).astype(np.uint8)
     np.savez("pages.npz", image=image)
     done = cli(
@@ -90,7 +90,7 @@ def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkey
         *("--precision", "fp32", "--batch", "2", "--measure-time", "200ms", "--no-memory", "--out", "run", "--quiet"),
     )
     assert done.code == 0, done.text
-    document = json.loads(Path("run/run.json").read_text())
+    document = json.loads(Path("run/run.json").read_text(encoding="utf-8"))
     (output,) = document["model"]["signature"]["outputs"]
     assert output == {"name": "detections", "dtype": "float32", "shape": ["batch", 20, 6]}
     assert document["model"]["signature"]["unordered"] == {"detections": "rows"}

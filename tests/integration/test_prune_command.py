@@ -90,7 +90,7 @@ def test_a_latency_is_searched_for_and_no_trial_done_twice(
 def test_refused_at_once(command: str, words: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _onnx_with_weights_beside_it(Path("given.onnx"), "other.onnx.data")
-    Path("loss.py").write_text("def loss(student, teacher, batch): ...\n")
+    Path("loss.py").write_text("def loss(student, teacher, batch): ...\n", encoding="utf-8")
     before = {path: path.read_bytes() for path in Path().iterdir()}
     done = cli(*command.split())
     assert done.code == 2, done.text

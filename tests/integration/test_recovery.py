@@ -154,7 +154,8 @@ def test_what_fails_in_another_process_is_told(digits: Pair, tmp_path: Path, mon
         "import multiprocessing\n"
         "assert '_help' not in multiprocessing.current_process().name, 'not here'\n"
         "def loss(student, teacher, batch):\n"
-        "    return student(batch['image']).square().mean()\n"
+        "    return student(batch['image']).square().mean()\n",
+        encoding="utf-8",
     )
     with pytest.raises(DataError, match="not here"):
         recovered(task(processes=2, method="losses.py:loss"), digits, tmp_path)

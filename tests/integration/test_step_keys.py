@@ -32,7 +32,7 @@ def _python(copy: Path, *arguments: str) -> str:
 
 
 def _append(path: Path) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write("# a word more\n")
 
 

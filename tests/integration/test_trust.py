@@ -48,7 +48,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(forward: str = "self.layer(x)", init: str = "pass", build: str = "pass", name: str = "net.py") -> str:
-    Path(name).write_text(HEAD.format(init=init, forward=forward, build=build))
+    Path(name).write_text(HEAD.format(init=init, forward=forward, build=build), encoding="utf-8")
     return f"{name}:build"
 
 

@@ -47,7 +47,7 @@ def test_a_reference_is_that_of_the_code(script: str, function: str, page: str) 
 
 def prose(document: Path) -> str:
     """Return the text of a document without its blocks of code."""
-    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.M | re.S)
+    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
 def anchors(document: Path) -> set[str]:

@@ -69,7 +69,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     monkeypatch.setattr(optimize, "optimize_all", found.optimize_all)
     monkeypatch.setattr(optimize, "load_digests", found.load_digests)
     monkeypatch.chdir(tmp_path)
-    Path("fleet.yaml").write_text(FLEET)
+    Path("fleet.yaml").write_text(FLEET, encoding="utf-8")
     return found
 
 
@@ -113,7 +113,7 @@ def test_options_and_patterns_of_the_command_line(jobs: Jobs) -> None:
     found = records.read(Path("runs/a"))
     assert jobs.asked == [["digits@cpu", "digits@edge", "lenet@edge"]]
     assert found.only == ("digits", "lenet@edge")
-    run = json.loads(Path("runs/a/runs/digits@cpu/run.json").read_text())
+    run = json.loads(Path("runs/a/runs/digits@cpu/run.json").read_text(encoding="utf-8"))
     assert (run["recipe"]["batch"], run["recipe"]["budgets"]["max_latency_ms"]) == ([4], 5.0)
     assert found.options == {"batch": "4", "budgets": {"max_latency_ms": "5ms"}}
 
@@ -194,7 +194,7 @@ def test_an_interrupted_fleet_goes_on_where_it_was_begun(jobs: Jobs, monkeypatch
     assert "`enginesmith resume runs/a` continues from here" in text
     found = records.read(Path("runs/a"))
     assert [one.status for one in found.entries] == ["done", "pending", "pending", "pending"]
-    assert "not complete: 3 of 4" in Path("runs/a/fleet.html").read_text()
+    assert "not complete: 3 of 4" in Path("runs/a/fleet.html").read_text(encoding="utf-8")
     jobs.interrupted_after = -1
     folder = Path("runs/a").absolute()
     (folder.parent.parent / "elsewhere").mkdir()
@@ -239,7 +239,7 @@ def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(cli.main, ["optimize", "digits", "--out", "runs/a"])
     assert (done.exit_code, "holds a fleet" in done.output) == (2, True)
     Path("runs/b").mkdir()
-    Path("runs/b/run.json").write_text("{}")
+    Path("runs/b/run.json").write_text("{}", encoding="utf-8")
     code, text = fleet("--out", "runs/b")
     assert (code, "the run of a single model" in text) == (2, True)
 
@@ -250,7 +250,7 @@ def test_the_same_again_goes_on_and_another_fleet_is_refused(jobs: Jobs) -> None
     for arguments in (["--only", "digits"], ["--batch", "2"]):
         code, text = fleet("--out", "runs/a", *arguments)
         assert (code, "runs/a holds another fleet" in text) == (2, True)
-    Path("fleet.yaml").write_text(FLEET.replace("lenet", "mobilenet_v2"))
+    Path("fleet.yaml").write_text(FLEET.replace("lenet", "mobilenet_v2"), encoding="utf-8")
     assert "holds another fleet: it was made with another content of the file" in fleet("--out", "runs/a")[1]
 
 
@@ -281,7 +281,7 @@ def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: py
     Path("data.npz").write_bytes(b"one")
     Path("images").mkdir()
     Path("images/a.png").write_bytes(b"a")
-    Path("metric.py").write_text("def mine(): pass\n")
+    Path("metric.py").write_text("def mine(): pass\n", encoding="utf-8")
     recipes = [
         parsed({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
         parsed({"model": "digits", "calibration": "digits/test", "data": "data.npz", "eval_data": "package:function"}),

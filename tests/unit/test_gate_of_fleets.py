@@ -126,7 +126,7 @@ def test_an_entry_of_the_baseline_that_is_gone_is_told(
     make_fleet("base")
     make_fleet("after", models={"digits": {}})
     path = Path("after", "fleet.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     exit_code, text = said("gate", "after", "--baseline", "base", "--no-measure", "--any-machine", *options)
     told = [line for line in text.splitlines() if "the baseline has this entry, and the fleet does not" in line]
     assert [line.split(": ")[1] for line in told] == ([] if changes else ["lenet@cpu", "lenet@edge"])
@@ -155,7 +155,9 @@ def test_two_fleets_are_compared(make_fleet: Make) -> None:
     assert code == 0
     assert "since the last fleet: compared with ../before" in text
     assert "slower +20 %" in text
-    assert "| digits@cpu | onnxruntime-int8 | p50 at batch 1, ms | 0.5 | 0.6 |" in Path("compare.md").read_text()
+    assert "| digits@cpu | onnxruntime-int8 | p50 at batch 1, ms | 0.5 | 0.6 |" in Path("compare.md").read_text(
+        encoding="utf-8"
+    )
     document = json.loads(said("compare", "before", "after", "--json")[1])
     assert (document["schema"], document["last"]["path"]) == (records.SCHEMA, "../before")
     assert records.read(Path("after")).last is None, "what is in the folder stays as it is"
@@ -294,7 +296,7 @@ def test_a_verdict_is_only_removed_from_the_run_that_was_named(tmp_path: Path, m
 def test_a_fleets_reports_show_the_gate_until_an_entry_changes(make_fleet: Make) -> None:
     make_fleet("fleet", overrides={"lenet@cpu": {"budgets": {"max_latency_ms": 0.1}}})
     said("gate", "fleet/fleet.json", "--max-size", "1MiB", "--json")
-    report = Path("fleet/fleet.md").read_text()
+    report = Path("fleet/fleet.md").read_text(encoding="utf-8")
     assert "## Gate: failed\n\nfleet" in report
     table = report.partition("| --- | --- | --- |\n")[2]
     assert table.startswith("| lenet@cpu p50 latency (budget) | **failed** |"), "what failed stands first"
@@ -302,11 +304,11 @@ def test_a_fleets_reports_show_the_gate_until_an_entry_changes(make_fleet: Make)
     assert len(found) == 5
     assert found["lenet@cpu gate: p50 latency (budget)"] == "failure"
     said("report", "fleet")
-    assert Path("fleet/fleet.md").read_text() == report
+    assert Path("fleet/fleet.md").read_text(encoding="utf-8") == report
     changed = documents.read(Path("fleet/runs/lenet@cpu")).model_copy(update={"seconds": 5.0})
     documents.write(changed, Path("fleet/runs/lenet@cpu"))
     said("report", "fleet")
-    assert "## Gate" not in Path("fleet/fleet.md").read_text()
+    assert "## Gate" not in Path("fleet/fleet.md").read_text(encoding="utf-8")
     assert cases(Path("fleet")) == {}
 
 

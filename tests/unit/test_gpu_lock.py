@@ -36,7 +36,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def is_free(file: Path) -> bool:
-    with file.open() as other:
+    with file.open(encoding="utf-8") as other:
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -214,7 +214,7 @@ def test_gpus_without_nvml_are_named_all_the_same(monkeypatch: pytest.MonkeyPatc
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 @pytest.fixture

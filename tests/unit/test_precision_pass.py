@@ -66,7 +66,7 @@ def ranges(folder: Path, digest: str = "this", *, channels: bool = True, **given
 
 
 def record(path: Path, text: str) -> Artifact:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return Artifact(kind="record", path=path, sha256="", bytes=0)
 
 

@@ -259,7 +259,7 @@ def test_a_port_of_another_service_is_noticed(answer: bytes, is_one: bool) -> No
 
 def touch(path: Path, text: str = "x") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def test_code_and_project_travel_and_what_is_no_part_of_them_stays(tmp_path: Path) -> None:

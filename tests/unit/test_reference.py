@@ -69,7 +69,7 @@ def test_the_metric_is_tried_on_two_samples(
     """All labels are looked at; that two samples are too few for a metric is no failure."""
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(
-        "def all_classes(outputs, labels):\n    if 2 not in labels: raise ValueError('no class 2')\n"
+        "def all_classes(outputs, labels):\n    if 2 not in labels: raise ValueError('no class 2')\n", encoding="utf-8"
     )
     np.savez("data.npz", x=np.eye(4, 3, dtype=np.float32), **({} if labels is None else {"labels": labels}))
     (reference := tmp_path / "reference").mkdir()
@@ -572,7 +572,7 @@ def test_samples_of_a_part_are_counted_in_the_record(tmp_path: Path, monkeypatch
     np.savez("data.npz", x=np.random.default_rng(0).random((30, 3), np.float32))
     code = "def {}():\n    return ({{'x': random.default_rng({}).random((30, 3), 'float32')}},)\n"
     functions = code.format("same", 0) + code.format("other", "")
-    Path("parts_rows.py").write_text(f"from numpy import random\n{functions}")
+    Path("parts_rows.py").write_text(f"from numpy import random\n{functions}", encoding="utf-8")
     model, counts = {"model": save_operator(tmp_path / "float.onnx", "Identity")}, dict.fromkeys(PARTS, 10)
     for data, options, parts in (
         ("data.npz", DataOptions(), {}),

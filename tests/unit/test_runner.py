@@ -254,7 +254,7 @@ def test_what_a_look_up_was_told_is_for_the_log_of_the_step(tmp_path: Path, monk
     desk = Elsewhere()
     events: list[Event] = []
     run(desk, Step("new", Idle()), events=events)
-    assert Path("new").read_text() == "--- the store is away\n"
+    assert Path("new").read_text(encoding="utf-8") == "--- the store is away\n"
     assert [event.text for event in events if event.kind == "note"] == ["the store is away"]
 
 

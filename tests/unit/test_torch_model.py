@@ -345,7 +345,7 @@ def test_an_exported_program_gets_its_tensors_and_what_else_it_was_exported_with
     class Net(nn.Module):
         def forward(self, x: Any, extra: Tensor | None = None, scale: float = 1.0) -> Tensor:
             tensors = [x] if isinstance(x, Tensor) else [*x.values()] if isinstance(x, dict) else x
-            return sum([value * scale for value in tensors], torch.zeros(()) if extra is None else extra)
+            return sum((value * scale for value in tensors), torch.zeros(()) if extra is None else extra)
 
     torch.export.save(torch.export.export(Net(), args, kwargs), tmp_path / "net.pt2")
     loaded = torch_model.load(resolve(f"{tmp_path}/net.pt2"), LoadOptions())

@@ -106,7 +106,7 @@ def test_a_relative_path_is_remembered_as_what_it_was(tmp_path: Path, monkeypatc
     (tmp_path / "a.txt").write_text("a")
     monkeypatch.chdir(tmp_path)
     with track_files(allow_pickle=False) as tracker:
-        Path("a.txt").read_text()
+        Path("a.txt").read_text(encoding="utf-8")
         monkeypatch.chdir("/")
     assert tmp_path / "a.txt" in tracker.files
 
@@ -128,8 +128,8 @@ def test_imported_code_is_remembered_but_no_packages(tmp_path: Path, monkeypatch
     try:
         with track_files(allow_pickle=False) as tracker:
             importlib.import_module("watched_code")
-            Path(json.__file__).read_text()
-            Path(np.__file__).read_text()
+            Path(json.__file__).read_text(encoding="utf-8")
+            Path(np.__file__).read_text(encoding="utf-8")
     finally:
         sys.modules.pop("watched_code", None)
     assert tmp_path / "watched_code.py" in tracker.files

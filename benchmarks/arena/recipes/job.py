@@ -40,11 +40,11 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> "Job":
         """Read what :meth:`write` wrote."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
         """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1))
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @property
     def graph(self) -> Path:

@@ -92,7 +92,7 @@ def _static_u8(job: Job) -> None:
 
 
 def _has_vnni() -> bool:
-    return "vnni" in Path("/proc/cpuinfo").read_text()
+    return "vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
 
 def _dynamic(job: Job) -> None:

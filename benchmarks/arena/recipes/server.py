@@ -37,7 +37,7 @@ class Server:
 
     def open(self, warmup_seconds: float) -> dict[str, float]:
         """Open the engine and call it until it is warm. Memory is counted from before the engine is opened."""
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again (proc(5))
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts again (proc(5))
         self._libraries_bytes = _status_bytes("VmRSS")
         self._feeds, self._call = self._job.example(), self._recipe.open(self._job)
         end = time.perf_counter() + warmup_seconds
@@ -86,7 +86,7 @@ class Server:
 
 
 def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

@@ -331,7 +331,7 @@ class OnnxRuntime(Engine):
         level, file, record = self.graph_optimization, out / _MODEL, _here(device)
         chosen = session_options(device, level, self.memory_arena, save_to=file)
         open_session(artifact.path, chosen, device, without=self.without)
-        (out / _RECORD).write_text(record.model_dump_json(indent=1))
+        (out / _RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         old, new = (Counter(model_file.summary(path).operators) for path in (artifact.path, file))
         summary = f"optimized at level {level!r}: {old.total()} → {new.total()} nodes"
         if additions := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):

@@ -187,7 +187,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
             options=given,
             assigned=assigned,
         )
-        (out / _RECORD).write_text(record.model_dump_json(indent=1))
+        (out / _RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         count = sum(assigned[self.provider.name].values())
         form = "kept in a context file" if written else "kept in a folder beside the graph"
         if not written and not any((out / CACHE).iterdir()):

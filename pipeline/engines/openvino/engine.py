@@ -160,7 +160,7 @@ class OpenVINO(Engine):
             "whole_numbers": find_whole_numbers(source),
         }
         record = audit.model_copy(update=additions)
-        (out / _AUDIT).write_text(record.model_dump_json(indent=1))
+        (out / _AUDIT).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         summary = ", ".join(f"{count} layers in {name}" for name, count in audit.layers.items())
         return Effect(file=_MODEL, summary=summary, notes=audit.notes, signature=artifact.signature)
 

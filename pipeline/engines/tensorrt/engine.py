@@ -326,8 +326,8 @@ class TensorRT(WorkspaceEngine):
             audit=audit,
             notes=tuple(notes),
         )
-        manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
-        (request.out / LOG_FILE).write_text(log)
+        manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (request.out / LOG_FILE).write_text(log, encoding="utf-8")
         rejected = f"the engine is not what was asked for: {audit.problems[0]}" if audit.problems else ""
         notes += audit.notes
         return Effect(

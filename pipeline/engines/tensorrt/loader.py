@@ -440,8 +440,8 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
         "notes": (*before.notes, f"refitted; the engine was built from {before.model_sha256[:16]}"),
     }
     record = before.model_copy(update=changed)
-    manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
-    file.with_name(file.name + ".log").write_text(log.text)
+    manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    file.with_name(file.name + ".log").write_text(log.text, encoding="utf-8")
     return Effect(file=file.name, summary="refitted with the weights of the graph", signature=graph.signature)
 
 

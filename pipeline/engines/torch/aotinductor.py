@@ -245,7 +245,7 @@ class AOTInductor(Engine):
         sha256, threads = file_digest(request.out / _PACKAGE), device.full_thread_count
         cautions = (f"the program is {others}",) if others else ()
         record = Record(sha256=sha256, threads=threads, audit=audit, cautions=cautions, **describe_machine(device))
-        (request.out / _RECORD).write_text(record.model_dump_json(indent=1))
+        (request.out / _RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         calls = sum(audit.operators.values()) + len(audit.dispatched)
         summary = f"{audit.fused} calls of fused kernels, {calls} of PyTorch's own"
         return Effect(file=_PACKAGE, summary=summary, notes=audit.notes, signature=loaded.signature)

@@ -354,7 +354,7 @@ def _token_in_store(address: str) -> Iterator[tuple[str, str]]:
     path = Path(folder, f".nodes-look-here-{token[:8]}")
     with storage_errors(f"the store {address}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(token)
+        path.write_text(token, encoding="utf-8")
     try:
         yield token, str(path)
     finally:

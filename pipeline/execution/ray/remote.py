@@ -161,7 +161,7 @@ _fingerprint = functools.cache(own_fingerprint)
 def _check_store_folder(request: Request) -> str:
     """Explain why the folder of the store is not the driver's; empty if it is, or if the store is no folder."""
     try:
-        if not request.token_file or Path(request.token_file).read_text() == request.token:
+        if not request.token_file or Path(request.token_file).read_text(encoding="utf-8") == request.token:
             return ""
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
@@ -203,7 +203,9 @@ def _restore_environment() -> None:
     if project is not None:
         os.chdir(project)
     raylet = os.environ.get("RAY_RAYLET_PID", str(os.getppid()))
-    given = dict(line.partition("=")[::2] for line in Path("/proc", raylet, "environ").read_text().split("\0"))
+    given = dict(
+        line.partition("=")[::2] for line in Path("/proc", raylet, "environ").read_text(encoding="utf-8").split("\0")
+    )
     for name in _CHANGED_BY_RAY:
         os.environ.pop(name, None)
         os.environ.update({name: given[name]} if name in given else {})

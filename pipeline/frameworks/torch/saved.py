@@ -122,7 +122,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     )
     _write(state, out / _STATE)
     record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
-    (out / RECORD).write_text(record.model_dump_json(indent=1))
+    (out / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
     _write_example(loaded, out)
 
 
@@ -141,7 +141,7 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
     combined = parents.surgery.then(surgery) if parents.surgery and surgery else surgery or parents.surgery
     record = parents.model_copy(update={"tied": tied, "surgery": combined})
     _write(state, out / _STATE)
-    (out / RECORD).write_text(record.model_dump_json(indent=1))
+    (out / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
     _write_example(loaded, out)
     with torch.inference_mode(False):
         model = _build_around(out / _STATE, record).module
@@ -343,7 +343,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         "code": _rebase_code(record.code, folder.absolute(), Path.cwd()),
     }
     record = record.model_copy(update={**paths, "options": inner})
-    (out / RECORD).write_text(record.model_dump_json(indent=1))
+    (out / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
     for name in (_STATE, _EXAMPLE):
         if not (folder / name).is_file():
             raise SourceError(f"the saved model {folder} lacks {name}", "prune the model again")
@@ -357,7 +357,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         loaded = extend(loaded, options)
         assert loaded.module.extension is not None
         changed = {"processing": loaded.module.extension.processing, "signature": loaded.signature}
-        (out / RECORD).write_text(record.model_copy(update=changed).model_dump_json(indent=1))
+        (out / RECORD).write_text(record.model_copy(update=changed).model_dump_json(indent=1), encoding="utf-8")
         _write_example(loaded, out)
     own = {path for path in tracker.files if path.is_relative_to(out.absolute())}
     files = {*tracker.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
@@ -374,7 +374,7 @@ def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
     here, there = Path.cwd(), seen_from.resolve()
     moved = {"model": rebase(record.model, here, there), "code": _rebase_code(record.code, here, there)}
     record = record.model_copy(update=moved)
-    (folder / RECORD).write_text(record.model_dump_json(indent=1))
+    (folder / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
 
 
 def read_record(folder: Path) -> _Record:

@@ -277,7 +277,7 @@ def _others_awake() -> bool:
     own = str(threading.get_native_id())
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         with contextlib.suppress(OSError):  # it ended meanwhile
-            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+            if task.name != own and (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "R":
                 return True
     return False
 

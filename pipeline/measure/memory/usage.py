@@ -148,7 +148,7 @@ def fill_heap_holes() -> None:
     Call it before what is to be measured: from here on a block of 128 KiB or more is a mapping of its own. glibc looks
     for room in the heap first, whatever its mmap threshold.
     """
-    with Path("/proc/self/maps").open() as lines:  # proc_pid_maps(5)
+    with Path("/proc/self/maps").open(encoding="utf-8") as lines:  # proc_pid_maps(5)
         ends = next((line.split()[0] for line in lines if line.endswith("[heap]\n")), None)
     libc = ctypes.CDLL(None)
     if ends is None or not hasattr(libc, "malloc_trim"):  # not glibc
@@ -169,7 +169,7 @@ def reset_high_water() -> None:
     """
     _trim()
     try:
-        Path("/proc/self/clear_refs").write_text(_RESET_HIGH_WATER)
+        Path("/proc/self/clear_refs").write_text(_RESET_HIGH_WATER, encoding="utf-8")
     except OSError as error:
         raise MissingCapability(
             f"the kernel does not let the memory high-water mark be reset ({error.strerror})",
@@ -200,7 +200,7 @@ def read_status(process: str = "self") -> dict[str, int]:
 
 def resident() -> Resident:
     """Read what is resident now, line by line, as the whole text is a megabyte of its own."""
-    with Path("/proc/self/smaps").open() as lines:
+    with Path("/proc/self/smaps").open(encoding="utf-8") as lines:
         return parse_smaps(lines)
 
 

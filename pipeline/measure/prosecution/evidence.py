@@ -46,7 +46,7 @@ class Evidence:
 def write_evidence(folder: Path, finding: Finding, evidence: Evidence) -> None:
     """Write the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FINDING).write_text(finding.model_dump_json(indent=1) + "\n")
+    (folder / FINDING).write_text(finding.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if evidence.model is not None:
         (folder / MODEL).write_bytes(evidence.model.SerializeToString())
     _save(folder / INPUTS, evidence.feeds)
@@ -54,8 +54,8 @@ def write_evidence(folder: Path, finding: Finding, evidence: Evidence) -> None:
     if evidence.found is not None:
         _save(folder / FOUND, evidence.found)
     if evidence.program:
-        (folder / SCRIPT).write_text(evidence.program)
-    (folder / ISSUE).write_text(write_issue(finding, evidence))
+        (folder / SCRIPT).write_text(evidence.program, encoding="utf-8")
+    (folder / ISSUE).write_text(write_issue(finding, evidence), encoding="utf-8")
 
 
 def _save(file: Path, arrays: Feeds) -> None:

@@ -209,6 +209,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
                 dynamic_shapes=(shapes,) if any(shapes) else None,
                 optimize=False,
                 custom_translation_table=list_translations(),
+                verbose=False,
             )
     except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
         raise _explain(error, loaded.signature) from error

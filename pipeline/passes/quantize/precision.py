@@ -175,7 +175,9 @@ class Precision(PrecisionPass, GraphPass):
         lowered = self._lower(model, ranges, chosen)
         left = done.left if done else {}
         progress("writing")
-        (out / FILE).write_text(json.dumps(self._list_entries(groups, left, chosen, lowered), indent=1) + "\n")
+        (out / FILE).write_text(
+            json.dumps(self._list_entries(groups, left, chosen, lowered), indent=1) + "\n", encoding="utf-8"
+        )
         return self.save(
             model,
             out,

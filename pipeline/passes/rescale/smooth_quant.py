@@ -494,7 +494,7 @@ class Smooth(GraphPass):
         known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")
-        products = json.loads(records["products"].path.read_text()) if "products" in records else None
+        products = json.loads(records["products"].path.read_text(encoding="utf-8")) if "products" in records else None
         done = smooth(model, known, self, products)
         if not done.values:
             effect = edit.pass_on(artifact.path, out, "no value could be scaled")

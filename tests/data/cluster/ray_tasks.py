@@ -100,4 +100,4 @@ class ShowSurroundings(Write):
 def _ray_worker() -> int:
     """The parent of the fork server that this process is a fork of."""
     server = os.getppid()
-    return int(Path("/proc", str(server), "stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path("/proc", str(server), "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
