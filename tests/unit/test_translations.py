@@ -345,3 +345,51 @@ def test_a_batch_normalization_in_training_takes_the_statistics_of_the_batch(tmp
     exported(tmp_path, model, exporter="dynamo")
     (answer,) = evaluator.run_graph(tmp_path / edit.FILE, {"x": x[:2].numpy()})
     np.testing.assert_allclose(answer, F.batch_norm(x[:2], None, None, training=True).numpy(), atol=1e-5)
+
+
+class Attentions(torch.nn.Module):
+    """Attention with one axis before lengths and sizes, with two, and with three."""
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        attend = F.scaled_dot_product_attention
+        heads = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        frames = torch.stack([heads, 2 * heads, -heads], dim=1)
+        return (
+            attend(x, x + 1, 2 * x),
+            attend(x, x, x, attn_mask=mask),
+            attend(x, x, x, is_causal=True, scale=0.3),
+            attend(heads, heads, heads, attn_mask=mask[:, None] > 0),
+            attend(heads, heads[:, :1], heads[:, 1:2]),
+            attend(heads, heads[:, :2], heads[:, 1:3], enable_gqa=True),
+            attend(frames, frames, 2 * frames),
+            attend(frames, frames, frames, attn_mask=mask[:, None, None]),
+            attend(frames, frames, frames, attn_mask=mask[0]),
+        )
+
+
+def test_attention_has_any_number_of_axes(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    feeds = {"x": torch.randn(2, 6, 16, generator=draw), "mask": torch.randn(2, 6, 6, generator=draw)}
+    shapes = {"x": ("batch", "length", 16), "mask": ("batch", "length", "length")}
+    kinds = ["batch,length,16"] * 3 + ["batch,4,length,4"] * 3 + ["batch,3,4,length,4"] * 3
+    model = loaded(Attentions(), feeds, shapes, [f"out_{at}:float32:{kind}" for at, kind in enumerate(kinds)])
+    exported(tmp_path, model, exporter="dynamo")
+    for batch, length in ((2, 6), (1, 9), (3, 4)):
+        arrays = {"x": torch.randn(batch, length, 16), "mask": torch.randn(batch, length, length)}
+        answers = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in arrays.items()})
+        for answer, value in zip(answers, Attentions()(*arrays.values()), strict=True):
+            np.testing.assert_allclose(answer, value.numpy(), atol=1e-5)
+
+
+def test_extremes_of_all_numbers_are_those_of_pytorch(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return (x - x.amin()) / (x.amax() - x.amin(keepdim=True)), x.amax((1, 2)), *x.aminmax()
+
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    kinds = ("batch,3,5", "batch", "", "")
+    names = [f"out_{at}:float32:{kind}" for at, kind in enumerate(kinds)]
+    model = loaded(Module(), {"x": x}, {"x": ("batch", 3, 5)}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    for answer, value in zip(evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()}), Module()(x), strict=True):
+        np.testing.assert_allclose(answer, value.numpy(), atol=1e-6)

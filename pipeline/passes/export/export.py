@@ -208,7 +208,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
                 opset_version=opset,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
                 optimize=False,
-                custom_translation_table=list_translations(),
+                custom_translation_table=list_translations(opset),
                 verbose=False,
             )
     except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:

@@ -8,18 +8,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops import core, nn
+from onnxscript.function_libs.torch_lib.ops import core
 
 from enginesmith.pipeline.frameworks.onnx import ir
+from enginesmith.pipeline.passes.export.pools import adaptive_average_pool, adaptive_max_pool, average_pool
+from enginesmith.pipeline.passes.export.sequences import attention, lstm, stft
 
 aten, prims, op = torch.ops.aten, torch.ops.prims, cast("Any", opset18)
+_ATTENTION_OPSET = 23
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def list_translations() -> dict[Any, Callable[..., Any]]:
+def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
     """List the translations by operator."""
     return {
         aten.floor_divide.default: divide_down,
@@ -56,6 +58,9 @@ def list_translations() -> dict[Any, Callable[..., Any]]:
         prims.fmax.default: fmax,
         prims.fmin.default: fmin,
         aten.lstm.input: lstm,
+        aten.amax.default: amax,
+        aten.amin.default: amin,
+        **({aten.scaled_dot_product_attention.default: attention} if opset >= _ATTENTION_OPSET else {}),
     }
 
 
@@ -278,6 +283,16 @@ def prod(inp: Any, dims: Sequence[int] | None = None) -> Any:
     return op.ReduceProd(inp, dims, keepdims=0)
 
 
+def amax(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    """Find the largest numbers along axes, or of all; the exporter needs axes."""
+    return op.ReduceMax(self, [*(dim or range(len(self.shape)))], keepdims=int(keepdim))
+
+
+def amin(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    """Find the smallest numbers; see `amax`."""
+    return op.ReduceMin(self, [*(dim or range(len(self.shape)))], keepdims=int(keepdim))
+
+
 def fmax(self: Any, other: Any) -> Any:
     """Return the larger numbers; NaN only where both are."""
     return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, op.Max(self, other)))
@@ -317,109 +332,6 @@ def median_of_all(self: Any) -> Any:
     return median(flat, 0)[0]
 
 
-# Adaptive pooling: of n inputs, output i of m reads those from floor(i n / m) to ceil((i + 1) n / m), so that windows
-# overlap, and differ in size. The exporter has none for maxima, and for means one that is right at some sizes alone.
-
-
-def _kernel_of(self: Any, output_size: Sequence[Any]) -> list[int] | None:
-    """Return the size of all windows, if it is one size, known at export; the windows then lie side by side."""
-    sizes = self.shape[-len(output_size) :]
-    pairs = [*zip(sizes, output_size, strict=True)]
-    if any(not isinstance(number, int) for pair in pairs for number in pair) or any(
-        size % count for size, count in pairs
-    ):
-        return None
-    return [size // count for size, count in pairs]
-
-
-def _windows(self: Any, axis: int, count: Any) -> tuple[Any, Any]:
-    """List the places that each window reads, [count, largest window], the last one repeated; and where it is not.
-
-    ``count`` is a number, or a value of the graph where it is the size of another input.
-    """
-    size, one = op.Shape(self, start=axis, end=axis + 1), op.Constant(value_ints=[1])
-    parts = op.Constant(value_ints=[count]) if isinstance(count, int) else op.Reshape(count, one)
-    numbers = op.Range(0, op.Squeeze(parts), 1)
-    starts = op.Div(op.Mul(numbers, size), parts)
-    ends = op.Div(op.Add(op.Mul(op.Add(numbers, 1), size), op.Sub(parts, 1)), parts)
-    largest = op.ReduceMax(op.Sub(ends, starts), [0], keepdims=0)
-    places = op.Add(op.Unsqueeze(starts, [1]), op.Range(0, largest, 1))
-    last = op.Unsqueeze(op.Sub(ends, 1), [1])
-    is_inside = op.LessOrEqual(places, last)
-    return op.Where(is_inside, places, last), is_inside
-
-
-def adaptive_average_pool(self: Any, output_size: Sequence[Any]) -> Any:
-    """Average windows, axis by axis: each one's size is a product of sizes along the axes."""
-    rank, spatial = len(self.shape), len(output_size)
-    if kernel := _kernel_of(self, output_size):
-        rows = op.Unsqueeze(self, [0]) if rank == spatial + 1 else self
-        means = op.AveragePool(rows, kernel_shape=kernel, strides=kernel)
-        return op.Squeeze(means, [0]) if rank == spatial + 1 else means
-    means = self
-    for axis, count in zip(range(rank - spatial, rank), output_size, strict=True):
-        places, is_inside = _windows(self, axis, count)
-        share = op.CastLike(is_inside, self)
-        share = op.Div(share, op.ReduceSum(share, [1], keepdims=1))
-        trailing = list(range(2, 1 + rank - axis))
-        weights = op.Unsqueeze(share, trailing) if trailing else share
-        means = op.ReduceSum(op.Mul(op.Gather(means, places, axis=axis), weights), [axis + 1], keepdims=0)
-    return means
-
-
-def adaptive_max_pool(self: Any, output_size: Sequence[Any]) -> tuple[Any, Any]:
-    """Find the largest number of each window, and its place among those of its channel."""
-    rank, spatial = len(self.shape), len(output_size)
-    if kernel := _kernel_of(self, output_size):
-        translate: Any = nn.aten_max_pool2d_with_indices if spatial == 2 else nn.aten_max_pool3d_with_indices
-        values, places = translate(self, kernel, kernel, [0] * spatial, [1] * spatial)
-        return values, places
-    largest, plane = self, op.Shape(self, start=rank - spatial)
-    numbers = op.Range(0, op.ReduceProd(plane, keepdims=0), 1)
-    numbered = op.Expand(op.Reshape(numbers, plane), op.Shape(self))
-    for axis in reversed(range(rank - spatial, rank)):  # so that the first of equal numbers is the first in its channel
-        places, _ = _windows(self, axis, output_size[axis - rank])
-        windows = op.Gather(largest, places, axis=axis)
-        best = op.ArgMax(windows, axis=axis + 1)
-        largest = op.ReduceMax(windows, [axis + 1], keepdims=0)
-        of_best = op.GatherElements(op.Gather(numbered, places, axis=axis), best, axis=axis + 1)
-        numbered = op.Squeeze(of_best, [axis + 1])
-    return largest, numbered
-
-
-def average_pool(
-    self: Any,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    """Average windows, or divide their sums by one number, which the exporter leaves out.
-
-    The sums are means of windows that lie within the padded input; with ``ceil_mode``, of those that begin within the
-    input or the padding before it.
-    """
-    spatial = len(kernel_size)
-    if divisor_override is None:
-        translate = nn.aten_avg_pool2d if spatial == 2 else nn.aten_avg_pool3d
-        return translate(self, kernel_size, stride, padding, ceil_mode, count_include_pad)
-    rank, strides = len(self.shape), [*(stride or kernel_size)]
-    pads = [*padding] * (spatial // len(padding))
-    ends = [pad + step - 1 for pad, step in zip(pads, strides, strict=True)] if ceil_mode else pads
-    around = [0] * (rank - spatial)
-    rows = op.Pad(self, op.Constant(value_ints=[*around, *pads, *around, *ends]))
-    rows = op.Unsqueeze(rows, [0]) if rank == spatial + 1 else rows
-    means = op.AveragePool(rows, kernel_shape=kernel_size, strides=strides)
-    if ceil_mode:
-        last = op.Add(op.Shape(self, start=rank - spatial), op.Constant(value_ints=[pad - 1 for pad in pads]))
-        counts = op.Add(op.Div(last, op.Constant(value_ints=strides)), op.Constant(value_ints=[1]))
-        means = op.Slice(means, [0] * spatial, counts, [*range(2, 2 + spatial)])
-    sums = op.Mul(means, op.CastLike(math.prod(kernel_size) / divisor_override, self))
-    return op.Squeeze(sums, [0]) if rank == spatial + 1 else sums
-
-
 def batch_norm(
     self: Any,
     weight: Any,
@@ -436,95 +348,3 @@ def batch_norm(
     return core.aten__native_batch_norm_legit_functional(
         self, weight, bias, running_mean, running_var, False, momentum, eps
     )
-
-
-_LARGEST_CONVOLVED, _LARGEST_POWER_OF_TWO = 2048, 512
-"""The most samples of a spectrum that is convolved: the kernels are as many numbers as their square."""
-
-
-def stft(
-    self: Any,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: Any = None,
-    normalized: bool = False,
-    onesided: bool | None = None,
-    return_complex: bool | None = None,
-) -> Any:
-    """Compute spectra as a convolution with cosines and sines, [batch, bins, frames, 2].
-
-    A second of sound with ``n_fft=400`` takes a convolution 0.8 ms in ONNX Runtime, and STFT 8.1 ms, with errors 80
-    times as large (1.31, one thread). OpenVINO takes STFT with fixed shapes alone. With a large power of two, ONNX
-    Runtime's STFT is the faster one, and stays.
-    """
-    if n_fft > (_LARGEST_POWER_OF_TWO if n_fft.bit_count() == 1 else _LARGEST_CONVOLVED):
-        return core.aten_stft(self, n_fft, hop_length, win_length, window, normalized, onesided, return_complex)
-    bins = n_fft if onesided is False else n_fft // 2 + 1
-    angles = 2 * math.pi / n_fft * (np.outer(range(bins), range(n_fft)) % n_fft)
-    waves = np.concatenate([np.cos(angles), -np.sin(angles)])[:, None] / (math.sqrt(n_fft) if normalized else 1)
-    length = (win_length or n_fft) if window is None else window.shape[0]
-    left = (n_fft - length) // 2
-    pads = [left, n_fft - length - left]
-    if window is None:
-        waves *= np.pad(np.ones(length), pads)
-    kernels = op.Constant(value=ir.tensor(waves.astype(self.dtype.numpy())))
-    if window is not None:
-        kernels = op.Mul(kernels, op.CastLike(op.Pad(window, pads) if length < n_fft else window, self))
-    is_single = len(self.shape) == 1
-    spectra = op.Conv(op.Unsqueeze(self, [0, 1] if is_single else [1]), kernels, strides=[hop_length or n_fft // 4])
-    parts = op.Transpose(op.Reshape(spectra, [0, 2, bins, -1]), perm=[0, 2, 3, 1])
-    return op.Squeeze(parts, [0]) if is_single else parts
-
-
-def lstm(
-    given: Any,
-    hx: Sequence[Any],
-    params: Sequence[Any],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
-    """Run an LSTM; one with a projection (``proj_size``), which ONNX does not have, by one without.
-
-    The projection is multiplied into the weights of the state, and applied to what comes out. The first state, which is
-    given projected, becomes a further input that is zero in all steps but the first.
-    """
-    if hx[0].shape[2] == hx[1].shape[2]:
-        return core.aten_lstm(given, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-    ways, per_way = 1 + bidirectional, 5 if has_biases else 3
-    x = op.Transpose(given, perm=[1, 0, 2]) if batch_first else given
-    ends = []
-    for layer in range(num_layers):
-        weights = [params[start : start + per_way] for start in range(layer * ways * per_way, len(params), per_way)]
-        state, cell = (op.Slice(value, [layer * ways], [(layer + 1) * ways], [0]) for value in hx)
-        cell.shape = ir.Shape([ways, None, hx[1].shape[2]])
-        x, *end = _run_projected(x, state, cell, weights[:ways])
-        ends.append(end)
-    states, cells = (op.Concat(*values, axis=0) for values in zip(*ends, strict=True))
-    return op.Transpose(x, perm=[1, 0, 2]) if batch_first else x, states, cells
-
-
-def _run_projected(x: Any, state: Any, cell: Any, weights: Sequence[Sequence[Any]]) -> tuple[Any, Any, Any]:
-    """Run one layer in one way or both: (length, batch, size), (ways, batch, projected), (ways, batch, hidden)."""
-    ways = len(weights)
-    later = op.Sub(op.Shape(x, start=0, end=1), op.Constant(value_ints=[1]))
-    none, params, inputs = op.Constant(value_ints=[0]), [], [x]
-    for way, (into, recurrent, *biases, projection) in enumerate(weights):
-        pads = [none] * 6
-        pads[0 if way else 3] = later  # the way back begins with the last step
-        inputs.append(op.Pad(op.Slice(state, [way], [way + 1], [0]), op.Concat(*pads, axis=0)))
-        nothing = op.Mul(recurrent, op.CastLike(0.0, recurrent))
-        columns = [recurrent if way == other else nothing for other in range(ways)]
-        params += [op.Concat(into, *columns, axis=1), op.MatMul(recurrent, projection), *biases]
-    zeros = op.Mul(cell, op.CastLike(0.0, cell))
-    zeros.shape = cell.shape
-    given = op.Concat(*inputs, axis=2)
-    y, hidden, cells = core.aten_lstm(given, [zeros, cell], params, len(biases) > 0, 1, 0.0, False, ways == 2, False)
-    down = op.Concat(*(op.Unsqueeze(op.Transpose(each[-1], perm=[1, 0]), [0]) for each in weights), axis=0)
-    by_way = op.Transpose(op.Reshape(y, op.Constant(value_ints=[0, 0, ways, -1])), perm=[0, 2, 1, 3])
-    merged = op.Transpose(op.MatMul(by_way, down), perm=[0, 2, 1, 3])
-    return op.Reshape(merged, op.Constant(value_ints=[0, 0, -1])), op.MatMul(hidden, down), cells
