@@ -393,3 +393,36 @@ def test_extremes_of_all_numbers_are_those_of_pytorch(tmp_path: Path) -> None:
     exported(tmp_path, model, exporter="dynamo")
     for answer, value in zip(evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()}), Module()(x), strict=True):
         np.testing.assert_allclose(answer, value.numpy(), atol=1e-6)
+
+
+def test_distances_of_rows_are_those_of_pytorch(tmp_path: Path) -> None:
+    """Rows that are the same have a distance of 0 where they are few, in PyTorch, too."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, y: Any) -> Any:
+            metrics = [torch.cdist(x, y, p) for p in (0.0, 1.0, 2.0, 3.0, torch.inf)]
+            many = torch.cat([x, 2 * x, x - 1, -x, 3 * x, x + 5, x / 2], dim=1)
+            return *metrics, torch.cdist(x, x), torch.cdist(many, y), torch.cdist(x[0], y)
+
+    draw = torch.Generator().manual_seed(0)
+    feeds = {"x": torch.randn(2, 4, 6, generator=draw), "y": torch.randn(2, 5, 6, generator=draw)}
+    shapes = {"x": ("batch", 4, 6), "y": ("batch", 5, 6)}
+    kinds = ["batch,4,5"] * 5 + ["batch,4,4", "batch,28,5", "batch,4,5"]
+    model = loaded(Module(), feeds, shapes, [f"out_{at}:float32:{kind}" for at, kind in enumerate(kinds)])
+    exported(tmp_path, model, exporter="dynamo")
+    answers = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
+    for answer, value in zip(answers, Module()(*feeds.values()), strict=True):
+        np.testing.assert_allclose(answer, value.numpy(), atol=1e-5)
+
+
+def test_equal_numbers_stay_in_order_where_they_are_sorted(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return *torch.sort(x, dim=1, stable=True), x.argsort(dim=-1, descending=True, stable=True)
+
+    x = torch.randn(2, 30, 20, generator=torch.Generator().manual_seed(0)).round()
+    names = [f"out_{at}:{dtype}:batch,30,20" for at, dtype in enumerate(("float32", "int64", "int64"))]
+    model = loaded(Module(), {"x": x}, {"x": ("batch", 30, 20)}, names)
+    exported(tmp_path, model, exporter="dynamo")
+    for answer, value in zip(evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()}), Module()(x), strict=True):
+        np.testing.assert_array_equal(answer, value.numpy())

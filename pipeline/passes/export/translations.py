@@ -60,6 +60,8 @@ def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
         aten.lstm.input: lstm,
         aten.amax.default: amax,
         aten.amin.default: amin,
+        aten.sort.stable: sort,
+        aten._cdist_forward.default: cdist,
         **({aten.scaled_dot_product_attention.default: attention} if opset >= _ATTENTION_OPSET else {}),
     }
 
@@ -293,6 +295,43 @@ def amin(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
     return op.ReduceMin(self, [*(dim or range(len(self.shape)))], keepdims=int(keepdim))
 
 
+def sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    """Sort along an axis; of equal numbers the first stays first, which TopK promises, too."""
+    if not len(self.shape):
+        return op.Identity(self), op.Constant(value_int=0)
+    axis = dim % len(self.shape)
+    return op.TopK(self, op.Shape(self, start=axis, end=axis + 1), axis=axis, largest=int(descending))
+
+
+_PRODUCT_ROWS, _NEVER_PRODUCTS = 25, 2  # of torch.cdist: rows from which products pay, and the mode that forbids them
+
+
+def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
+    """Measure the distances of rows [..., P, M] to rows [..., R, M], as [..., P, R]; see `torch.cdist`.
+
+    Euclidean ones are made of products, as in PyTorch, but for few rows, where those would be less exact.
+    """
+    rows = (x1.shape[-2], x2.shape[-2])
+    are_few = all(isinstance(count, int) and count <= _PRODUCT_ROWS for count in rows)
+    if p == 2 and not are_few and compute_mode != _NEVER_PRODUCTS:
+        sizes = [op.ReduceSum(op.Mul(each, each), [-1], keepdims=1) for each in (x1, x2)]
+        axes = [*range(len(x2.shape))]
+        flipped, across = (op.Transpose(each, perm=[*axes[:-2], axes[-1], axes[-2]]) for each in (x2, sizes[1]))
+        doubled = op.MatMul(op.Mul(x1, op.CastLike(-2.0, x1)), flipped)
+        squares = op.Add(op.Add(doubled, sizes[0]), across)
+        return op.Sqrt(op.Max(squares, op.CastLike(0.0, x1)))
+    apart = op.Abs(op.Sub(op.Unsqueeze(x1, [-2]), op.Unsqueeze(x2, [-3])))
+    if p == 0:
+        return op.ReduceSum(op.CastLike(op.Not(op.Equal(apart, op.CastLike(0.0, x1))), x1), [-1], keepdims=0)
+    if p in (1, 2):
+        reduce = op.ReduceL1 if p == 1 else op.ReduceL2
+        return reduce(apart, [-1], keepdims=0)
+    if p == math.inf:
+        return op.ReduceMax(apart, [-1], keepdims=0)
+    total = op.ReduceSum(op.Pow(apart, op.CastLike(p, x1)), [-1], keepdims=0)
+    return op.Pow(total, op.CastLike(1 / p, x1))
+
+
 def fmax(self: Any, other: Any) -> Any:
     """Return the larger numbers; NaN only where both are."""
     return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, op.Max(self, other)))
@@ -345,6 +384,5 @@ def batch_norm(
     """Normalize channels; in training by the batch's mean and variance, where the exporter takes those kept."""
     if training:
         running_mean = running_var = None
-    return core.aten__native_batch_norm_legit_functional(
-        self, weight, bias, running_mean, running_var, False, momentum, eps
-    )
+    translate = cast("Any", core.aten__native_batch_norm_legit_functional)
+    return cast("tuple[Any, ...]", translate(self, weight, bias, running_mean, running_var, False, momentum, eps))
