@@ -304,7 +304,7 @@ class Assign(Task):
             chosen = winner or min(trials, key=lambda trial: trial.error)
             rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         groups = forms[chosen.form]
-        reasons = {name: _explain_kept(name, trials) for name in chosen.kept}
+        reasons = {name: _explain_kept(name, chosen, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
         quantized = count_quantized(chosen, groups)
@@ -367,12 +367,14 @@ def _read_trials(inputs: Inputs) -> list[Trial]:
     return max((read_models(record, Trial) for record in records), key=len)
 
 
-def _explain_kept(name: str, trials: Sequence[Trial]) -> str:
+def _explain_kept(name: str, chosen: Trial, trials: Sequence[Trial]) -> str:
     """Explain why a group stays in floating point."""
     first = next((trial for trial in trials if name in trial.kept and trial.phase in ("sensitive", "speed")), None)
-    if first is None or first.phase == "sensitive":
-        return "among the most sensitive groups; the goal needs it"
-    return first.why
+    if first is not None and first.phase == "speed":
+        return first.why
+    if any(trial.passed and name not in trial.kept and len(trial.kept) < len(chosen.kept) for trial in trials):
+        return "among the most sensitive groups; the goal is reached with it quantized, too, but slower"
+    return "among the most sensitive groups; the goal needs it"
 
 
 def _with_causes(rows: list[dict[str, Any]], given: Sequence[GroupFact]) -> list[dict[str, Any]]:

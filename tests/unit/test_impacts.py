@@ -496,7 +496,14 @@ def test_a_variant_with_everything_in_float_says_whether_int8_reached_the_goal(
     write_records(tmp_path / "trials", trials)
     inputs[trial_role(1)] = Artifact(kind="record", path=tmp_path / "trials" / RECORDS, sha256="", bytes=0)
     step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
-    assert Assign(step=step, keep=()).run(inputs, tmp_path / "assigned", lambda _: None).rejected == words
+    effect = Assign(step=step, keep=()).run(inputs, tmp_path / "assigned", lambda _: None)
+    assert effect.rejected == words
+    reasons = {row["group"]: row["why"] for row in json.loads((tmp_path / "assigned" / effect.file).read_bytes())}
+    needed, faster = "the goal needs it", "the goal is reached with it quantized, too, but slower"
+    assert reasons == {
+        name: f"among the most sensitive groups; {faster if slower and name == 'second' else needed}"
+        for name in ("first", "second")
+    }
 
 
 @pytest.mark.parametrize("least", [0.0, 0.05])

@@ -300,7 +300,9 @@ def sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bo
     if not len(self.shape):
         return op.Identity(self), op.Constant(value_int=0)
     axis = dim % len(self.shape)
-    return op.TopK(self, op.Shape(self, start=axis, end=axis + 1), axis=axis, largest=int(descending))
+    return cast(
+        "tuple[Any, Any]", op.TopK(self, op.Shape(self, start=axis, end=axis + 1), axis=axis, largest=int(descending))
+    )
 
 
 _PRODUCT_ROWS, _NEVER_PRODUCTS = 25, 2  # of torch.cdist: rows from which products pay, and the mode that forbids them
