@@ -56,7 +56,7 @@ class Runner:
     With it, steps that no time was left for are skipped; without it, they fail.
     """
     kept_seconds: float = 0.0
-    """Time at the end of the limited one that is kept for prosecutions."""
+    """Time at the end of the limited one that is kept for prosecutions; what every result needs may take it, too."""
     _waiting: "_WaitingSteps | None" = None
     _deadline: float = math.inf
     _search_deadline: float = math.inf
@@ -225,10 +225,10 @@ class Runner:
 
         searches = step.search and step.id not in self._outlasting
         deadline = min(self._deadline, self._search_deadline if searches else math.inf)
-        if self.kept_seconds and not tries_inputs(step):
+        ends = self.search_seconds is not None and ends_search(step)
+        if self.kept_seconds and (searches or ends or is_optional(step)) and not tries_inputs(step):
             deadline = min(deadline, self._deadline - self.kept_seconds)
         left, looks_up = deadline - time.monotonic(), work == self._look_up
-        ends = self.search_seconds is not None and ends_search(step)
         if ends:  # on a busy machine, all was made, and nothing would come of it
             left = max(left, 0.0 if step.id.kind == "tune" else _LEAST_SECONDS)
         task = self._changed.get(step.id, step.task)
