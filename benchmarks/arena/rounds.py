@@ -31,14 +31,18 @@ _LAST_WORDS = 300
 
 
 def variables(environment: str, import_paths: Sequence[Path], threads: int) -> dict[str, str]:
-    """Return the environment variables of a rival's process; the checkout is there for the models' own code."""
+    """Return the environment variables of a rival's process; the checkout is there for the models' own code.
+
+    Its bytecode is kept, as that of installed packages is.
+    """
     package = CHECKOUT / "build" / "enginesmith"
     if not package.exists():
         package.parent.mkdir(exist_ok=True)
         package.symlink_to("..")
     paths = [*import_paths, package.parent] if environment else import_paths
     numbers = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    return {**os.environ, **numbers, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, **numbers, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
 class RivalFailed(RuntimeError):
