@@ -187,6 +187,23 @@ def test_a_fixed_length_is_given_to_all_inputs_that_have_it(tmp_path: Path) -> N
     exported(tmp_path, loaded(Steps(), example, fixed, ["y:float32:batch"]))
 
 
+def test_where_both_exporters_fail_and_the_trace_holds_at_one_size_that_is_named(tmp_path: Path) -> None:
+    """As Longformer, which looks at values, and whose blocks of text are Python numbers."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            size = int(x.new_full((), float(x.shape[0])).item())
+            return x + torch.ones(size, 4) if size < 3 else x + torch.ones(size, 4) * 2
+
+    model = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match="the trace holds only at the sizes of the example") as error:
+        exported(tmp_path, model)
+    assert "torch.where" in error.value.remedy
+    assert "--input x:float32:2,4" in error.value.remedy
+    fixed = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": (2, 4)}, ["y:float32:2,4"])
+    exported(tmp_path, fixed)
+
+
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:
     class Decomposed(torch.nn.Module):
         def forward(self, x: Any) -> Any:

@@ -125,7 +125,10 @@ def _capture(
     first, last = failures[0], failures[-1]
     if first.message == last.message:
         raise first from first.__cause__
-    raise ExportError(f"{first.message}; the TorchScript exporter fails too: {last.message}", first.remedy) from first
+    remedy = first.remedy
+    if isinstance(last, FixedDimension) and not isinstance(first, FixedDimension):
+        remedy = f"{remedy}; or {last.remedy}"
+    raise ExportError(f"{first.message}; the TorchScript exporter fails too: {last.message}", remedy) from first
 
 
 def _name_values(model: "ir.Model", signature: "Signature") -> None:
@@ -382,20 +385,22 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     The sizes are one more along each dynamic dimension; the values send branches the other way: negative, large, zero.
 
     Raises:
-        ExportError: they differ.
+        FixedDimension: they differ at other sizes alone.
+        ExportError: they differ otherwise.
     """
-    trials = [("at the sizes", _resize(loaded))]
-    for factor in (-1.0, 8.0, 0.0):
-        example = loaded.example.items()
-        trials.append(("for the values", {name: v * factor if v.is_floating_point() else v for name, v in example}))
+    dynamic, example = loaded.dynamic_sizes, loaded.example.items()
+    sizes = ", ".join(f"{name} = {size}" for name, size in dynamic.items()) or "all sizes fixed"
+    change = "remove from the model's code what depends on values or turns sizes into Python numbers"
     try:
-        for what, feeds in trials:
+        if not _agrees(path, loaded, loaded.example):
+            raise ExportError("the trace does not answer as the model does, even to its example", change)
+        if not _agrees(path, loaded, _resize(loaded)):
+            fix = f"make all sizes fixed with {_write_inputs(loaded.signature, dynamic)}"
+            raise FixedDimension(f"the trace holds only at the sizes of the example ({sizes})", f"{change}; or {fix}")
+        for factor in (-1.0, 8.0, 0.0):
+            feeds = {name: value * factor if value.is_floating_point() else value for name, value in example}
             if not _agrees(path, loaded, feeds):
-                sizes = ", ".join(f"{name} = {size}" for name, size in loaded.dynamic_sizes.items())
-                raise ExportError(
-                    f"the trace holds only {what} of the example ({sizes or 'all sizes fixed'})",
-                    "remove from the model's code what depends on values or turns sizes into Python numbers",
-                )
+                raise ExportError(f"the trace holds only for the values of the example ({sizes})", change)
     except MissingCapability:
         _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
 
@@ -486,14 +491,19 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
 def _explain_fixed_dimension(signature: "Signature", spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
     """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs."""
     word = spec.shape[axis]
-    fixed = ([size if dim == word else dim for dim in other.shape] for other in signature.inputs)
-    pairs = zip(signature.inputs, fixed, strict=True)
-    flags = " ".join(f"--input {other.model_copy(update={'shape': tuple(shape)})}" for other, shape in pairs)
     return FixedDimension(
         f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})",
-        f"make it fixed with {flags}, or remove that size from the model's code, such as a loop over that many steps; "
-        "where that has none, torch.export fixes it, as within torch.vmap: write a batched product in its place",
+        f"make it fixed with {_write_inputs(signature, {str(word): size})}, or remove that size from the model's code, "
+        "such as a loop over that many steps; where that has none, torch.export fixes it, as within torch.vmap: write "
+        "a batched product in its place",
     )
+
+
+def _write_inputs(signature: "Signature", sizes: Mapping[str, int]) -> str:
+    """Write the ``--input`` of all inputs, with fixed sizes in the place of words."""
+    fixed = ([sizes.get(str(dim), dim) for dim in spec.shape] for spec in signature.inputs)
+    pairs = zip(signature.inputs, fixed, strict=True)
+    return " ".join(f"--input {spec.model_copy(update={'shape': tuple(shape)})}" for spec, shape in pairs)
 
 
 def _walk_chain(error: BaseException) -> Iterator[BaseException]:
