@@ -2,6 +2,7 @@
 
 A metric is written ``NAME``, or ``NAME:OUTPUT`` for one output of several: ``top1:category``, ``metrics.py:f:value``.
 Outputs that are judged together are written with commas: ``answer_f1:start,end``, ``map:boxes,scores,classes``.
+Numbers of classes that a metric has to know are part of its name: ``wer=27``, ``cer=blank:10:text``.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ from pydantic import BaseModel
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels, find_missing_labels
 from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
-from enginesmith.pipeline.measure.metrics import classes
-from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric
-from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, find_own
+from enginesmith.pipeline.measure.metrics import classes, texts
+from enginesmith.pipeline.measure.metrics.own_metric import LABELS_DOUBT, OwnMetric
+from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, explain_options, find_own, split_own
 from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import NORMAL, Samples, count_for_width, drop_interval
 from enginesmith.pipeline.system import plugins
@@ -92,7 +93,21 @@ class Quality(BaseModel, frozen=True):
         """The metric and, where the model has several outputs, the one that was judged."""
         if self.output is None or not self.other_outputs:
             return self.metric
-        return f"{self.metric.removesuffix(f':{self.output}')} of {self.output!r}"
+        return f"{parse_metric(self.metric)[0]} of {self.output!r}"
+
+    def explain_doubt(self) -> str:
+        """Explain why a budget held on this as the reference says little; empty where nothing speaks against it.
+
+        No more is right than of one answer to all samples, or nothing is right at all.
+        """
+        own = find_own(parse_metric(self.metric)[0])
+        if self.guess is not None and self.value < self.guess:
+            reached = f"and the most frequent label as every answer would have {format_metric(self.guess)}"
+        elif own and own.worst is not None and own.sign * (self.value - own.worst) <= 0:
+            reached = "as if no answer were right"
+        else:
+            return ""
+        return f"{reached}: {own.doubt if own else LABELS_DOUBT}, and a budget held on them says little"
 
     def explain_excess(self, max_drop: float) -> str:
         """Explain that more is lost than allowed, as far as so many samples tell; empty where that is not shown.
@@ -134,7 +149,7 @@ def explain_few_samples(parts: Mapping[str, int], metric: str | None, max_drop: 
     Metrics that are no share of right answers have no such limit.
     """
     counts = {name: count for name, count in parts.items() if name != "calibration"}
-    own = find_own((metric or "").partition(":")[0])
+    own = find_own(parse_metric(metric or "")[0])
     least = math.ceil(round(1 / max_drop, 6)) if max_drop and own and own.counts else 0
     if all(count >= least for count in counts.values()):
         return ""
@@ -148,6 +163,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     """Judge outputs and the baseline's outputs on the same labels; the first axis of each is the sample.
 
     ``metric`` is a name of ``METRICS``, a plug-in's, or ``module:function``, each perhaps with ``:OUTPUT`` after it.
+    What it leaves open, the labels given settle; see :func:`settle_metric`.
 
     Raises:
         SampleError: a label, or the metric of a sample, is no finite number.
@@ -161,6 +177,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         )
     if not (rows := count_rows(labels)):
         raise DataError("there are no labeled samples to evaluate on", "give data with labels: --eval DATA")
+    metric = settle_metric(metric, baseline, labels)
     function, same = find_metric(metric), outputs is baseline
     (outputs, labels), (baseline, _) = (join_arrays(metric, side, labels) for side in (outputs, baseline))
     chosen = choose_output(metric, outputs, labels)
@@ -213,6 +230,27 @@ def join_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Lab
     if own is not None and own.join:
         return own.join(outputs, labels, chosen.split(",") if chosen else ())
     return (_place_scores(outputs, labels, chosen) if name in classes.METRICS else outputs), labels
+
+
+def settle_metric(text: str, outputs: Feeds, labels: Labels) -> str:
+    """Write into a metric's name what it leaves open, as CTC's blank, by labels and the reference's outputs.
+
+    Parts of a set are judged alike only if it is settled by the labels of all samples.
+
+    Raises:
+        DataError: it cannot be settled, or the metric does not fit the outputs and labels.
+    """
+    name, output = parse_metric(text)
+    own = find_own(name)
+    if own is None or own.settle is None:
+        return text
+    outputs, labels = join_arrays(text, outputs, labels)
+    chosen = choose_output(text, outputs, labels)
+    its = None if chosen is None else _labels_for(chosen, labels)
+    assert chosen is not None  # it is a metric of enginesmith's
+    assert its is not None  # the output was chosen by its labels
+    name = own.settle(name, outputs[chosen], its)
+    return f"{name}:{output}" if output else name
 
 
 def _place_scores(outputs: Feeds, labels: Labels, chosen: str | None) -> Feeds:
@@ -299,14 +337,18 @@ def _suggest_metrics(name: str, output: Array, labels: Array | None) -> str:
         return f"the labels are one-hot: give the class of each sample, labels.argmax(axis=1); or {_OWN_FUNCTION}"
     fitting = [name for name, own in METRICS.items() if labels is not None and own.accepts(output, labels)]
     if labels is not None and labels.dtype.kind in "USO":
-        return f"write each text as the number of its class, in the order of the outputs, from 0; or {_OWN_FUNCTION}"
+        letters = name.partition("=")[0] in texts.OF_LETTERS
+        numbers = "the numbers of its letters" if letters else "the number of its class"
+        return f"write each text as {numbers}, in the order of the outputs, from 0; or {_OWN_FUNCTION}"
     return f"use --metric {' or '.join(fitting)}, which these fit; or {_OWN_FUNCTION}" if fitting else _OWN_FUNCTION
 
 
 def parse_metric(text: str) -> tuple[str, str | None]:
     """Split a metric's text into its function and its output: ``top1``, ``top1:category``, ``metrics.py:f:value``."""
+    if own := split_own(text):
+        return own
     name, _, output = text.partition(":")
-    if find_own(name) or plugins.offered(plugins.METRICS, name):
+    if plugins.offered(plugins.METRICS, name):
         return name, output or None
     return user_code.split_reference(text)
 
@@ -350,17 +392,15 @@ def check_metric(text: str) -> None:
         DataError: there is none, or ``module:function`` names no module.
     """
     name = parse_metric(text)[0]
+    is_there = find_own(name) or plugins.offered(plugins.METRICS, name)
+    if not is_there and (explained := explain_options(text)):
+        raise DataError(*explained)
     if text.endswith(":"):
         raise DataError(
             f"no output is named after the colon of the metric {text!r}", f"write {text[:-1]}, or {text}OUTPUT"
         )
-    if find_own(name) or plugins.offered(plugins.METRICS, name):
+    if is_there:
         return
-    if name.partition("=")[0] == WORD_ERRORS:
-        raise DataError(
-            f"the metric {text!r} does not name the letter between words",
-            f"give its number, such as --metric {WORD_ERRORS}=27; numbers begin with 1",
-        )
     if ":" in name:
         user_code.check_reference(name, "metric")
         return

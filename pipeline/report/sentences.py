@@ -29,8 +29,6 @@ LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
 _SLOWEST = 0.01
 """Share of calls that are slower than p99: if more than these waited for a core, that may be why."""
-_NO_BOX_FOUND = 0.001
-"""Mean average precision below which hardly any box lies where one is."""
 _DISTURBED = "p50 with ~: other programs disturbed most of its calls; on a quiet machine it may be much lower"
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
@@ -346,20 +344,10 @@ def _list_fallbacks(run: Run) -> Iterator[str]:
 
 
 def _warn_of_labels(run: Run) -> Iterator[str]:
-    """Say that the model is right less often than one that looks at nothing."""
+    """Say that the reference is right less often than one that looks at nothing, or never."""
     quality = run.baseline.quality
-    if quality and (guess := quality.guess) is not None and quality.value < guess:
-        yield (
-            f"{run.baseline.id} has a {quality.title} of {format_value(quality.value)}, and the most frequent label as "
-            f"every answer would have {format_value(guess)}: labels may not belong to the samples (their order, or how "
-            "classes are numbered), and a budget held on them says little"
-        )
-    if quality and quality.metric.partition(":")[0] == "map" and quality.value < _NO_BOX_FOUND:
-        yield (
-            f"{run.baseline.id} has a {quality.title} of {format_value(quality.value)}: labels and boxes may be in "
-            "different pixels (with --prepend resize, boxes are in those of the resized images), or classes numbered "
-            "otherwise (from 0 in labels of a COCO file, from 1 in detectors of torchvision)"
-        )
+    if quality and (doubt := quality.explain_doubt()):
+        yield f"{run.baseline.id} has a {quality.title} of {format_value(quality.value)}, {doubt}"
 
 
 def _warn_of_fixed_batch(run: Run) -> Iterator[str]:

@@ -249,7 +249,8 @@ class Recover(ResumableTask):
             return loss_on_labels(names, output.name) if self.options.method == "supervised" else AGREEMENT
 
         def value(outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
-            return quality.evaluate(name, outputs, theirs, labels, self.seed).value
+            settled = name if data.whole.labels is None else quality.settle_metric(name, theirs, data.whole.labels)
+            return quality.evaluate(settled, outputs, theirs, labels, self.seed).value
 
         return Metric(name, value, quality.sign_of(name))
 

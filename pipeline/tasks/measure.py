@@ -340,7 +340,7 @@ class Quality(EngineCheck):
                     with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
                         theirs = dict(stored.items())
                 metric = self.metric or quality.DEFAULT_METRIC
-                metric = quality.name_output(metric, self.data_options.label_keys, outputs)
+                metric = _complete_metric(metric, self.data_options.label_keys, theirs, data)
                 with _name_rows(data, data.rows):
                     judged = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
             except DataError as error:
@@ -452,6 +452,15 @@ def _name_rows(data: Dataset, rows: Sequence[int]) -> Iterator[None]:
         raise error.on_row(rows[error.sample], data.whole.name) from error
 
 
+def _complete_metric(metric: str, keys: Sequence[str], outputs: Feeds, data: Dataset) -> str:
+    """Write out what a metric leaves open: its output by the labels' keys, and what the labels of all samples tell."""
+    metric = quality.name_output(metric, keys, outputs)
+    if data.whole.labels is None:
+        return metric
+    with _name_rows(data.whole, data.whole.rows):
+        return quality.settle_metric(metric, outputs, data.whole.labels)
+
+
 def _take_judged_labels(data: Dataset) -> tuple[Labels | None, list[int]]:
     """Take the labels of all samples that are going to be judged, and their rows: of all such parts of a set."""
     parts = [data.parts[part] for part in _JUDGED if part in data.parts]
@@ -471,7 +480,7 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
     rows = slice(min(_TRIED, size, len(data)))
     answers = _answer_rows(session, data.batch(0, size), size, rows_vary=_rows_vary(metric))
     outputs = {name: value[rows] for name, value in answers.items()}
-    metric = quality.name_output(metric, keys, outputs)
+    metric = _complete_metric(metric, keys, outputs, data)
     judged_labels, judged_rows = _take_judged_labels(data)
     with _name_rows(data, judged_rows):
         chosen = (

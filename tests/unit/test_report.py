@@ -268,7 +268,30 @@ def test_a_detector_that_finds_no_box_is_a_note(metric: str, value: float, said:
     for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
         told = [line for line in lines if "labels and boxes may be in different pixels" in line]
         assert len(told) == said
-        assert all(line.startswith(f"eager has a {metric} of 0.0000: ") for line in told)
+        assert all(line.startswith(f"eager has a {metric} of 0.0000, as if no answer were right: ") for line in told)
+
+
+@pytest.mark.parametrize(
+    ("metric", "worst", "better", "reason"),
+    [
+        *(
+            (name, 0.0, 0.01, "how classes are numbered")
+            for name in ("top1", "top5", "f1", "miou", "auroc", "entity_f1")
+        ),
+        *((name, 0.0, 0.01, "their order") for name in ("answer_f1", "answer_match", "ndcg")),
+        ("exact_match=blank:3", 0.0, 0.01, "another class is CTC's blank"),
+        ("cer", 1.0, 0.98, "another class is CTC's blank"),
+        ("wer=2,blank:0:y", 1.7, 0.98, "another class is CTC's blank"),
+        ("spearman", -1.0, 0.0, "their order"),
+    ],
+)
+def test_a_reference_without_a_right_answer_is_a_note(metric: str, worst: float, better: float, reason: str) -> None:
+    for value in (worst, better):
+        quality = Quality(metric=metric, value=value, baseline=value, drop=0.0, samples=200)
+        shown = small(record("eager", 2.0, 1.0).model_copy(update={"quality": quality}))
+        lines = [line for line in sentences.list_warnings(shown) if "as if no answer were right" in line]
+        assert len(lines) == (value == worst)
+        assert all(reason in line and line.endswith("a budget held on them says little") for line in lines)
 
 
 def test_of_metrics_without_a_guess_nothing_is_said_of_labels() -> None:

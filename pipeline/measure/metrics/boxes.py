@@ -19,6 +19,8 @@ _MOST_BOXES = 100
 _OVERLAP = 0.6
 """Intersection over union from which a box is suppressed by a better one of its class."""
 _LEAST_SCORE = 1e-3
+_NO_BOX_RIGHT = 1e-3
+"""Mean average precision up to which hardly any box lies where one is."""
 _NO_BOX = -1
 """Class where there is no box; below it, crowds: −2 is one of class 0, in which detections do not count as wrong."""
 
@@ -160,6 +162,9 @@ METRICS: dict[str, OwnMetric] = {
         "there is none, -2 and less for crowds of class 0 and on",
         _compute_map,
         draws=50,
+        worst=_NO_BOX_RIGHT,
+        doubt="labels and boxes may be in different pixels (with --prepend resize, boxes are in those of the resized "
+        "images), or classes numbered otherwise (from 0 in labels of a COCO file, from 1 in detectors of torchvision)",
         join=_join_detections,
         rows_vary=True,
     ),

@@ -267,20 +267,23 @@ METRICS: dict[str, OwnMetric] = {
         f"an output of shape [samples, classes], or the class itself as a whole number, {_LABELS}",
         counts=True,
         guess=_share_of_commonest,
+        worst=0.0,
     ),
     "top5": OwnMetric(
         partial(_find_among_greatest, count=5),
         _are_logits,
         f"scores of shape [samples, classes], {_LABELS}",
         counts=True,
+        worst=0.0,
     ),
-    "f1": OwnMetric(_count_by_class, _are_class_maps, _MAPS, _average_f1),
-    "miou": OwnMetric(_count_by_class, _are_class_maps, _MAPS, _average_iou),
+    "f1": OwnMetric(_count_by_class, _are_class_maps, _MAPS, _average_f1, worst=0.0),
+    "miou": OwnMetric(_count_by_class, _are_class_maps, _MAPS, _average_iou, worst=0.0),
     "auroc": OwnMetric(
         append_labels,
         _are_scores,
         "an output with a score, or one for each class, and for each sample its class",
         _compute_auroc,
+        worst=0.0,
     ),
 }
 """Name → metric."""

@@ -83,10 +83,13 @@ METRICS: dict[str, OwnMetric] = {
     "psnr": OwnMetric(_compute_psnr, _are_pictures, _PICTURES),
     "ssim": OwnMetric(_compute_ssim, _are_pictures, _PICTURES),
     "spearman": OwnMetric(
-        append_labels, _are_numbers, "one number for each sample, and one as its label", _correlate_ranks
+        append_labels, _are_numbers, "one number for each sample, and one as its label", _correlate_ranks, worst=-1.0
     ),
     "ndcg": OwnMetric(
-        _compute_ndcg, _are_relevances, "scores of shape [queries, documents], and relevances as whole numbers from 0"
+        _compute_ndcg,
+        _are_relevances,
+        "scores of shape [queries, documents], and relevances as whole numbers from 0",
+        worst=0.0,
     ),
 }
 """Name → metric."""

@@ -12,6 +12,9 @@ from enginesmith.pipeline.errors import MissingCapability, install_command
 from enginesmith.pipeline.measure.statistics import NORMAL, Samples
 from enginesmith.pipeline.tensors import Array, Feeds
 
+LABELS_DOUBT = "labels may not belong to the samples (their order, or how classes are numbered)"
+"""What is likely where a reference has no right answer, or fewer than chance would have."""
+
 
 class OwnMetric(NamedTuple):
     """A metric of one output and one array of labels: a number for each sample, or one for all of them."""
@@ -37,6 +40,13 @@ class OwnMetric(NamedTuple):
     fit. The joined one comes first, as ``FIRST,SECOND``; where there are none, all stay as they are."""
     explain_join: Callable[[str], str] | None = None
     """Says of a joined output what was assumed, as the metric named no outputs; empty where that is clear."""
+    settle: Callable[[str, Array, Array], str] | None = None
+    """(its name, the reference's output, the labels of all samples) → its name with what that leaves open; None where
+    that is nothing."""
+    worst: float | None = None
+    """Value that is reached without a right answer, or the first of such values; None where there is none."""
+    doubt: str = LABELS_DOUBT
+    """Says what is likely where a reference reaches no more than that."""
     rows_vary: bool = False
     """True where samples may have different numbers of rows: rows of zeros, which do not count, fill up the fewer."""
 

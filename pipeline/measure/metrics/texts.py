@@ -8,12 +8,17 @@ from functools import partial
 import numpy as np
 
 from enginesmith.calibration.dataset import Labels
-from enginesmith.pipeline.errors import SampleError
+from enginesmith.pipeline.errors import DataError, SampleError
 from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, are_whole, import_library, put_first
 from enginesmith.pipeline.measure.statistics import Samples
 from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.units import name_some
 
-_BLANK = 0
+_NO_LETTER = 0
+"""What fills up texts that an output has as whole numbers, besides negative ones."""
+_MOST_NAMED = 5
+_MOST = 0.5
+"""Share of answers above which what they have is no mistake of single ones."""
 _WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
 _FIRST_WORDS, _LAST_WORDS = {"start", "starts", "begin", "first"}, {"end", "ends", "stop", "last"}
 """Words in names of outputs and labels that tell which end of an answer they are for."""
@@ -21,15 +26,12 @@ _LONGEST_ANSWER = 30
 """Tokens, as in SQuAD's evaluation of BERT."""
 
 
-def _count_errors(output: Array, labels: Array, space: int | None = None) -> Array:
-    """Count letters that have to be changed, and those that there should be, [samples, 2]; or words, with ``space``.
-
-    An output with scores of letters is decoded as of CTC: the best at each step, repeated ones once, without blanks.
-    """
+def _count_errors(output: Array, labels: Array, *, blank: int | None = None, space: int | None = None) -> Array:
+    """Count letters that have to be changed, and those that there should be, [samples, 2]; or words, with ``space``."""
     jiwer = import_library("jiwer")
     compare, lack = (jiwer.process_characters, "is empty") if space is None else (jiwer.process_words, "has no word")
     counts = []
-    for number, (given, wanted) in enumerate(zip(_decode(output), labels, strict=True)):
+    for number, (given, wanted) in enumerate(zip(*_read_texts(output, labels, blank), strict=True)):
         if not (text := " ".join(_spell(wanted, space).split())):
             raise SampleError(f"the text of {{}} {lack}", "leave such samples out", number)
         judged = compare(text, _spell(given, space))
@@ -43,29 +45,140 @@ def _divide_errors(counts: Array) -> float:
     return float(errors / wanted)
 
 
-def _compare_texts(output: Array, labels: Array) -> Samples:
+def _compare_texts(output: Array, labels: Array, *, blank: int | None = None) -> Samples:
     """Give 1 where a text has no error."""
-    pairs = zip(_decode(output), labels, strict=True)
+    pairs = zip(*_read_texts(output, labels, blank), strict=True)
     return np.asarray([_spell(given) == _spell(wanted) for given, wanted in pairs], np.float64)
 
 
-def _decode(output: Array) -> Array:
-    if output.ndim == 2:
-        return output
-    best = output.argmax(axis=-1)
-    repeated = np.concatenate([np.zeros_like(best[:, :1], bool), best[:, 1:] == best[:, :-1]], axis=1)
-    return np.where(repeated | (best == _BLANK), -1, best)
+def _read_texts(output: Array, labels: Array, blank: int | None) -> tuple[Array, Array]:
+    """Read the letters that were answered, and those that there should be; negative where there is none.
+
+    With a blank, the output is decoded as CTC's: the best class of each step, repeated ones once. Without one, the
+    output is a text already.
+    """
+    best = output.argmax(axis=-1) if _has_scores(output) else output
+    if blank is not None:
+        repeated = np.concatenate([np.zeros_like(best[:, :1], bool), best[:, 1:] == best[:, :-1]], axis=1)
+        best = np.where(repeated, -1, best)
+    none = _NO_LETTER if blank is None else blank
+    given, wanted = (np.where(side == none, -1, side) for side in (best.astype(np.int64), labels.astype(np.int64)))
+    return given, wanted
 
 
 def _spell(numbers: Array, space: int | None = None) -> str:
-    """Write numbers as characters; negative ones, and the blank, are none."""
+    """Write numbers as characters; negative ones are none."""
     first = 0x4E00  # characters without spaces or combining marks among them
-    return "".join(" " if number == space else chr(first + int(number)) for number in numbers if number > _BLANK)
+    return "".join(" " if number == space else chr(first + int(number)) for number in numbers if number >= 0)
+
+
+def _has_scores(output: Array) -> bool:
+    return output.ndim == len("NTC")
 
 
 def _are_letters(output: Array, labels: Array) -> bool:
-    whole = output.ndim == 3 or (output.ndim == 2 and output.dtype.kind in "iu")
-    return whole and labels.ndim == 2 and are_whole(labels)
+    scored = _has_scores(output) and output.shape[2] > 1
+    return (scored or (output.ndim == 2 and output.dtype.kind in "iu")) and labels.ndim == 2 and are_whole(labels)
+
+
+def _settle_blank(name: str, output: Array, labels: Array, *, blank: int | None, space: int | None = None) -> str:
+    """Find CTC's blank by the labels of all samples, where the metric's name leaves it open; return the full name.
+
+    Raises:
+        SampleError: a text has the blank as a letter, which no answer can have.
+        DataError: the labels do not tell the blank, it is no class or the letter between words, or whole numbers that
+            are not decoded were taken for texts.
+    """
+    numbers = labels.astype(np.int64)
+    if blank is None and _has_scores(output):
+        blank = _find_blank(name, output.shape[2], numbers)
+        name = _write_blank(name, blank)
+    if blank is None:
+        _check_decoded(name, output, numbers)
+    elif blank == space:
+        raise DataError(f"{name} names one class as CTC's blank and as the letter between words", "give two numbers")
+    elif _has_scores(output) and blank >= output.shape[2]:
+        raise DataError(
+            f"{name} names class {blank} as CTC's blank, and the output has the classes 0 to {output.shape[2] - 1}",
+            f"name one of these, often the first or the last: blank:0 or blank:{output.shape[2] - 1}",
+        )
+    _check_letters(name, numbers, blank)
+    return name
+
+
+def _check_letters(name: str, labels: Array, blank: int | None) -> None:
+    """Check that no text has the blank as a letter, or 0, where there is no blank."""
+    none, where = _NO_LETTER, "in whole numbers that are texts"
+    remedy = "number the letters from 1, with negative numbers behind the end"
+    if blank is not None:
+        none, where = blank, f"with {name}"
+        remedy = "name a class as blank that no text has; behind the end of texts, give negative numbers"
+    if (rows := ((labels == none) & _mark_letters(labels)).any(axis=1)).any():
+        raise SampleError(f"the text of {{}} has {none} as a letter, which is none {where}", remedy, int(rows.argmax()))
+
+
+def _write_blank(name: str, blank: int) -> str:
+    return f"{name}{',' if '=' in name else '='}blank:{blank}"
+
+
+def _find_blank(name: str, classes: int, labels: Array) -> int:
+    """Find the only class that no text has.
+
+    Raises:
+        DataError: there is none, or several.
+    """
+    letters = np.unique(labels[_mark_letters(labels) & (labels < classes)])
+    others = np.setdiff1d(np.arange(classes), letters)
+    if len(others) == 1:
+        return int(others[0])
+    if not len(others):
+        raise DataError(
+            f"{name} needs a class for CTC's blank, and the labels have all {classes} classes of the output as letters",
+            "give texts as labels, with negative numbers behind the end; or, if the network answers one letter at each "
+            "step, and no blank, a function of your own with --metric file.py:function",
+        )
+    likely = [number for number in (0, classes - 1) if number in others] or [int(others[0])]
+    span = f", from {letters[0]} to {letters[-1]}" if len(letters) else ""
+    raise DataError(
+        f"{name} needs CTC's blank, and the labels do not tell it: as letters they have {len(letters)} of {classes} "
+        f"classes{span}, and any other may be the blank: {name_some(list(map(str, others)), _MOST_NAMED)}",
+        "name it: " + " or ".join(f"--metric {_write_blank(name, number)}" for number in likely) + ", say",
+    )
+
+
+def _mark_letters(labels: Array) -> Array:
+    """Mark what is a letter for certain, [samples, length].
+
+    Negative numbers are none. Where there are none of these, a number may fill up texts that is at the end of rows
+    alone, as zeros do, or the blank.
+    """
+    there = labels >= 0
+    if not labels.size or not there.all():
+        return there
+    last = np.logical_and.accumulate((labels == labels[:, -1:])[:, ::-1], axis=1)[:, ::-1]
+    return ~last | np.isin(labels, labels[~last])
+
+
+def _check_decoded(name: str, output: Array, labels: Array) -> None:
+    """Check that whole numbers are texts, and not CTC's best class of each step.
+
+    Raises:
+        DataError: a class that no text has is between the letters of most answers, as the blank is.
+    """
+    unknown = output[(output >= 0) & ~np.isin(output, labels[_mark_letters(labels)])]
+    if not unknown.size:
+        return
+    numbers, counts = np.unique(unknown, return_counts=True)
+    blank = int(numbers[counts.argmax()])
+    letters = (output >= 0) & (output != blank)
+    begun, ahead = (np.logical_or.accumulate(side, axis=1) for side in (letters, letters[:, ::-1]))
+    between = ((output == blank) & begun & ahead[:, ::-1]).any(axis=1)
+    if between.mean() > _MOST:
+        raise DataError(
+            f"{name} takes whole numbers as texts, and {between.sum()} of {len(output)} answers have {blank}, which no "
+            "label has, between letters",
+            f"if they are the best classes of CTC's steps, name the blank: --metric {_write_blank(name, blank)}",
+        )
 
 
 def _count_entities(output: Array, labels: Array) -> Array:
@@ -170,26 +283,64 @@ def _explain_ends(joined: str) -> str:
 
 
 _TEXTS = (
-    "letters as whole numbers above 0, [samples, length], or scores of them, [samples, steps, letters] with 0 for "
-    "CTC's blank; labels [samples, length], negative behind the end"
+    "letters as whole numbers above 0, [samples, length], or scores of CTC's classes, [samples, steps, classes], of "
+    "which one is the blank; labels [samples, length], letters as whole numbers, negative behind the end"
 )
 _ANSWERS = (
     "scores of tokens to be first and last in the answer: two outputs of shape [samples, tokens], or one of [samples, "
     "tokens, 2]; labels [samples, 2] with the first and the last token, or [samples, answers, 2], negative where there "
     "are fewer answers"
 )
+_OTHER_LETTERS = (
+    "labels may not belong to the samples (their order, or how letters are numbered), or another class is CTC's blank "
+    "(blank:NUMBER behind the metric's name and =)"
+)
+OF_LETTERS = ("cer", "exact_match", "wer")
+"""Metrics that take letters, and in whose names CTC's blank may be given."""
+
+
+def make_letter_metric(name: str, *, blank: int | None = None, space: int | None = None) -> OwnMetric:
+    """Make a metric of ``OF_LETTERS``, of CTC with this blank, and for ``wer`` with this letter between words."""
+    if name == "exact_match":
+        return OwnMetric(
+            partial(_compare_texts, blank=blank),
+            _are_letters,
+            _TEXTS,
+            counts=True,
+                settle=partial(_settle_blank, blank=blank),
+            worst=0.0,
+            doubt=_OTHER_LETTERS,
+        )
+    return OwnMetric(
+        partial(_count_errors, blank=blank, space=space),
+        _are_letters,
+        _TEXTS,
+        _divide_errors,
+        sign=-1.0,
+        settle=partial(_settle_blank, blank=blank, space=space),
+        worst=1.0,
+        doubt=_OTHER_LETTERS,
+    )
+
+
 METRICS: dict[str, OwnMetric] = {
-    "cer": OwnMetric(_count_errors, _are_letters, _TEXTS, _divide_errors, sign=-1.0),
-    "exact_match": OwnMetric(_compare_texts, _are_letters, _TEXTS, counts=True),
+    "cer": make_letter_metric("cer"),
+    "exact_match": make_letter_metric("exact_match"),
     "entity_f1": OwnMetric(
         _count_entities,
         _are_tags,
         "scores of tags, [samples, tokens, tags], with 0 for outside, then B and I of each type by turns; labels "
         "[samples, tokens], such tags as whole numbers, negative where a token does not count",
         _score_entities,
+        worst=0.0,
     ),
     "answer_f1": OwnMetric(
-        partial(_judge_answers, score="f1"), _are_spans, _ANSWERS, join=_join_spans, explain_join=_explain_ends
+        partial(_judge_answers, score="f1"),
+        _are_spans,
+        _ANSWERS,
+        join=_join_spans,
+        explain_join=_explain_ends,
+        worst=0.0,
     ),
     "answer_match": OwnMetric(
         partial(_judge_answers, score="exact_match"),
@@ -198,11 +349,7 @@ METRICS: dict[str, OwnMetric] = {
         counts=True,
         join=_join_spans,
         explain_join=_explain_ends,
+        worst=0.0,
     ),
 }
 """Name → metric."""
-
-
-def make_word_errors(space: int) -> OwnMetric:
-    """Make the word error rate, for texts with the letter ``space`` between words."""
-    return OwnMetric(partial(_count_errors, space=space), _are_letters, _TEXTS, _divide_errors, sign=-1.0)
