@@ -308,7 +308,7 @@ def choose_output(metric: str, outputs: Feeds, labels: Labels) -> str | None:
     raise DataError(
         f"{name} needs {own.needs}; {first!r} is not that: the outputs are {describe_arrays(outputs)}, and the labels "
         f"{describe_labels(labels)}",
-        " or ".join(f"--metric {name}:{key}" for key in fitting) or _suggest_metrics(name, outputs[first], its),
+        " or ".join(f"--metric {name}:{key}" for key in fitting) or _suggest_metrics(name, first, outputs, labels),
     )
 
 
@@ -331,16 +331,32 @@ def check_finite(labels: Labels, remedy: str = _FINITE) -> None:
         raise SampleError("the labels have NaN or infinity, first for {}", remedy, int(rows[0]))
 
 
-def _suggest_metrics(name: str, output: Array, labels: Array | None) -> str:
-    """Name the metrics that an output and its labels fit, or labels that a metric of classes takes, and what else."""
-    if labels is not None and name in classes.METRICS and classes.are_one_hot(labels):
+def _suggest_metrics(name: str, judged: str, outputs: Feeds, labels: Labels) -> str:
+    """Name the metrics that the output and its labels fit, else another output; or the labels that a metric takes."""
+    its = _labels_for(judged, labels)
+    if its is not None and name in classes.METRICS and classes.are_one_hot(its):
         return f"the labels are one-hot: give the class of each sample, labels.argmax(axis=1); or {_OWN_FUNCTION}"
-    fitting = [name for name, own in METRICS.items() if labels is not None and own.accepts(output, labels)]
-    if labels is not None and labels.dtype.kind in "USO":
+    if its is not None and its.dtype.kind in "USO":
         letters = name.partition("=")[0] in texts.OF_LETTERS
         numbers = "the numbers of its letters" if letters else "the number of its class"
         return f"write each text as {numbers}, in the order of the outputs, from 0; or {_OWN_FUNCTION}"
-    return f"use --metric {' or '.join(fitting)}, which these fit; or {_OWN_FUNCTION}" if fitting else _OWN_FUNCTION
+    order = sorted(outputs, key=lambda key: key != judged)
+    ways = next(filter(None, (_list_fitting(key, outputs, labels) for key in order)), [])
+    return "; or ".join([*ways, _OWN_FUNCTION])
+
+
+def _list_fitting(key: str, outputs: Feeds, labels: Labels) -> list[str]:
+    """List ways to judge an output by its labels; its name is written behind a metric's unless it is the first."""
+    output, its = outputs[key], _labels_for(key, labels)
+    if its is None:
+        return []
+    ending = "" if key == next(iter(outputs)) else f":{key}"
+    fitting = [f"{name}{ending}" for name, own in METRICS.items() if (own.suits or own.accepts)(output, its)]
+    ways = [f"use --metric {' or '.join(fitting)}, which these fit"] if fitting else []
+    if classes.are_last(output, its):
+        maps = " and ".join(classes.OF_MAPS)
+        ways.append(f"add --append argmax{ending}, with which {maps} judge the class of each step")
+    return ways
 
 
 def parse_metric(text: str) -> tuple[str, str | None]:

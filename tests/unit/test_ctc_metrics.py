@@ -203,3 +203,36 @@ def test_texts_of_characters_are_to_be_numbered() -> None:
     with pytest.raises(DataError, match="labels texts") as error:
         evaluate("cer", output, output, np.array(["abc", "de", "f", "g"]))
     assert "write each text as the numbers of its letters" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "labels", "remedy"),
+    [
+        (
+            "f1",
+            (2, 16, 27),
+            (9, 16),
+            "^use --metric entity_f1, which these fit; or add --append argmax, with which f1 and",
+        ),
+        ("top1", (2, 16, 26), (9, 16), "^add --append argmax, with which f1 and miou judge the class of each step; or"),
+        ("f1", (2, 16, 27), (9, 7), "^use --metric cer or exact_match, which these fit; or give"),
+        ("f1", (2, 7500, 1), (9, 7500), "^use --metric mse, which these fit; or give"),
+        ("cer", (2, 7500, 1), (9, 7500), "^use --metric mse, which these fit; or give"),
+    ],
+)
+def test_ctc_is_not_suggested_for_a_class_of_each_step(
+    name: str, shape: tuple[int, ...], labels: tuple[int, ...], remedy: str
+) -> None:
+    output = {"y": np.zeros(shape, np.float32)}
+    with pytest.raises(DataError) as error:
+        evaluate(name, output, output, np.zeros(labels, np.int64))
+    assert re.search(remedy, error.value.remedy)
+
+
+def test_metrics_of_another_output_are_suggested_with_its_name() -> None:
+    """The labels are longer than the first output has steps: they are no texts of it."""
+    outputs = {"detection": np.zeros((2, 30, 3), np.float32), "mask": np.zeros((2, 7500, 1), np.float32)}
+    for name in ("f1", "f1:mask"):
+        with pytest.raises(DataError) as error:
+            evaluate(name, outputs, outputs, np.ones((9, 7500), np.int64))
+        assert error.value.remedy.startswith("use --metric mse:mask, which these fit; or give")

@@ -209,6 +209,14 @@ def _are_class_maps(output: Array, labels: Array) -> bool:
     return counted.size > 0 and int(counted.max()) < max(2, output.shape[1])
 
 
+def are_last(output: Array, labels: Array) -> bool:
+    """Tell whether there are scores of classes for each step, the classes last, and one class for each step."""
+    if output.ndim != len("NTC") or output.dtype.kind in _WHOLE or output.shape[2] < 2 or not are_whole(labels):
+        return False
+    counted = labels[_is_counted(labels)]
+    return labels.shape[1:] == output.shape[1:2] and counted.size > 0 and int(counted.max()) < output.shape[2]
+
+
 def _is_counted(labels: Array) -> NDArray[np.bool_]:
     return (labels >= 0) & ~np.isin(labels, _IGNORED)
 

@@ -40,6 +40,8 @@ class OwnMetric(NamedTuple):
     fit. The joined one comes first, as ``FIRST,SECOND``; where there are none, all stay as they are."""
     explain_join: Callable[[str], str] | None = None
     """Says of a joined output what was assumed, as the metric named no outputs; empty where that is clear."""
+    suits: Callable[[Array, Array], bool] | None = None
+    """Tells whether to suggest it for an output and labels; None where that is whenever it accepts them."""
     settle: Callable[[str, Array, Array], str] | None = None
     """(its name, the reference's output, the labels of all samples) → its name with what that leaves open; None where
     that is nothing."""

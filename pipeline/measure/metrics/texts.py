@@ -81,6 +81,14 @@ def _are_letters(output: Array, labels: Array) -> bool:
     return (scored or (output.ndim == 2 and output.dtype.kind in "iu")) and labels.ndim == 2 and are_whole(labels)
 
 
+def _are_texts(output: Array, labels: Array) -> bool:
+    """Tell whether labels can be texts of what the output has steps for, and are not a class for each step."""
+    if not _are_letters(output, labels):
+        return False
+    steps, longest = output.shape[1], int((labels >= 0).sum(axis=1).max())
+    return not _has_scores(output) or (labels.shape[1] != steps and longest <= steps)
+
+
 def _settle_blank(name: str, output: Array, labels: Array, *, blank: int | None, space: int | None = None) -> str:
     """Find CTC's blank by the labels of all samples, where the metric's name leaves it open; return the full name.
 
@@ -307,7 +315,8 @@ def make_letter_metric(name: str, *, blank: int | None = None, space: int | None
             _are_letters,
             _TEXTS,
             counts=True,
-                settle=partial(_settle_blank, blank=blank),
+            suits=_are_texts,
+            settle=partial(_settle_blank, blank=blank),
             worst=0.0,
             doubt=_OTHER_LETTERS,
         )
@@ -317,6 +326,7 @@ def make_letter_metric(name: str, *, blank: int | None = None, space: int | None
         _TEXTS,
         _divide_errors,
         sign=-1.0,
+        suits=_are_texts,
         settle=partial(_settle_blank, blank=blank, space=space),
         worst=1.0,
         doubt=_OTHER_LETTERS,
