@@ -221,8 +221,11 @@ class ImageRows(LazyRows):
         return samples
 
     def origin(self, rows: Array | slice) -> Iterator[bytes]:
-        """Yield the steps and the files' bytes: the pixels follow from these."""
-        yield self._steps.model_dump_json(exclude={"origin"}).encode()
+        """Yield the steps and the files' bytes: the pixels follow from these.
+
+        Data of runs of all versions is compared by this: a step that a later version adds shows only where it is taken.
+        """
+        yield self._steps.model_dump_json(exclude={"origin"}, exclude_defaults=True).encode()
         for path in self._files[rows]:
             with path.open("rb") as file:
                 yield hashlib.file_digest(file, "sha256").digest()

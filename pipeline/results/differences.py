@@ -1,14 +1,17 @@
 """List what two runs differ in besides their results: field by field, with dotted names; a missing one is None."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.frameworks.samples import batch_symbol
+from enginesmith.pipeline.frameworks.source import content_digests
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.run import ModelRecord, Run
 
 _PROCESSOR = ("processor", "architecture", "vector_units", "threads_per_core", "usable_cores", "quota_cores")
 """Facts that tell processors apart, and how much of one may be used."""
@@ -48,10 +51,10 @@ def list_differences(before: Run, after: Run) -> Differences:
     """List everything that two runs differ in besides their results."""
     environments = before.environment, after.environment
     return Differences(
-        model=_list_changed(_model(before), _model(after)),
+        model=_list_changed(*_models(before, after)),
         recipe=compare_recipes(before.recipe, after.recipe),
         versions=_list_changed(*({"python": env.get("python"), **env.get("packages", {})} for env in environments)),
-        machine=_list_changed(_machine(before, _MACHINE, _GPU_STATE), _machine(after, _MACHINE, _GPU_STATE)),
+        machine=_list_changed(*_machines(before, after, _MACHINE, _GPU_STATE)),
         data=_list_changed(_data(before), _data(after)),
     )
 
@@ -61,21 +64,60 @@ def compare_recipes(before: Recipe, after: Recipe) -> tuple[Changed, ...]:
     return _list_changed(before.model_dump(mode="json"), after.model_dump(mode="json"))
 
 
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Identify a model as it is loaded now, to find out whether a run is of it."""
+
+    sha256: str
+    contents: tuple[str, ...]
+    """Digests of its content, as :func:`content_digests` computes them."""
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> "ModelIdentity":
+        """Identify the model that the step for loading has left."""
+        return cls(artifact.sha256, content_digests(artifact.folder))
+
+    def matches(self, model: ModelRecord) -> bool:
+        """Tell whether a run's model has the same content, whatever version recorded it."""
+        return model.sha256 == self.sha256 or model.content in self.contents
+
+
 def is_same_model(before: Run, after: Run) -> bool | None:
     """Tell whether both runs loaded the same model; None where that is not known.
 
-    Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
+    Runs without the model's digest, or of versions that computed it from other fields, had the same one where a graph
+    or an engine of both is the same, byte for byte.
     """
-    if before.model.content and before.model.content == after.model.content:
+    old, other = before.model, after.model
+    if old.content and (old.content in _contents(other) or other.content in _contents(old)):
         return True
-    old, other = before.model.sha256, after.model.sha256
-    if old is not None and other is not None:
-        return old == other
-    if before.model.signature != after.model.signature:
+    if old.sha256 is not None and other.sha256 is not None:
+        if old.sha256 == other.sha256:
+            return True
+        if not old.content or _signature_fields(old) == _signature_fields(other):
+            return False
+    if (old.signature is None) != (other.signature is None):
         return False
-    digests = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
-    alike = any(record.artifact and digests.get(record.id) == record.artifact.sha256 for record in after.variants)
-    return True if alike else None
+    fields = _signature_fields(old) & _signature_fields(other)
+    if any(getattr(old.signature, name) != getattr(other.signature, name) for name in fields):
+        return False
+    earlier, later = (_digest_files(run) for run in (before, after))
+    return True if any(earlier[name] == later.get(name) for name in earlier) else None
+
+
+def _contents(model: ModelRecord) -> tuple[str, ...]:
+    return (model.content, *model.earlier_contents)
+
+
+def _signature_fields(model: ModelRecord) -> set[str]:
+    """List the fields that a signature had in the version that recorded it, and that its model's digests are of."""
+    return model.signature.model_fields_set if model.signature else set()
+
+
+def _digest_files(run: Run) -> dict[tuple[str, str], str]:
+    """Collect the digests of all variants' engines and graphs."""
+    files = {(record.id, kind): getattr(record, kind) for record in run.variants for kind in ("artifact", "graph")}
+    return {name: stored.sha256 for name, stored in files.items() if stored}
 
 
 def why_no_yardstick(before: Run, after: Run) -> str:
@@ -90,7 +132,7 @@ def why_no_yardstick(before: Run, after: Run) -> str:
         return f"{before.baseline.engine} and {after.baseline.engine}"
     changed = [
         *_list_changed(_lasting(before), _lasting(after)),
-        *_list_changed(_machine(before, _PROCESSOR, _GPU_STATE), _machine(after, _PROCESSOR, _GPU_STATE)),
+        *_list_changed(*_machines(before, after, _PROCESSOR, _GPU_STATE)),
     ]
     sides = ("none" if value is None else str(value) for item in changed[:1] for value in (item.before, item.after))
     return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
@@ -102,8 +144,8 @@ def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
     if kinds[0] != kinds[1]:
         return (Changed(name="device", before=kinds[0], after=kinds[1]),)
     if kinds[0] == "cuda":
-        return _list_changed(_gpus(before, _GPU), _gpus(after, _GPU))
-    return _list_changed(_machine(before, _PROCESSOR, ()), _machine(after, _PROCESSOR, ()))
+        return _list_changed(*_machines(before, after, (), _GPU))
+    return _list_changed(*_machines(before, after, _PROCESSOR, ()))
 
 
 def compare_runtimes(before: Run, after: Run, engine: str) -> tuple[Changed, ...]:
@@ -126,6 +168,13 @@ def device_kind(run: Run) -> str:
     return "cuda" if needs and run.environment.get("gpus") else "cpu"
 
 
+def _models(before: Run, after: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the facts about both models; digests that differ of the same model tell of the versions alone."""
+    shown = not is_same_model(before, after)
+    first, second = (_model(run) | ({"sha256": run.model.sha256} if shown else {}) for run in (before, after))
+    return first, second
+
+
 def _model(run: Run) -> dict[str, Any]:
     signature = run.model.signature
     sides = {"inputs": signature.inputs, "outputs": signature.outputs} if signature else {}
@@ -134,11 +183,19 @@ def _model(run: Run) -> dict[str, Any]:
         for side, specs in sides.items()
         for spec in specs
     }
-    return {"source": run.model.source, "sha256": run.model.sha256, **tensors, "baseline": run.baseline.engine}
+    return {"source": run.model.source, **tensors, "baseline": run.baseline.engine}
 
 
-def _machine(run: Run, facts: Sequence[str], gpu: Sequence[str]) -> dict[str, Any]:
-    return {**{name: run.environment.get(name) for name in facts}, **_gpus(run, gpu)}
+def _machines(
+    before: Run, after: Run, facts: Sequence[str], gpu: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the facts about both machines that both runs recorded: versions do not all record the same ones."""
+    environments = before.environment, after.environment
+    facts = [name for name in facts if all(name in environment for environment in environments)]
+    gpus = [each for environment in environments for each in environment.get("gpus") or ()]
+    gpu = [name for name in gpu if all(name in each for each in gpus)]
+    first, second = ({name: run.environment[name] for name in facts} | _gpus(run, gpu) for run in (before, after))
+    return first, second
 
 
 def _gpus(run: Run, facts: Sequence[str]) -> dict[str, Any]:

@@ -292,6 +292,8 @@ class ModelRecord(BaseModel, frozen=True):
     """Digest of the model as it was loaded: its weights, signature and the code that it is built by."""
     content: str = ""
     """Digest of the same wherever its files lie, where it is a module."""
+    earlier_contents: tuple[str, ...] = ()
+    """Digests that earlier versions computed of the same content, by which their runs are found to be of it."""
     signature: Signature | None
     data: str | None
     """Data that fidelity and latency were measured on: a data set's name, or ``synthetic``."""

@@ -28,12 +28,12 @@ from enginesmith.pipeline.engines.base import Candidate, Session
 from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.source import content_digest
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare
 from enginesmith.pipeline.planning import planner
 from enginesmith.pipeline.planning.plan import LOAD
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.results import remeasure
+from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
@@ -130,8 +130,7 @@ def _load_module(stored: remeasure.Stored) -> Candidate:
         raise UsageError(message, "load a variant that is built from a graph")
     artifact = run_steps(planner.plan_loading(resolved).steps, Settings(), run.recipe)[LOAD].artifact
     assert artifact is not None
-    same = run.model.content and content_digest(artifact.folder) == run.model.content
-    if artifact.sha256 != run.model.sha256 and not same:
+    if not ModelIdentity.of(artifact).matches(run.model):
         message = (
             f"{run.recipe.model} loads as another model than that of {stored.folder}: it has changed since then, or"
         )

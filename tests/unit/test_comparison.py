@@ -14,9 +14,10 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval, Timed, divide, paired_ratio
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import comparison as rendering
-from enginesmith.pipeline.results import comparison
+from enginesmith.pipeline.results import comparison, differences
 from enginesmith.pipeline.results.comparison import compare, compare_latency
 from enginesmith.pipeline.results.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.tensors import Signature
 from runs import small
 
 ENGINE = "onnxruntime-fp32"
@@ -55,6 +56,7 @@ def run(*variants: VariantRecord, recipe: dict[str, Any] | None = None, **change
         "processor": "Some CPU",
         "usable_cores": 2,
         "python": "3.11.7",
+        "kernel": "6.0",
         "packages": {"torch": "2.11", "onnxruntime": "1.23"},
         **changes.pop("environment", {}),
     }
@@ -131,6 +133,49 @@ def test_another_baseline_is_no_yardstick(changes: dict[str, Any], words: str) -
     found = compare_latency(FIRST, run(variant(row(0.6, 2.0)), **changes), ENGINE, 1)
     assert (found.basis, found.median) == ("milliseconds", pytest.approx(1.2))
     assert words in found.note
+
+
+SIGNATURE = {"inputs": [], "outputs": [], "returns": None}
+
+
+def of_model(sha256: str, content: str, *earlier: str, fields: Sequence[str] = (), engine: str = "aa") -> Run:
+    """A run as a version records it whose signatures have these fields beside the first ones."""
+    signature = Signature.model_validate(SIGNATURE | {name: {} for name in fields})
+    contents = {"content": content, "earlier_contents": earlier}
+    model = ModelRecord(source="digits", sha256=sha256, signature=signature, data="digits/test", **contents)
+    artifact = StoredArtifact(path="model.onnx", sha256=engine, bytes=1000)
+    return run(variant(row(0.5, 2.0), artifact=artifact), model=model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        (of_model("a", "new", "old"), of_model("b", "old", engine="bb"), True),
+        (of_model("a", "old"), of_model("b", "new", "old", engine="bb"), True),
+        (of_model("a", "new", "old"), of_model("b", "newer", "old", engine="bb"), False),
+        (of_model("a", "x"), of_model("b", "y"), False),
+        (of_model("a", "x"), of_model("b", "y", fields=["tables"]), True),
+        (of_model("a", "x"), of_model("b", "y", fields=["tables"], engine="bb"), None),
+        (of_model("a", ""), of_model("b", "", fields=["tables"], engine="bb"), False),
+        (of_model("a", ""), of_model("a", "", fields=["tables"], engine="bb"), True),
+    ],
+)
+def test_runs_of_other_versions_are_of_the_same_model(before: Run, after: Run, same: bool | None) -> None:
+    assert differences.is_same_model(before, after) is same
+    found = pair(before, after)
+    assert ("the runs are of different models: what differs may be due to that alone" in found.cautions) == (
+        same is False
+    )
+    assert [one.name for one in found.changed.model] == ([] if same else ["sha256"])
+
+
+def test_what_an_older_version_did_not_record_of_a_machine_is_no_difference() -> None:
+    older, newer = FIRST, run(variant(row(0.5, 2.0)), environment={"vector_units": "AVX2", "gpus": []})
+    assert differences.why_no_yardstick(older, newer) == ""
+    assert not pair(older, newer).changed.machine
+    cards = [{"name": "A"}, {"name": "A", "mig": True}]
+    gpus = [run(variant(row(0.5, 2.0)), environment={"gpus": [card]}) for card in cards]
+    assert not pair(*gpus).changed.machine
 
 
 def test_other_versions_of_what_the_baseline_does_not_use_leave_it_one() -> None:

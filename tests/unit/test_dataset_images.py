@@ -7,7 +7,9 @@ import pytest
 from PIL import Image
 
 from enginesmith.calibration.dataset import DataOptions, open_dataset
-from enginesmith.calibration.images import listing
+from enginesmith.calibration.images import ImageRows, listing, preprocessing_for
+from enginesmith.calibration.lazy_arrays import digest
+from enginesmith.calibration.preprocessing import Preprocessing
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -132,6 +134,17 @@ class TestRows:
         assert open_dataset(str(folder), (RGB,), options=DataOptions(mean=(0.5,))).digest != before
         put(folder / "2.png", pixels(seed=9))
         assert open_dataset(str(folder), (RGB,)).digest != before
+
+    def test_a_step_that_a_later_version_adds_changes_no_digest_unless_it_is_taken(self, folder):
+        class Later(Preprocessing, frozen=True):
+            flip: bool = False
+
+        steps, files = preprocessing_for(RGB, folder, DataOptions()), listing(folder).files
+        values = steps.model_dump()
+        before, default, flipped = (
+            digest([("x", ImageRows(files, each))]) for each in (steps, Later(**values), Later(**values, flip=True))
+        )
+        assert before == default != flipped
 
 
 class TestDefaults:
