@@ -15,6 +15,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Entry
 from enginesmith.pipeline.results import comparison, differences, documents
 from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.fleet import (
     FILE,
     RUNS,
@@ -134,7 +135,7 @@ def compare_fleets(earlier: Earlier, now: Earlier, *, any_device: bool) -> Fleet
 class State:
     """The state of an entry that its recipe does not hold."""
 
-    model_sha256: str | None
+    model: ModelIdentity | None
     """None where it cannot be loaded."""
     files: Mapping[str, str]
     """Files that the recipe names → their digests."""
@@ -151,26 +152,38 @@ def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
         return "it had no winner"
     if not run.complete:
         return "it was not complete"
-    return "; ".join(_list_changes(earlier.record.packages, then, run, entry, state)) or run
+    changes = [*list_changes(then, run, entry, state), *_list_loading(run, state)]
+    return "; ".join([*changes, *_list_packages(earlier.record.packages, state.packages)]) or run
 
 
-def _list_changes(packages: Mapping[str, str], then: EntryRecord, run: Run, entry: Entry, now: State) -> Iterator[str]:
+def list_changes(then: EntryRecord, run: Run, entry: Entry, now: State) -> Iterator[str]:
+    """List what of an entry changed since its run; a model that cannot be loaded now is taken to be the same."""
     before, after = run.requested_recipe, entry.recipe
     if before != after:
         fields = [name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)]
         yield f"its recipe changed: {', '.join(fields)}"
     if then.machine != machine_of(entry):
         yield "its target changed"
-    if now.model_sha256 is None:
-        yield "its model cannot be loaded"
-    elif run.model.sha256 != now.model_sha256:
+    if now.model and not now.model.matches(run.model):
         yield "its model changed"
     for name in sorted({*then.files, *now.files}):
         if then.files.get(name) != now.files.get(name):
             yield f"{name} changed"
-    for name in sorted({*packages, *now.packages}):
-        if packages.get(name) != now.packages.get(name):
-            yield f"{name} {packages.get(name, 'none')} → {now.packages.get(name, 'none')}"
+
+
+def _list_loading(run: Run, now: State) -> Iterator[str]:
+    """Tell that a model cannot be loaded, or comes out otherwise although its code and weights are the same."""
+    if now.model is None:
+        yield "its model cannot be loaded"
+    elif now.model.matches(run.model) and now.model.sha256 != run.model.sha256:
+        yield "its model is loaded otherwise, as by another version of enginesmith"
+
+
+def _list_packages(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """List packages of other versions."""
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            yield f"{name} {before.get(name, 'none')} → {now.get(name, 'none')}"
 
 
 def take_over(earlier: Earlier, name: str, folder: Path) -> None:

@@ -6,7 +6,7 @@ It can be interrupted anywhere and done again from there.
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from enginesmith.pipeline.results.earlier_fleet import Earlier
 from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.units import name_some
 from enginesmith.pipeline.workflows import optimize as job
-from enginesmith.pipeline.workflows.request import RunRequest, is_finished
+from enginesmith.pipeline.workflows.request import RunRequest, has_all_results
 from enginesmith.pipeline.workflows.run_directory import lock_folder
 
 
@@ -74,35 +76,46 @@ def optimize(
 
 
 def resume(
-    out: Path, settings: Settings | None = None, on_finished: Callable[[str], object] = lambda _: None
+    out: Path, settings: Settings | None = None, notify: Callable[[str], object] = lambda _: None
 ) -> FleetRecord:
-    """Do what is missing of a fleet; of a finished one that is at most reports, and ``on_finished`` is told.
+    """Do what is missing of a fleet: run the entries that failed, were interrupted, or lacked something.
+
+    Finished ones are left as they are, whichever machine made them, unless their model, data or recipe has changed;
+    ``notify`` is told which ones. Of a finished fleet, what is missing is at most reports.
 
     Raises:
         UsageError: there is no fleet there. Errors as in :func:`optimize` besides.
     """
-    out = (out if out.is_dir() else out.parent).absolute()
+    out, settings = (out if out.is_dir() else out.parent).absolute(), settings or Settings()
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_folder(out))
-        begun = records.read(out, to_go_on=True).model_copy(update={"packages": environment().packages})
-        if (settings is None or settings.reuse) and _is_finished(begun, out):
+        begun = records.read(out)
+        finished = _find_finished(begun, out) if settings.reuse else {}
+        if begun.entries and len(finished) == len(begun.entries):
             files.write_outdated(out)
-            on_finished(job.NOTHING_LEFT.format(out))
-            return records.read(out)
+            notify(job.NOTHING_LEFT.format(out))
+            return begun
+        begun = records.read(out, to_go_on=True).model_copy(update={"packages": environment().packages})
         if Path(begun.folder).is_dir():
             stack.enter_context(contextlib.chdir(begun.folder))
-        return _run_entries(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
+        entries = begun.fleet.entries(begun.only, begun.options)
+        return _run_entries(begun, entries, out, settings, finished, notify)
 
 
-def _is_finished(record: FleetRecord, out: Path) -> bool:
-    """Tell whether nothing is left to do for any entry on this machine, with its versions."""
-    if record.changed_since is not None or not record.entries:
-        return False
-    ended = all(entry.run and entry.status in ("done", "breached") for entry in record.entries)
-    folders = (out / str(entry.run) for entry in record.entries)
-    return ended and all(is_finished(runs.read(folder), folder) for folder in folders)
+def _find_finished(record: FleetRecord, out: Path) -> dict[str, Run]:
+    """Find the entries whose own run has all results; a link to a run of an earlier fleet may lead elsewhere later."""
+    finished = {}
+    for entry in record.entries:
+        folder = out / RUNS / entry.name
+        if entry.run and entry.status in ("done", "breached") and not folder.is_symlink():
+            with contextlib.suppress(UsageError):  # its record is gone or damaged: the entry is run again
+                run = runs.read(folder)
+                if has_all_results(run, folder):
+                    finished[entry.name] = run
+    return finished
 
 
+_MOST_NAMED = 12
 _PARTS = {
     "file": "file",
     "fleet": "content of the file",
@@ -125,11 +138,20 @@ def _read_same(out: Path, record: FleetRecord) -> FleetRecord:
     return before.model_copy(update={"packages": record.packages})
 
 
-def _run_entries(begun: FleetRecord, entries: Sequence[Entry], out: Path, settings: Settings) -> FleetRecord:
+def _run_entries(
+    begun: FleetRecord,
+    entries: Sequence[Entry],
+    out: Path,
+    settings: Settings,
+    finished: Mapping[str, Run] | None = None,
+    notify: Callable[[str], object] = lambda _: None,
+) -> FleetRecord:
     work = _ActiveFleet(begun, entries, out)
     records.write(work.record(), out)
     try:
         work.take_over(settings)
+        for sentence in work.leave_finished(finished or {}, settings):
+            notify(sentence)
         work.found |= {
             name: Found(result.run, result.error, steps=result.steps, reused=result.reused)
             for name, result in job.optimize_all(work.requests(), settings).items()
@@ -153,8 +175,6 @@ class _ActiveFleet:
         """The fleet to compare with: the named one, or the one that it was compared with before, or the newest."""
         self.found: dict[str, Found] = {}
         """By name, the results of entries that have ended."""
-        self._taken: set[str] = set()
-        """Entries that the run directory of an earlier fleet stands for."""
         self._because: dict[str, str] = {}
         """By entry, what has changed since that fleet."""
 
@@ -163,7 +183,7 @@ class _ActiveFleet:
         if self._begun.changed_since is None:
             return
         since = earlier_fleet.open_fleet(self._out / self._begun.changed_since)
-        models = job.load_digests([self._request(entry) for entry in self._entries], settings)
+        models = job.identify_models([self._request(entry) for entry in self._entries], settings)
         for entry, named in zip(self._entries, self._files, strict=True):
             state = earlier_fleet.State(models.get(entry.name), named, self._begun.packages)
             earlier = earlier_fleet.find_unchanged(since, entry, state)
@@ -172,12 +192,30 @@ class _ActiveFleet:
                 self._because[entry.name] = earlier
             elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
                 earlier_fleet.take_over(since, entry.name, folder)
-                self._taken.add(entry.name)
                 self.found[entry.name] = Found(earlier, steps=len(earlier.steps), reused=len(earlier.steps))
+
+    def leave_finished(self, finished: Mapping[str, Run], settings: Settings) -> Iterator[str]:
+        """Leave entries as they are whose runs are finished and of what they are now; yields sentences about them."""
+        entries = [entry for entry in self._entries if entry.name in finished and entry.name not in self.found]
+        if not entries:
+            return
+        before = {entry.name: entry for entry in self._begun.entries}
+        files = dict(zip((entry.name for entry in self._entries), self._files, strict=True))
+        models = job.identify_models([self._request(entry) for entry in entries], settings)
+        for entry in entries:
+            run = finished[entry.name]
+            state = earlier_fleet.State(models.get(entry.name), files[entry.name], self._begun.packages)
+            if changes := "; ".join(earlier_fleet.list_changes(before[entry.name], run, entry, state)):
+                yield f"{entry.name} is run again: {changes}"
+            else:
+                self.found[entry.name] = Found(run, steps=len(run.steps), reused=len(run.steps))
+        if left := [entry.name for entry in entries if entry.name in self.found]:
+            names = name_some(left, _MOST_NAMED)
+            yield f"left as they are, since they are finished: {names}; --no-cache runs all again"
 
     def requests(self) -> list[RunRequest]:
         """List the runs that are to be made; none of them in the folder of an earlier fleet."""
-        left = [entry for entry in self._entries if entry.name not in self._taken]
+        left = [entry for entry in self._entries if entry.name not in self.found]
         for entry in left:
             folder = self._out / RUNS / entry.name
             with storage_errors(f"the run directory {folder}"):

@@ -40,6 +40,7 @@ from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import End, explain_end
+from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.race import Race
@@ -515,20 +516,21 @@ def resume(
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
         MissingCapability: it was measured on a GPU, and none can be used here.
     """
-    before, begun = runs.read(out, to_go_on=True), Path(out).absolute()
-    if (settings is None or settings.reuse) and is_finished(before, begun) and not runs.find_workarounds(before):
+    before, begun = runs.read(out), Path(out).absolute()
+    if (settings is None or settings.reuse) and is_finished(before, begun):
         files.write_outdated(begun)
         on_finished(NOTHING_LEFT.format(begun))
         if error := _why_unusable(before, {}, ""):
             raise error
         return before
+    before = runs.read(out, to_go_on=True)
     require_device_of(before, begun)
     with work_where_begun(before):
         return optimize(before.recipe, begun, settings)
 
 
-def load_digests(requests: Sequence[RunRequest], settings: Settings) -> dict[str, str]:
-    """Load models as they are now, and return their digests by name; a model that cannot be loaded has none."""
+def identify_models(requests: Sequence[RunRequest], settings: Settings) -> dict[str, ModelIdentity]:
+    """Load models as they are now, and identify them by the requests' names; one that cannot be loaded is left out."""
     plans = {}
     for request in requests:
         with contextlib.suppress(EnginesmithError):
@@ -538,7 +540,7 @@ def load_digests(requests: Sequence[RunRequest], settings: Settings) -> dict[str
     with settings.open_executor() as executor, tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         outcomes = Runner(executor, lambda step: Path(logs, f"{step.id}.log")).run(together.steps)
     artifacts = {name: plan_outcomes[LOAD].artifact for name, plan_outcomes in together.by_plan(outcomes).items()}
-    return {name: artifact.sha256 for name, artifact in artifacts.items() if artifact}
+    return {name: ModelIdentity.of(artifact) for name, artifact in artifacts.items() if artifact}
 
 
 def default_out(name: str) -> Path:

@@ -129,7 +129,12 @@ def is_of_machine(run: Run, machine: Environment) -> bool:
 
 
 def is_finished(run: Run, folder: Path) -> bool:
-    """Tell whether nothing is left to do on this machine, with its versions.
+    """Tell whether nothing is left to do on this machine, with its versions."""
+    return is_of_machine(run, environment()) and has_all_results(run, folder)
+
+
+def has_all_results(run: Run, folder: Path) -> bool:
+    """Tell whether a run has every result that it can have, and its files are whole, whichever machine made them.
 
     Not to fit below a limit is a result. So is the failure of a variant that nobody asked for.
     """
@@ -149,5 +154,5 @@ def is_finished(run: Run, folder: Path) -> bool:
     late = any(step.late for step in run.steps) or any(record.untried for record in run.requested)
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
     cut = cut or any(record.prosecution and record.prosecution.cut for record in run.requested)
-    late = late or runs.needs_another_race(run)
-    return run.complete and is_of_machine(run, environment()) and not (failed or older or late or cut) and whole
+    again = runs.needs_another_race(run) or bool(runs.find_workarounds(run))
+    return run.complete and not (failed or older or late or cut or again) and whole

@@ -62,7 +62,11 @@ def run(entry: Entry, ms: float = 0.5, **changes: Any) -> Run:
         "recipe": entry.recipe,
         "environment": MACHINE,
         "model": ModelRecord(
-            source=entry.recipe.model, sha256=f"of {entry.recipe.model}", signature=None, data="digits"
+            source=entry.recipe.model,
+            sha256=f"of {entry.recipe.model}",
+            content=f"content of {entry.recipe.model}",
+            signature=None,
+            data="digits",
         ),
         "steps": (StepRecord(id="load", status="done", cached=True, seconds=0.1, effect=""),),
         "baseline": eager,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,7 +16,8 @@ from enginesmith.pipeline.recipe import parsed
 from enginesmith.pipeline.recipe.fleet import Entry, Place
 from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.differences import ModelIdentity
+from enginesmith.pipeline.results.run import ModelRecord, Run
 from enginesmith.pipeline.workflows import fleet as workflow
 from enginesmith.pipeline.workflows import optimize
 from enginesmith.pipeline.workflows.optimize import RunResult
@@ -59,15 +61,16 @@ class Jobs:
                 found[one.name] = RunResult(None, made)
         return found
 
-    def load_digests(self, asked: Sequence[RunRequest], settings: Any = None) -> dict[str, str]:
-        return {one.name: self.models.get(one.recipe.model, f"of {one.recipe.model}") for one in asked}
+    def identify_models(self, asked: Sequence[RunRequest], settings: Any = None) -> dict[str, ModelIdentity]:
+        digests = {one.name: self.models.get(one.recipe.model, f"of {one.recipe.model}") for one in asked}
+        return {name: ModelIdentity(sha256, ("content",)) for name, sha256 in digests.items() if sha256}
 
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     found = Jobs()
     monkeypatch.setattr(optimize, "optimize_all", found.optimize_all)
-    monkeypatch.setattr(optimize, "load_digests", found.load_digests)
+    monkeypatch.setattr(optimize, "identify_models", found.identify_models)
     monkeypatch.chdir(tmp_path)
     Path("fleet.yaml").write_text(FLEET, encoding="utf-8")
     return found
@@ -213,10 +216,10 @@ def test_an_interrupted_fleet_goes_on_where_it_was_begun(jobs: Jobs, monkeypatch
 
 def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet("--out", "runs/a")
-    monkeypatch.setattr(workflow, "is_finished", lambda run, folder: folder.name != "lenet@edge")
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: folder.name != "lenet@edge")
     assert CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"]).exit_code == 0
     assert len(jobs.asked) == 2, "one entry is not finished"
-    monkeypatch.setattr(workflow, "is_finished", lambda run, folder: True)
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: True)
     before = {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
     done = CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
     assert (done.exit_code, len(jobs.asked)) == (0, 2)
@@ -231,6 +234,94 @@ def test_a_finished_fleet_has_nothing_left_to_do_and_says_so(jobs: Jobs, monkeyp
     assert [path.is_file() for path in lost] == [True, True], "a full disk may have left them out"
     CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet", "--no-cache"])
     assert len(jobs.asked) == 3
+
+
+NAMES = ["digits@cpu", "digits@edge", "lenet@cpu", "lenet@edge"]
+
+
+def test_entries_that_are_finished_are_left_as_they_are(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.kinds = {"lenet@edge": lambda entry: jobs.made.ERRORS[0], "lenet@cpu": jobs.made.breached}
+    fleet("--out", "runs/a")
+    before = {path: path.read_bytes() for path in Path("runs/a/runs").rglob("*") if path.is_file()}
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: folder.name != "digits@edge")
+    jobs.kinds = {}
+    done = CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
+    assert done.exit_code == 3, "what was over its budget stays so"
+    assert jobs.asked[1:] == [["digits@edge", "lenet@edge"]], "one is not finished, one lacked something"
+    assert "left as they are, since they are finished: digits@cpu, lenet@cpu; --no-cache runs all again" in done.stderr
+    left = [path for path in before if path.parts[3] in ("digits@cpu", "lenet@cpu")]
+    assert left
+    assert all(path.read_bytes() == before[path] for path in left)
+    found = records.read(Path("runs/a"))
+    assert [one.status for one in found.entries] == ["done", "done", "breached", "done"]
+    assert [(one.steps, one.reused) for one in found.entries[:2]] == [(1, 1), (10, 4)]
+    CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet", "--no-cache"])
+    assert jobs.asked[2:] == [NAMES]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model", "lenet@cpu is run again: its model changed"),
+        ("data", "lenet@cpu is run again: data.npz changed"),
+        ("recipe", "lenet@cpu is run again: its recipe changed: batch"),
+    ],
+)
+def test_entries_whose_model_data_or_recipe_has_changed_are_run_again(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, change: str, words: str
+) -> None:
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: True)
+    np.savez("data.npz", x=np.zeros(4), labels=np.arange(4))
+    text = "models: {digits: {}, lenet: {recipe: {eval_data: data.npz}}}\ntargets: {cpu: {}}\n"
+    Path("fleet.yaml").write_text(text, encoding="utf-8")
+    jobs.kinds = {"digits@cpu": lambda entry: jobs.made.ERRORS[0]}
+    fleet("--out", "runs/a")
+    jobs.models = {"lenet": "another"} if change == "model" else {}
+    if change == "data":
+        np.savez("data.npz", x=np.ones(4), labels=np.arange(4))
+    if change == "recipe":
+        record = records.read(Path("runs/a"))
+        records.write(record.model_copy(update={"options": {"batch": "4"}}), Path("runs/a"))
+    done = CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
+    assert jobs.asked[1] == ["digits@cpu", "lenet@cpu"]
+    assert words in done.stderr
+
+
+def test_a_finished_entry_is_left_where_its_model_cannot_be_loaded(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: True)
+    jobs.kinds = {"digits@cpu": lambda entry: jobs.made.ERRORS[0]}
+    fleet("--out", "runs/a")
+    jobs.models = {"lenet": ""}
+    CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
+    assert jobs.asked[1] == ["digits@cpu"]
+
+
+def test_an_entry_whose_run_is_gone_is_run_again(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: True)
+    fleet("--out", "runs/a")
+    Path("runs/a/runs/digits@cpu/run.json").unlink()
+    CliRunner().invoke(cli.main, ["resume", "runs/a", "--quiet"])
+    assert jobs.asked[1] == ["digits@cpu"]
+
+
+def test_a_resumed_fleet_leaves_what_it_ran_itself_since_the_earlier_one(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet("--out", "runs/a")
+    model = ModelRecord(source="lenet", sha256="another", signature=None, data="digits")
+    jobs.models = {"lenet": "another"}
+    jobs.kinds = {
+        "lenet@cpu": lambda entry: jobs.made.run(entry, model=model),
+        "lenet@edge": lambda entry: jobs.made.ERRORS[0],
+    }
+    fleet("--out", "runs/b", "--changed-since", "runs/a")
+    monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: True)
+    jobs.kinds = {"lenet@edge": jobs.made.breached}
+    done = CliRunner().invoke(cli.main, ["resume", "runs/b", "--quiet"])
+    assert jobs.asked[1:] == [["lenet@cpu", "lenet@edge"], ["lenet@edge"]]
+    assert "left as they are, since they are finished: lenet@cpu;" in done.stderr
+    found = records.read(Path("runs/b"))
+    assert [bool(one.taken_from) for one in found.entries] == [True, True, False, False]
 
 
 def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

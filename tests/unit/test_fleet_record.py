@@ -12,6 +12,7 @@ from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
 from enginesmith.pipeline.recipe.fleet import Entry
 from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.earlier_fleet import Earlier, State
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, Found, entry_record
 from enginesmith.pipeline.results.run import Run, Workaround
@@ -157,7 +158,7 @@ def test_what_single_runs_call_options_is_told_as_fields(tmp_path: Path) -> None
     assert fleets.entry(one, tmp_path, fleets.ERRORS[0]).remedy == "start one"
 
 
-STATE = State("of digits", {"data.npz": "d"}, {"torch": "2.11"})
+STATE = State(ModelIdentity("of digits", ("content of digits",)), {"data.npz": "d"}, {"torch": "2.11"})
 
 
 @pytest.fixture
@@ -265,8 +266,12 @@ def test_the_last_fleet_is_the_newest_of_its_name(asked: Entry, tmp_path: Path) 
     [
         ({"recipe": {"batch": [4]}}, "its recipe changed: batch"),
         ({"targets": {"cpu": {"resources": {"big": 1}}}}, "its target changed"),
-        ({"state": replace(STATE, model_sha256="another")}, "its model changed"),
-        ({"state": replace(STATE, model_sha256=None)}, "its model cannot be loaded"),
+        ({"state": replace(STATE, model=ModelIdentity("another", ("of another",)))}, "its model changed"),
+        (
+            {"state": replace(STATE, model=ModelIdentity("another", ("new", "content of digits")))},
+            "its model is loaded otherwise, as by another version of enginesmith",
+        ),
+        ({"state": replace(STATE, model=None)}, "its model cannot be loaded"),
         ({"state": replace(STATE, files={"data.npz": "e"})}, "data.npz changed"),
         ({"state": replace(STATE, files={})}, "data.npz changed"),
         ({"state": replace(STATE, packages={"torch": "2.12"})}, "torch 2.11 → 2.12"),
