@@ -145,7 +145,7 @@ def remedy_of(error: EnginesmithError) -> str:
     return "; ".join(filter(None, [error.remedy, advice]))
 
 
-_SEE = "a fleet file is, for example, `models: [digits, lenet]`; it may also have targets and a recipe"
+_SEE = "a fleet file is, for example, `models: [digits, resnet18]`; it may also have targets and a recipe"
 _UNKNOWN = ("extra_forbidden", "invalid_key")
 """Pydantic's words for a key that does not belong there."""
 

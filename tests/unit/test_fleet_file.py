@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, Place, make, merge_layers, read
 
 FILE = Path(__file__).parents[1] / "data/fleet/fleet.yaml"
@@ -86,6 +87,17 @@ def test_a_model_that_is_not_there_is_the_matter_of_its_entry() -> None:
     entries = make({"models": {"digits": {}, "gone": {"model": "gone.py:build", "recipe": {"prune": [0.3]}}}}).entries()
     assert [one.recipe.model for one in entries] == ["digits", "gone.py:build"]
     assert entries[1].recipe.prune == ("0.3",)
+
+
+def test_the_example_in_the_message_is_a_fleet_of_models_that_exist(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.touch()
+    with pytest.raises(UsageError) as refused:
+        read(file)
+    file.write_text(refused.value.remedy.split("`")[1], encoding="utf-8")
+    entries = read(file).entries()
+    assert len(entries) > 1
+    assert all(resolve(entry.recipe.model).form == "zoo" for entry in entries)
 
 
 def changed(**changes: Any) -> dict[str, Any]:
