@@ -33,6 +33,12 @@ DEFAULT_METRIC = "top1"
 """Where labels fit it, and no other metric was named."""
 _OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function"
 _OTHER_SIZE = "give masks of the output's size or, for scores, of twice, three times, … its height and width"
+_ROUNDING = 1e-5
+"""Share of a graded metric below which a drop is rounding, and none.
+
+Kernels in float32 answer alike to about 120 dB, which is 1e-6 of the answers, as they add in another order. A metric of
+small errors, such as a mean square of errors of a tenth of the answers, changes by ten times as much.
+"""
 _FINITE = "remove those samples, or give a function with --metric file.py:function that leaves them out"
 
 
@@ -54,6 +60,7 @@ class Quality(BaseModel, frozen=True):
     guess: float | None = None
     """Metric of the most frequent label as the answer to all samples; None for metrics but top1."""
     drop: float
+    """0 where it is no more than the rounding of float32 in a graded metric; so are the ends of its interval."""
     drop_low: float | None = None
     drop_high: float | None = None
     """95 % interval of the mean drop, paired by sample; by bootstrap where the metric is one number."""
@@ -194,6 +201,8 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
     others = () if chosen is None else tuple(name for name in outputs if name != chosen)
     own = find_own(parse_metric(metric)[0])
     its = None if own is None or chosen is None else _labels_for(chosen, labels)
+    counted = bool(np.isin([ours, theirs], (0, 1)).all())
+    least = 0.0 if counted else _ROUNDING * max(abs(value), abs(reference))
     judged = Quality(
         metric=metric,
         output=chosen,
@@ -201,18 +210,19 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         value=value,
         baseline=reference,
         guess=own.guess(its) if own and own.guess and its is not None else None,
-        drop=drop,
+        drop=_drop_rounding(drop, least),
         samples=rows,
-        counted=bool(np.isin([ours, theirs], (0, 1)).all()),
+        counted=counted,
     )
     whole = ours.ndim == 0 or theirs.ndim == 0
     interval: tuple[float, float] | None
-    if judged.counted and not (whole or same):
+    if counted and not (whole or same):
         worse, better = (int((sign * drops > 0).sum()) for sign in (1, -1))
         judged = judged.model_copy(update={"worse": worse, "better": better})
     if not whole:
-        judged = judged.model_copy(update={"deviation": float(drops.std()), "spread": float(ours.std())})
-        largest = 1.0 if judged.counted and not same else float(np.abs(drops).max())
+        deviation = _drop_rounding(float(drops.std()), least * math.sqrt(rows) / NORMAL)
+        judged = judged.model_copy(update={"deviation": deviation, "spread": float(ours.std())})
+        largest = 1.0 if counted and not same else float(np.abs(drops).max())
         interval = drop_interval(drops, largest)
     elif own is None or chosen is None:
         return explain_missing(judged, f"{metric} returns one number for all samples")
@@ -220,7 +230,13 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Labels | None
         interval = None if its is None else own.estimate_drop(outputs[chosen], baseline[chosen], its, seed)
     if interval is None:
         return explain_missing(judged, f"{metric} cannot be computed for most sets drawn from so few samples")
-    return judged.model_copy(update={"drop_low": interval[0], "drop_high": interval[1], "whole": whole})
+    low, high = (_drop_rounding(end, least) for end in interval)
+    return judged.model_copy(update={"drop_low": low, "drop_high": high, "whole": whole})
+
+
+def _drop_rounding(value: float, least: float) -> float:
+    """Return 0 for what is no more than rounding."""
+    return value if abs(value) > least else 0.0
 
 
 def join_arrays(metric: str, outputs: Feeds, labels: Labels) -> tuple[Feeds, Labels]:

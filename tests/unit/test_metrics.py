@@ -486,6 +486,30 @@ def test_a_metric_that_computes_in_place_changes_nothing(tmp_path: Path) -> None
     assert not labels.any()
 
 
+@pytest.mark.parametrize("metric", ["mse", "spearman"])
+@pytest.mark.parametrize(("error", "lost"), [(1e-7, False), (1e-2, True)])
+def test_rounding_of_float32_is_no_drop(metric: str, error: float, lost: bool) -> None:
+    generator = np.random.default_rng(0)
+    labels = generator.standard_normal(300)
+    baseline = labels + 0.1 * generator.standard_normal(300)
+    outputs = baseline * (1 + error * generator.standard_normal(300))
+    judged = evaluate(metric, {"y": outputs}, {"y": baseline}, labels)
+    ends = (judged.drop, judged.drop_low, judged.drop_high)
+    assert (ends != (0, 0, 0)) == lost
+    if metric == "mse":
+        assert (judged.seen_high != 0, bool(judged.explain_excess(0))) == (lost, lost)
+
+
+def test_a_wrong_answer_of_many_is_no_rounding() -> None:
+    labels = np.zeros(200_000, np.int64)
+    baseline = np.tile(np.float32([1, 0]), (len(labels), 1))
+    outputs = baseline.copy()
+    outputs[0] = [0, 1]
+    judged = evaluate("top1", {"y": outputs}, {"y": baseline}, labels)
+    assert judged.drop == pytest.approx(5e-6)
+    assert judged.explain_excess(0)
+
+
 def test_more_samples_are_asked_for_where_the_interval_is_wide() -> None:
     told = Quality(metric="map", value=0.5, baseline=0.51, drop=0.01, drop_low=-0.02, drop_high=0.04, samples=100)
     assert told.explain_width(0.01) == (
