@@ -59,6 +59,18 @@ class ModelOptions(Part):
     )
 
 
+REMOVED_FIELDS: dict[str, Any] = {
+    "quantisation.convert_io": False,
+    "prune_sensitivity": False,
+    "sparsifying.permute": False,
+}
+"""Fields that recipes of earlier versions have, with the default at which they asked for nothing.
+
+A run records all fields of its recipe. At the default, a run of the earlier version is continued as if the field had
+never been there. Whoever removes a field adds it here.
+"""
+
+
 class Recipe(EngineOptions, ModelOptions):
     """All that ``optimize`` is asked to do."""
 

@@ -32,6 +32,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Recovery
 from enginesmith.pipeline.passes.quantize.precisions import Form
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recipe.recipe import REMOVED_FIELDS
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
@@ -513,7 +514,8 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     """Read ``run.json`` of a run directory.
 
     Fields that this version does not know are left out, and the run's warnings name them. ``to_go_on`` is for doing
-    what the recipe asks for: then it has to be known as a whole.
+    what the recipe asks for: then it has to be known as a whole. Options that were removed, and that the recipe does
+    not use, change nothing.
 
     Raises:
         UsageError: there is none, or it is damaged, or of another schema; the message names the field.
@@ -529,7 +531,8 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
         return UsageError(f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote")
 
     again = "move it away with `optimize … --replace`: what is in the store is used again"
-    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again)
+    removed = {f"recipe.{name}": default for name, default in REMOVED_FIELDS.items()}
+    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again, removed)
     if to_go_on:
         unknown_settings = [name for name in unknown if name.startswith("recipe.")]
         again = f"enginesmith optimize {run.recipe.model} … --out {path.parent} --replace"

@@ -452,6 +452,21 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(tmp_path: Path) -> No
         assert not workflow.is_finished(moved, world.out), "here another engine is needed"
 
 
+def test_only_a_finished_run_is_resumed_although_its_recipe_has_fields_that_are_not_known(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    carry_out(world, "optimize", None)
+    document = json.loads((world.out / "run.json").read_text(encoding="utf-8"))
+    document["recipe"]["colour"] = "red"
+    (world.out / "run.json").write_text(json.dumps(document), encoding="utf-8")
+    told: list[str] = []
+    workflow.resume(world.out, None, told.append)
+    assert told == [workflow.NOTHING_LEFT.format(world.out)]
+    for engine in world.out.glob("variants/*/made"):
+        engine.unlink()
+    with pytest.raises(UsageError, match=r"does not have: recipe\.colour"):
+        workflow.resume(world.out)
+
+
 @pytest.mark.parametrize("name", [f".{SAMPLES}.partial", SAMPLES, "report.html", "report.md", "junit.xml"])
 @pytest.mark.parametrize("command", ["resume", "optimize"])
 def test_the_next_command_writes_what_could_not_be_written_at_the_end(tmp_path: Path, name: str, command: str) -> None:
