@@ -22,6 +22,7 @@ _MACHINE = (
 )
 _GPU = ("name", "compute_capability", "memory_bytes", "mig")
 _GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
+_SAMPLES_DIGEST = "evaluated samples, sha256"
 
 
 class Changed(BaseModel, frozen=True):
@@ -55,7 +56,7 @@ def list_differences(before: Run, after: Run) -> Differences:
         recipe=compare_recipes(before.recipe, after.recipe),
         versions=_list_changed(*({"python": env.get("python"), **env.get("packages", {})} for env in environments)),
         machine=_list_changed(*_machines(before, after, _MACHINE, _GPU_STATE)),
-        data=_list_changed(_data(before), _data(after)),
+        data=_list_changed(*_describe_data(before, after)),
     )
 
 
@@ -203,6 +204,14 @@ def _gpus(run: Run, facts: Sequence[str]) -> dict[str, Any]:
     return {f"gpus[{index}].{name}": gpu.get(name) for index, gpu in gpus for name in facts}
 
 
+def _describe_data(before: Run, after: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the facts about both runs' data; a digest that only one of them recorded tells nothing."""
+    first, second = _data(before), _data(after)
+    if not (first[_SAMPLES_DIGEST] and second[_SAMPLES_DIGEST]):
+        del first[_SAMPLES_DIGEST], second[_SAMPLES_DIGEST]
+    return first, second
+
+
 def _data(run: Run) -> dict[str, Any]:
     quality = next((record.quality for record in run.variants if record.quality), None)
     return {
@@ -210,7 +219,7 @@ def _data(run: Run) -> dict[str, Any]:
         "shapes": run.model.shapes,
         "metric": quality.metric if quality else None,
         "evaluated samples": quality.samples if quality else None,
-        "evaluated samples, sha256": quality.data_sha256 if quality else None,
+        _SAMPLES_DIGEST: quality.data_sha256 if quality else None,
     }
 
 

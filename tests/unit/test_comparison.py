@@ -178,6 +178,15 @@ def test_what_an_older_version_did_not_record_of_a_machine_is_no_difference() ->
     assert not pair(*gpus).changed.machine
 
 
+def test_samples_without_a_digest_are_no_other_samples() -> None:
+    def judged(digest: str) -> Run:
+        quality = Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, samples=100, data_sha256=digest)
+        return run(variant(row(0.5, 2.0), quality=quality))
+
+    assert not pair(judged(""), judged("a")).changed.data
+    assert [one.name for one in pair(judged("a"), judged("b")).changed.data] == ["evaluated samples, sha256"]
+
+
 def test_other_versions_of_what_the_baseline_does_not_use_leave_it_one() -> None:
     other = run(variant(row(0.6, 2.2)), environment={"packages": {"torch": "2.11", "onnxruntime": "1.24"}})
     assert compare_latency(FIRST, other, ENGINE, 1).basis == "speed-up over eager"
