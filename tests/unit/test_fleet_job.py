@@ -316,12 +316,15 @@ def test_a_resumed_fleet_leaves_what_it_ran_itself_since_the_earlier_one(
     }
     fleet("--out", "runs/b", "--changed-since", "runs/a")
     monkeypatch.setattr(workflow, "has_all_results", lambda run, folder: True)
-    jobs.kinds = {"lenet@edge": jobs.made.breached}
+    jobs.kinds = {"lenet@edge": lambda entry: jobs.made.run(entry, model=model)}
     done = CliRunner().invoke(cli.main, ["resume", "runs/b", "--quiet"])
     assert jobs.asked[1:] == [["lenet@cpu", "lenet@edge"], ["lenet@edge"]]
     assert "left as they are, since they are finished: lenet@cpu;" in done.stderr
     found = records.read(Path("runs/b"))
     assert [bool(one.taken_from) for one in found.entries] == [True, True, False, False]
+    jobs.models["digits"] = "another"
+    CliRunner().invoke(cli.main, ["resume", "runs/b", "--quiet"])
+    assert jobs.asked[3:] == [["digits@cpu", "digits@edge"]], "links stand for what has not changed"
 
 
 def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
