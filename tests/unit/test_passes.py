@@ -345,6 +345,74 @@ def test_attention_written_out_is_the_formula(tmp_path: Path, mask: str, key_hea
     assert evaluator.largest_difference([expected.astype(np.float32)], found) < 1e-5
 
 
+_MEAN, _EMPTY = "the mean of the values", "0"
+
+
+@pytest.mark.parametrize(
+    ("mask", "fill", "expected", "nodes"),
+    [
+        ("b = Cast <to = 1> (m)\n c = Sub(one, b)\n s = Mul(c, fill)", np.finfo(np.float32).min, _MEAN, 2),
+        ("b = Cast <to = 9> (m)\n s = Where(b, zero, fill)", np.finfo(np.float32).min, _MEAN, 2),
+        ("b = Cast <to = 9> (m)\n s = Where(b, zero, fill)", -np.inf, _EMPTY, 2),
+        ("b = Cast <to = 9> (m)\n s = Where(b, zero, fill)", -1e9, _MEAN, 0),
+        ("s = Cast <to = 9> (m)", 0.0, _EMPTY, 0),
+    ],
+)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_row_of_the_lowest_number_has_the_mean_of_the_values(
+    mask: str, fill: float, expected: str, nodes: int, heads: int, tmp_path: Path
+) -> None:
+    """As in PyTorch; ONNX Runtime takes it for an empty one. It is mended before the mask is spread, and once."""
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 23]>
+        net (float[b, 2, 3, 4] x, int64[b, 1, 1, 3] m) => (float[b, 2, 3, 4] y) {{
+            {mask}
+            e = Expand(s, shape)
+            a = Attention(x, x, x, e)
+            y = Attention(a, x, x, e)
+        }}"""
+    model = onnx.parser.parse_model(text)
+    weights = {"one": np.float32(1), "zero": np.float32(0), "fill": np.float32(fill)}
+    weights["shape"] = np.array([1, heads, 3, 1])
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(w), name) for name, w in weights.items())
+    onnx.save(onnx.shape_inference.infer_shapes(model), path := tmp_path / "given.onnx")
+    net = edit.load(path)
+    attention.raise_masks(net)
+    edit.save(net, tmp_path, LIMIT)
+    operators = [node.op_type for node in net.graph if node.op_type != "Constant"]
+    assert len(operators) == len(model.graph.node) + nodes
+    assert operators[-3:] == ["Expand", "Attention", "Attention"]
+    x, m = np.random.default_rng(0).standard_normal((2, 2, 3, 4)).astype(np.float32), np.ones((2, 1, 1, 3), np.int64)
+    m[1] = 0
+    (found,) = evaluator.run_graph(tmp_path / edit.FILE, {"x": x, "m": m})
+    (before,) = evaluator.run_graph(path, {"x": x, "m": m})
+    assert np.array_equal(found[0], before[0])
+    mean = np.broadcast_to(x[1].mean(1, keepdims=True), x[1].shape)
+    np.testing.assert_allclose(found[1], mean if expected == _MEAN else 0 * mean, atol=1e-6)
+
+
+def test_what_else_reads_a_spread_mask_reads_it_as_it_was(tmp_path: Path) -> None:
+    """A mask that is fed may have any number."""
+    text = """
+        <ir_version: 10, opset_import: ["" : 23]>
+        net (float[b, 2, 3, 4] x, float[b, 1, 1, 3] m) => (float[b, 2, 3, 4] y, float[b, 1, 3, 3] z) {
+            e = Expand(m, shape)
+            z = Identity(e)
+            y = Attention(x, x, x, e)
+        }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 1, 3, 1]), "shape"))
+    onnx.save(onnx.shape_inference.infer_shapes(model), path := tmp_path / "given.onnx")
+    net = edit.load(path)
+    attention.raise_masks(net)
+    edit.save(net, tmp_path, LIMIT)
+    x = np.random.default_rng(0).standard_normal((1, 2, 3, 4)).astype(np.float32)
+    m = np.full((1, 1, 1, 3), np.finfo(np.float32).min)
+    y, z = evaluator.run_graph(tmp_path / edit.FILE, {"x": x, "m": m})
+    np.testing.assert_allclose(y, np.broadcast_to(x.mean(2, keepdims=True), x.shape), atol=1e-6)
+    assert (z == m).all()
+
+
 @pytest.mark.parametrize("fill", [-1e9, -np.inf])
 def test_masked_places_hide_no_difference(fill: float) -> None:
     """In class maps, one pixel in 10 000 may differ."""

@@ -156,7 +156,7 @@ class _TextbookWriter:
         """
         import ml_dtypes
 
-        allowed = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+        allowed = _find_mask(node)
         if allowed is not None and allowed.dtype != ir.DataType.BOOL:
             return allowed
         if allowed is None and not node.attributes.get_int("is_causal", 0):
@@ -213,7 +213,7 @@ def _is_plain(node: "ir.Node") -> bool:
     """Tell whether it has no cache, no second output and no extra."""
     unused = not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
     causal = node.attributes.get_int("is_causal", 0) != 0
-    both_masks = causal and len(node.inputs) > _MASK and node.inputs[_MASK] is not None
+    both_masks = causal and _find_mask(node) is not None
     extras = any(key in node.attributes and node.attributes[key].value for key in _EXTRAS)
     return unused and not any(node.inputs[4:]) and not both_masks and not extras
 
@@ -305,6 +305,98 @@ def _same_length(left: "ir.Value", right: "ir.Value") -> bool:
     return all(a == b and str(a) not in ("", "?", "None") for a, b in pairs)
 
 
+# Masks of ``Attention`` with the lowest number. Where a row has nothing else, all scores are equal, and the answer is
+# the mean of the values; but ONNX Runtime's kernel on the CPU (1.31) takes a row for empty whose scores are the lowest
+# number or less, and answers 0. That is so in float32 and float16, for all shapes, with a cache, with shared keys, with
+# a soft cap, and without optimization. Rows of minus infinity or of False are empty, and 0, to PyTorch as well.
+
+_SPREADING = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_RAISED = 1 - 2.0**-7
+"""Share of the lowest number that takes its place; no score changes it in float32, and none above -496 in float16."""
+_LARGE = 0.5
+"""Share of the lowest number from which on a constant may make it."""
+
+
+def raise_masks(model: "ir.Model") -> None:
+    """Put a number slightly above the lowest in its place, in place, in all masks that may have it.
+
+    That is done before a mask is spread to queries and heads, if nothing but attention reads what is spread.
+    """
+    from onnx_ir.tape import Tape
+
+    raised = set[ir.Value]()
+    for node in _list_attention_nodes(model):
+        mask = _find_mask(node)
+        if mask is None or mask.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+            continue
+        source = _find_unspread(mask)
+        producer, dtype = source.producer(), mask.dtype.numpy()
+        lowest = float(np.finfo(dtype).min)
+        body = producer.graph if producer else source.graph
+        if source in raised or body is None or not _may_have(source, _LARGE * -lowest):
+            continue
+        readers = [use for use in source.uses() if _is_spread_by(*use)]
+        tape, content = Tape(), [ir.tensor(np.array(number, dtype)) for number in (lowest, _RAISED * lowest)]
+        limit, higher = (tape.op("Constant", [], {"value": number}) for number in content)
+        result = tape.op("Where", [tape.op("Equal", [source, limit]), higher, source])
+        result.type, result.shape = source.type, source.shape
+        for new in tape.nodes:
+            new.metadata_props.update(node.metadata_props)
+        if producer:
+            body.insert_after(producer, tape.nodes)
+        else:
+            body.insert_before(body[0], tape.nodes)
+        for reader, index in readers:
+            reader.replace_input_with(index, result)
+        raised.add(result)
+
+
+def _find_mask(node: "ir.Node") -> "ir.Value | None":
+    return node.inputs[_MASK] if len(node.inputs) > _MASK else None
+
+
+def _find_unspread(mask: "ir.Value") -> "ir.Value":
+    """Find what a mask was before it was spread, as far up as all that is spread of it is read as a mask."""
+    producer = mask.producer()
+    while producer is not None and producer.op_type in _SPREADING and _is_spread_by(producer, 0):
+        source = producer.inputs[0]
+        assert source is not None
+        mask, producer = source, source.producer()
+    return mask
+
+
+def _is_spread_by(node: "ir.Node", index: int) -> bool:
+    """Tell whether a node reads this input as a mask, or spreads it, and nothing but attention reads the result."""
+    if node.op_type == "Attention":
+        return index == _MASK
+    result = node.outputs[0]
+    spreads = node.op_type in _SPREADING and index == 0 and not result.is_graph_output()
+    return spreads and all(_is_spread_by(*use) for use in result.uses())
+
+
+def _may_have(value: "ir.Value", size: float) -> bool:
+    """Tell whether a value may have numbers of this size: it is computed of one, or of floats that are fed."""
+    seen, waiting = set[ir.Value](), [value]
+    while waiting:
+        if (each := waiting.pop()) in seen:
+            continue
+        seen.add(each)
+        node, numbers = each.producer(), edit.read(each)
+        attributes = list(node.attributes.values()) if node is not None else []
+        tensors = (attribute for attribute in attributes if attribute.type == ir.AttributeType.TENSOR)
+        filled = [attribute.as_tensor().numpy() for attribute in tensors]
+        for content in [numbers] if numbers is not None else filled:
+            if content.dtype.kind not in "biu" and bool((np.abs(content.astype(np.float64)) >= size).any()):
+                return True
+        if numbers is not None:
+            continue
+        has_body = any(attribute.type == ir.AttributeType.GRAPH for attribute in attributes)
+        if has_body or (node is None and (each.dtype is None or each.dtype.is_floating_point())):
+            return True
+        waiting += [given for given in (node.inputs if node is not None else ()) if given is not None]
+    return False
+
+
 # Masks of ``Attention`` with one row for all queries: the specification lets them broadcast, ONNX Runtime does not.
 #
 # Padding masks are such: B,1,1,S, for B samples of S keys. They are given a row for each of the L queries.
@@ -316,7 +408,7 @@ def spread_masks(model: "ir.Model") -> None:
 
     spread: dict[tuple[object, ...], ir.Value] = {}
     for node in _list_attention_nodes(model):
-        query, mask, body = node.inputs[0], node.inputs[_MASK] if len(node.inputs) > _MASK else None, node.graph
+        query, mask, body = node.inputs[0], _find_mask(node), node.graph
         if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
             continue
         length = query.shape[_find_query_axis(query)]

@@ -15,7 +15,7 @@ from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelErr
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
-from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
+from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
 from enginesmith.pipeline.passes.export.sizes import COMPARISONS, describe_other_sizes, resize_example
 from enginesmith.pipeline.passes.opset import convert_opset
@@ -89,6 +89,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         if options.attention == "decomposed":
             decompose_attention(model)
         else:
+            raise_masks(model)
             spread_masks(model)
         if loaded.module.extension:
             extend(model, loaded.module.extension.processing)
