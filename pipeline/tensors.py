@@ -219,6 +219,8 @@ def rows_first(arrays: Feeds, specs: Sequence[TensorSpec]) -> dict[str, Array]:
 
 
 _PIECE = 1 << 20
+INFINITE = 1e8
+"""Size from which on a number that several places have stands for infinity: float32 drops the scores added to it."""
 _LEAST_FILL, _FILL_WIDTH, _LEAST_NUMBER, _LARGEST_SHARE = 1000.0, 0.05, 0.01, 0.01
 
 
@@ -240,6 +242,13 @@ def find_fill(arrays: Sequence[Array]) -> float:
     least = (1 - _FILL_WIDTH) * largest
     rest = max(_find_largest(array, least) for array in floats)
     return least if _LEAST_NUMBER <= rest <= _LARGEST_SHARE * largest else np.inf
+
+
+def find_infinite(array: Array) -> Array:
+    """Mark the places of floats that have the largest size alike, of :data:`INFINITE` or more; infinity is no size."""
+    sizes = np.abs(array)
+    alike = np.asarray(sizes == _find_largest(array))
+    return alike & bool(alike.sum() > 1 and sizes[alike].max() >= INFINITE)
 
 
 def _find_largest(array: Array, below: float = np.inf) -> float:

@@ -77,6 +77,8 @@ def test_sums_of_products_are_changed_by_the_size_of_their_own() -> None:
         lambda x: torch.zeros_like(x) + torch.arange(4),
         lambda x: (x * (x[:, :1] > 0)) @ torch.eye(4).mul(2),
         lambda x: x.masked_fill(x > 0, -torch.inf) * 2,
+        lambda x: (torch.ones_like(x) * torch.finfo().min + x).softmax(1),
+        lambda x: ((x > 9) * 1e9 - 1e9 + x).softmax(1),
     ],
 )
 def test_what_is_chosen_and_what_is_0_stays(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -125,7 +127,7 @@ def test_a_loop_that_ends_at_equal_numbers_is_ended_and_errors_of_the_module_are
     monkeypatch.setattr(rounding, "_MOST_OPERATIONS", 500)
     for function in (settle, insist):
         session = open_session(function)
-        feeds = {"x": np.full((1, 4), 2, np.float32)}
+        feeds = {"x": np.full((1, 4), 2.25, np.float32)}
         assert session.run(feeds)["y"].size
         assert session.perturb(feeds, 2.0**-7, 0) == {}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.tensors import INFINITE, Array
 
 STEP, SEED = "enginesmith/step", "enginesmith/seed"
 """Inputs, [] float32, that a graph has more: the size of changes, negative for the opposite ones; and which ones."""
@@ -33,8 +33,6 @@ _BY_ELEMENT = frozenset(
 _SUMS_OF_PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "ConvTranspose"))
 """Operators of which each result is a sum of products: its error is one of the size of these."""
 _DEVIATIONS = 4.0
-_FILL = 1e8
-"""Sizes from which on numbers stand for infinity, and stay."""
 _INWARDS = 4.0
 _NEARER_TO_0 = 16.0
 _FREQUENCY, _SPREAD, _TURN = 12.9898, 0.618034, 2.399963
@@ -109,6 +107,7 @@ class _Builder:
         change = self._make("Mul", self._make_noise(value), self._make("Mul", self._sign, extent))
         if node.op_type in _BY_ELEMENT:
             moved = self._make("Add", floats, self._make("Mul", change, floats))
+            moved = self._make("Where", self._find_exact(floats, value.dtype), floats, moved)
         else:
             moved = self._change_sum(node, floats, change, extent)
         return moved if floats is value else self._make("Cast", moved, to=value.dtype)
@@ -116,7 +115,7 @@ class _Builder:
     def _change_sum(self, node: "ir.Node", floats: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
         operator = node.op_type
         size = self._make("Abs", floats)
-        usable = self._make("Less", size, self._constant(_FILL))  # not so for NaN
+        usable = self._make("Less", size, self._constant(INFINITE))  # not so for NaN
         known = self._make("Where", usable, floats, self._constant(0.0))
         if operator in _UP_TO_ONE:
             large = self._make("Greater", size, self._constant(0.5))
@@ -134,6 +133,23 @@ class _Builder:
         same_sign = self._make("Greater", beside, self._constant(0.0))
         moved = self._make("Where", same_sign, moved, self._make("Div", known, self._constant(_NEARER_TO_0)))
         return self._make("Where", usable, moved, floats)
+
+    def _find_exact(self, floats: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value":
+        """Mark numbers that nobody rounds: all if they are whole and small, and those of ``find_infinite``."""
+        most = {ir.DataType.FLOAT16: 2.0**11, ir.DataType.BFLOAT16: 2.0**8}.get(dtype or ir.DataType.FLOAT, 2.0**24)
+        size = self._make("Abs", floats)
+        finite = self._make("Less", size, self._constant(np.inf))
+        largest = self._make_largest(self._make("Where", finite, size, self._constant(0.0)))
+        alike = self._make("Equal", size, largest)
+        several = self._make("Greater", self._count_marks(alike), self._constant(1.0))
+        infinite = self._make("GreaterOrEqual", largest, self._constant(INFINITE))
+        whole = self._make("Equal", floats, self._make("Round", floats))
+        none = self._make("Less", self._count_marks(self._make("Not", whole)), self._constant(1.0))
+        counts = self._make("And", none, self._make("LessOrEqual", largest, self._constant(most)))
+        return self._make("Or", counts, self._make("And", alike, self._make("And", several, infinite)))
+
+    def _count_marks(self, marks: "ir.Value") -> "ir.Value":
+        return self._make("ReduceSum", self._make("Cast", marks, to=ir.DataType.FLOAT), keepdims=0)
 
     def _make_noise(self, value: "ir.Value") -> "ir.Value":
         """Make sines of mean 0, one for each place of a value."""

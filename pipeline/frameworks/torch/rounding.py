@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from enginesmith.pipeline.tensors import find_fill
+from enginesmith.pipeline.tensors import INFINITE, find_fill
 
 _CHOOSING = (
     *(
@@ -28,6 +28,7 @@ _CHOOSING = (
     *("gather", "index", "index_select", "take", "take_along_dim", "embedding", "cat", "stack", "hstack", "vstack"),
     *("pad", "constant_pad_nd", "masked_fill", "masked_select", "repeat", "repeat_interleave", "roll", "flip", "tril"),
     *("triu", "scatter", "index_put", "slice_scatter", "select_scatter"),
+    *("full", "full_like", "new_full", "ones", "ones_like", "new_ones"),
 )
 """Operations whose results are numbers that they were given: nothing is rounded."""
 _PROBABILITIES = ("sigmoid", "softmax", "_softmax")
@@ -52,7 +53,7 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Sums of products are changed by the size of their own products: columns of a matrix may have different units.
     Negative steps change everything the other way. No number changes its sign, and 0 stays 0, but where a function that
-    ends at 1 is far from it. Masks and counts stay as they are.
+    ends at 1 is far from it. Masks and counts stay as they are, also where all places are masked.
 
     Raises:
         RuntimeError: there are too many operations, as in a loop that ends where two numbers are equal.
@@ -83,11 +84,16 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _change(self, value: torch.Tensor, name: str, spread: torch.Tensor | None, *, by_element: bool) -> torch.Tensor:
         floats, largest = value.float(), float(value.abs().max())
+        if by_element and largest <= 2 / torch.finfo(value.dtype).eps and bool((floats == floats.round()).all()):
+            return value  # whole numbers as large as all are exact up to: a mask, or counts
         numbers = None
         if not largest < _LEAST_FILL:  # NaN, infinity, or what may fill masked places
             sizes = floats.abs()
             numbers = sizes.isfinite() & (sizes < find_fill([sizes.cpu().numpy()]))
-            largest = float(sizes.where(numbers, 0).max())
+            alike = sizes == (largest := float(sizes.where(numbers, 0).max()))
+            if largest >= INFINITE and int(alike.sum()) > 1:  # else a row of nothing else would not be one any more
+                numbers &= ~alike
+                largest = float(sizes.where(numbers, 0).max())
         step = self._step * max(1.0, 2 * torch.finfo(value.dtype).eps / abs(self._step))
         noise = torch.randn(value.shape, generator=self._generator, device=value.device).mul_(step)
         if by_element:

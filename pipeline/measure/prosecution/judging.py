@@ -17,7 +17,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import OutputFidelity, Thresholds, compare, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rounding import COARSE, find_farthest
 from enginesmith.pipeline.measure.row_sets import count_rows
-from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill, find_infinite
 from enginesmith.pipeline.units import format_share
 
 Answer = Callable[[Feeds], dict[str, Array]]
@@ -225,7 +225,10 @@ def measure_sensitivity(
 
 
 def _change_floats(feeds: Feeds, step: float, seed: int) -> Iterator[dict[str, Array]]:
-    """Draw feeds whose floats differ by such a share, some times; none where there are no floats."""
+    """Draw feeds whose floats differ by such a share, some times; none where there are no floats.
+
+    Numbers that stand for infinity stay: where a mask has nothing else, a change would make it choose one place.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(_DRAWS if any(value.dtype.kind == "f" for value in feeds.values()) else 0):
         changed = dict(feeds)
@@ -233,7 +236,8 @@ def _change_floats(feeds: Feeds, step: float, seed: int) -> Iterator[dict[str, A
             if value.dtype.kind == "f":
                 factor = 1 + step * rng.standard_normal(value.shape)
                 with np.errstate(over="ignore"):  # the largest number may become infinite
-                    changed[name] = np.asarray(value.astype(np.float64) * factor).astype(value.dtype)
+                    moved = np.asarray(value.astype(np.float64) * factor).astype(value.dtype)
+                changed[name] = np.where(find_infinite(value), value, moved)
         yield changed
 
 
