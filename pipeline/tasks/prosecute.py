@@ -171,6 +171,7 @@ class Prosecute(EngineCheck):
         space = InputSpace(signature, samples.read(reference).ranges, feeds)
         if self.precision in EXACT:
             graph = None
+        floats = [stage.answer for stage in stages[1:-1] if stage.precision in EXACT]
         model = stages[0]
         engine = stages[-1].answer
         return Subject(
@@ -179,6 +180,8 @@ class Prosecute(EngineCheck):
             engine,
             model.answer,
             graph,
+            floats[-1] if floats else None,
+            stages[-2].compute_by_reference,
             rows_apart=self.rows_apart,
             loss_judged=self.required,
             differentiate=model.differentiate,

@@ -448,6 +448,49 @@ def test_what_a_low_precision_loses_on_unusual_values_is_no_fault_unless_its_own
     assert found.witness == GRAPH
 
 
+_LOSES = np.float32(1.01)
+
+
+def double_but_zero(feeds: Feeds) -> dict[str, Array]:
+    """Answer right but where a number is large, as a runtime with a wrong kernel."""
+    return {"y": 2 * feeds["x"] * (np.abs(feeds["x"]).max(1, keepdims=True) < 2.8)}
+
+
+def scale(answer: Function) -> Function:
+    return lambda feeds: {"y": answer(feeds)["y"] * _LOSES}
+
+
+@pytest.mark.parametrize(
+    ("engine", "definition", "witness"),
+    [
+        (scale(double), scale(double), ""),
+        (scale(double), lambda feeds: {}, ""),
+        (scale(double_but_zero), scale(double), MODEL),
+        (scale(double_but_zero), lambda feeds: {}, MODEL),
+        (lambda feeds: {"y": -double(feeds)["y"]}, scale(double), GRAPH),
+    ],
+)
+def test_a_runtime_that_is_wrong_in_float_accuses_no_other_engine(
+    engine: Function, definition: Function, witness: str
+) -> None:
+    """ONNX Runtime computes the own graph of an engine in int8; the one that shares its kernels is wrong, too."""
+    wrong = {"graph": scale(double_but_zero), "float_graph": double_but_zero, "loss_judged": False}
+    found = search(engine, "int8", definition=definition, **wrong)
+    assert (found.witness if found else "") == witness
+
+
+def test_numbers_that_stand_for_infinity_are_not_changed_in_their_last_digits() -> None:
+    """Else a row of nothing but the lowest number would choose one of its places."""
+    lowest = np.finfo(np.float32).min
+
+    def attend(feeds: Feeds) -> dict[str, Array]:
+        scores = np.exp(feeds["x"] - feeds["x"].max(1, keepdims=True))
+        return {"y": scores / scores.sum(1, keepdims=True)}
+
+    assert measure_sensitivity(attend, {"x": np.full((2, 6), lowest)}, "fp32")["y"] == 0
+    assert measure_sensitivity(attend, {"x": np.arange(12.0, dtype=np.float32).reshape(2, 6)}, "fp32")["y"] > 0
+
+
 def test_an_engine_that_refuses_an_allowed_input_is_found() -> None:
     def refuses(feeds: Feeds) -> dict[str, Array]:
         if len(feeds["x"]) > 8:

@@ -111,9 +111,7 @@ def find_guilty_stage(known: Stages, shown: Disagreement) -> int:
             except EnginesmithError:
                 return at
             if differ(stage.precision, before, wanted, given, shown.feeds):
-                by_definition = (
-                    reduction.compute_by_reference(stage.graph, shown.feeds) if stage.graph and at < last else {}
-                )
+                by_definition = stage.compute_by_reference(shown.feeds) if at < last else {}
                 if not by_definition or differ(stage.precision, before, wanted, by_definition, shown.feeds):
                     return at
                 given = by_definition
@@ -130,16 +128,16 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
     Raises:
         ModelError: the graph cannot be computed without optimisation.
     """
-    model = reduction.read_whole(graph)
-    values = reduction.record_values(model, shown.feeds)
-    precision = known.own_precision
+    model, precision = reduction.read_whole(graph), known.own_precision
+    compute = reduction.choose_compute(model, shown.feeds, find_tolerance(precision))
+    values = reduction.record_values(model, shown.feeds, compute)
     with tempfile.TemporaryDirectory(prefix="enginesmith-reduce-") as scratch:
         places = (Path(scratch, str(number)) for number in itertools.count())
 
         def fails(nodes: Sequence[int]) -> bool:
             try:
                 part, feeds = reduction.take_nodes(model, nodes, values)
-                return bool(is_wrong(known.engine, part, feeds, precision, known.device, next(places)))
+                return bool(is_wrong(known.engine, part, feeds, precision, known.device, next(places), compute))
             except ModelError:
                 return False
 
@@ -150,13 +148,15 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         part, feeds = reduction.take_nodes(model, nodes, values)
         with open_engine(known.engine, part, known.device, next(places)) as answer:
             found = answer(feeds)
-    expected = reduction.compute(part, feeds)
+    by_runtime = compute is reduction.compute
+    computer = describe_software(simulation()) if by_runtime else f"the evaluator of onnx {software.version('onnx')}"
     return Reduced(
         model=part,
         feeds=feeds,
-        expected=expected,
+        expected=compute(part, feeds),
         found=found,
-        reference=f"the same graph, computed by {describe_software(simulation())}",
+        reference=f"the same graph, computed by {computer}",
+        compute=compute,
         tolerance=find_tolerance(precision),
         nodes=_name_nodes(model, nodes),
         whole=len(everything),
@@ -232,7 +232,9 @@ def _try_other_numbers(known: Stages, reduced: Reduced) -> dict[str, bool]:
                 feeds[key] = draw(rng, value.shape).astype(value.dtype) if value.dtype.kind == "f" else value
             with contextlib.suppress(EnginesmithError):
                 place, precision = Path(scratch, name), known.own_precision
-                wrong[name] = bool(is_wrong(known.engine, reduced.model, feeds, precision, known.device, place))
+                wrong[name] = bool(
+                    is_wrong(known.engine, reduced.model, feeds, precision, known.device, place, reduced.compute)
+                )
     return wrong
 
 

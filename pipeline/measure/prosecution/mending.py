@@ -17,7 +17,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.judging import EXACT
 from enginesmith.pipeline.measure.prosecution.search import Disagreement
-from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stage, Stages, differ, is_wrong
+from enginesmith.pipeline.measure.prosecution.stages import Reduced, Stage, Stages, differ, is_wrong, open_engine
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import AddedOption
@@ -49,6 +49,7 @@ def _list_trials(known: Stages, at: int, shown: Disagreement, reduced: Reduced |
     if reduced is not None:
         yield from _change_engine(known, reduced)
         yield from _change_graph_of_engine(known, before, reduced, shown.feeds)
+    yield from _change_float_graph(known, shown.feeds)
 
 
 def _change_engine(known: Stages, reduced: Reduced) -> Iterator[Trial]:
@@ -57,7 +58,7 @@ def _change_engine(known: Stages, reduced: Reduced) -> Iterator[Trial]:
     for option, engine in known.engine.variations():
 
         def is_right(place: Path, engine: Engine = engine) -> bool:
-            return not is_wrong(engine, reduced.model, reduced.feeds, precision, known.device, place)
+            return not is_wrong(engine, reduced.model, reduced.feeds, precision, known.device, place, reduced.compute)
 
         yield option, is_right
 
@@ -69,9 +70,32 @@ def _change_graph_of_engine(known: Stages, graph: Stage, reduced: Reduced, feeds
 
         def is_right(place: Path, make: Callable[[Path], Artifact] = make) -> bool:
             model = reduction.read_whole(make(place / "graph").path)
-            return not is_wrong(known.engine, model, feeds, known.own_precision, known.device, place / "engine")
+            precision, engine_place = known.own_precision, place / "engine"
+            return not is_wrong(known.engine, model, feeds, precision, known.device, engine_place, reduced.compute)
 
         yield option, is_right
+
+
+def _change_float_graph(known: Stages, feeds: Feeds) -> Iterator[Trial]:
+    """Try to export or simplify the model otherwise, where the engine gets its graph in float wrong."""
+    model, precision = known.stages[0], known.stages[-1].precision
+    wanted = model.answer(feeds)
+
+    def is_right(graph: Path, place: Path) -> bool:
+        with open_engine(known.engine, reduction.read_whole(graph), known.device, place) as answer:
+            return not differ(precision, model, wanted, answer(feeds), feeds)
+
+    stages = [stage for stage in known.stages[1:-1] if stage.precision in EXACT and stage.graph]
+    with tempfile.TemporaryDirectory(prefix="enginesmith-mend-") as scratch:
+        if not stages or stages[-1].graph is None or is_right(stages[-1].graph, Path(scratch, "now")):
+            return
+    for stage in stages:
+        for option, make in stage.other_graphs(()) if stage.other_graphs else ():
+
+            def is_mended(place: Path, make: Callable[[Path], Artifact] = make) -> bool:
+                return is_right(make(place / "graph").path, place / "engine")
+
+            yield option, is_mended
 
 
 def _change_graph(stage: Stage, before: Stage, feeds: Feeds) -> Iterator[Trial]:

@@ -30,6 +30,8 @@ _SAME = 1e-4
 """Share of a value's range within which two are equal."""
 _SAME_NAMES = 0.8
 """Share of the values whose names both graphs have, from which a name is taken to mean the same in both."""
+Compute = Callable[..., dict[str, Array]]
+"""Computes a graph in memory: :func:`compute`, or :func:`compute_by_reference`."""
 _LARGEST_BYTES = 1 << 30
 _LARGEST_REFERENCE_BYTES, _MOST_NODES = 1 << 24, 300
 
@@ -60,31 +62,43 @@ def compute(model: "onnx.ModelProto", feeds: Feeds, outputs: Sequence[str] | Non
     return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
 
 
-def compute_by_reference(path: Path, feeds: Feeds) -> dict[str, Array]:
-    """Compute a small graph by onnx's reference evaluator, which is slow; empty where it is large, or cannot be."""
+def compute_by_reference(
+    model: "onnx.ModelProto", feeds: Feeds, outputs: Sequence[str] | None = None
+) -> dict[str, Array]:
+    """Compute as :func:`compute` does, by onnx's reference evaluator: slowly, and with no kernel of a runtime.
+
+    Raises:
+        ModelError: the graph is too large for that, or the evaluator does not take it.
+    """
     import onnx
     from onnx.reference import ReferenceEvaluator
 
+    if model_file.count_weight_bytes(model) > _LARGEST_REFERENCE_BYTES or len(model.graph.node) > _MOST_NODES:
+        raise ModelError("the graph is too large for onnx's reference evaluator")
+    names = list(outputs or [value.name for value in model.graph.output])
+    failures = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, onnx.checker.ValidationError)
     try:
-        model = read_whole(path)
-        if model_file.count_weight_bytes(model) > _LARGEST_REFERENCE_BYTES or len(model.graph.node) > _MOST_NODES:
-            return {}
-        names = [value.name for value in model.graph.output]
         values = ReferenceEvaluator(model).run(names, {key: feeds[key] for key in (v.name for v in model.graph.input)})
-    except (
-        InvalidGraph,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        onnx.checker.ValidationError,
-    ):
-        return {}
+    except failures as error:
+        raise ModelError(f"onnx's reference evaluator does not take the graph: {error}") from error
     return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
 
 
-def record_values(model: "onnx.ModelProto", feeds: Feeds) -> dict[str, Array]:
+def choose_compute(model: "onnx.ModelProto", feeds: Feeds, tolerance: float) -> Compute:
+    """Choose what computes a graph right on these feeds: ONNX Runtime, unless onnx's evaluator answers otherwise.
+
+    Raises:
+        ModelError: ONNX Runtime does not take it.
+    """
+    given = compute(model, feeds)
+    try:
+        wanted = compute_by_reference(model, feeds)
+    except ModelError:
+        return compute
+    return compute if all(are_equal(given[name], wanted[name], tolerance) for name in wanted) else compute_by_reference
+
+
+def record_values(model: "onnx.ModelProto", feeds: Feeds, compute: Compute = compute) -> dict[str, Array]:
     """Compute every value of the main graph.
 
     Raises:

@@ -79,6 +79,10 @@ class Subject:
     model: Answer
     graph: Answer | None = None
     """The engine's own graph in its precision, where there is one."""
+    float_graph: Answer | None = None
+    """The graph that the own graph was made from, computed by the same runtime; it has to answer like the model."""
+    definition: Answer | None = None
+    """The own graph, computed by onnx's evaluator; no answer where that cannot be."""
     rows_apart: bool = True
     """False where the precision depends on the whole batch: ranges that are computed in each call."""
     loss_judged: bool = True
@@ -227,15 +231,45 @@ class InputSearch:
             return self._disagree(attempt, MODEL, reason, expected, found)
         if subject.precision in EXACT:
             self._note_difference(attempt.feeds, expected, found, subject.precision)
+        fault = None
         if subject.graph and subject.precision not in EXACT:
-            own = subject.graph(attempt.feeds)
-            if reason := self._find_fault(subject.graph, attempt.feeds, own, found, OWN_GRAPH):
-                return self._disagree(attempt, GRAPH, reason, own, found)
-            self._note_difference(attempt.feeds, own, found, OWN_GRAPH)
-        fault = self._examine_row(attempt, expected, found)
+            fault = self._compare_with_graph(subject.graph, attempt, expected, found)
+        fault = fault or self._examine_row(attempt, expected, found)
         if fault is None:
             self._right_on[attempt.walk] = (*self._right_on.get(attempt.walk, ()), attempt.note)[:_MOST_RIGHT]
         return fault
+
+    def _compare_with_graph(
+        self, graph: Answer, attempt: Attempt, expected: Feeds, found: dict[str, Array]
+    ) -> Disagreement | None:
+        """Compare with the own graph, as far as the runtime that computes it can be trusted on this input.
+
+        It cannot where it answers otherwise than the model in float already. An engine that answers as it does there is
+        wrong; any other is compared with what onnx's evaluator makes of the own graph.
+        """
+        feeds, precision = attempt.feeds, self.subject.precision
+        own = graph(feeds)
+        reason = self._find_fault(graph, feeds, own, found, OWN_GRAPH)
+        is_far = self._judges[precision].measure_excess(expected, found) > 1
+        computed = self._find_wrong_computation(feeds, expected) if reason or is_far else None
+        if computed is not None:
+            judge, definition = self._judges[precision], self.subject.definition
+            if is_far and judge.measure_excess(computed, found) <= 1:
+                return self._disagree(attempt, MODEL, judge.find_fault(expected, found, dict), expected, found)
+            own = definition(feeds) if definition else {}
+            reason = self._find_fault(definition, feeds, own, found, OWN_GRAPH) if definition and own else ""
+        if reason:
+            return self._disagree(attempt, GRAPH, reason, own, found)
+        if own:
+            self._note_difference(feeds, own, found, OWN_GRAPH)
+        return None
+
+    def _find_wrong_computation(self, feeds: Feeds, expected: Feeds) -> dict[str, Array] | None:
+        """Compute the model's graph in float; None where it answers as the model does."""
+        if self.subject.float_graph is None:
+            return None
+        answer = self.subject.float_graph(feeds)
+        return answer if self._find_fault(self.subject.model, feeds, expected, answer, "fp32") else None
 
     def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:
         judge, perturb = self._judges[precision], self.subject.perturb if answer is self.subject.model else None

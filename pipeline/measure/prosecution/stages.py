@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution import reduction
@@ -51,6 +52,15 @@ class Stage:
     perturb: Perturb | None = None
     """Answers with changed operations, as ``Session.perturb`` does."""
 
+    def compute_by_reference(self, feeds: Feeds) -> dict[str, Array]:
+        """Answer by onnx's reference evaluator; empty where there is no graph, or it does not take it."""
+        if self.graph is None:
+            return {}
+        try:
+            return reduction.compute_by_reference(reduction.read_whole(self.graph), feeds)
+        except EnginesmithError:
+            return {}
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -87,6 +97,8 @@ class Reduced:
     nodes: tuple[str, ...]
     """Operators and names."""
     whole: int
+    compute: reduction.Compute = reduction.compute
+    """Computes graphs right on these feeds."""
 
 
 def differ(precision: str, before: Stage, wanted: Feeds, given: Feeds, feeds: Feeds) -> bool:
@@ -101,19 +113,27 @@ def make_stage_judge(wanted: Feeds, precision: str) -> Judge:
     return make_judge(signature, precision, samples.find_spans([wanted]))
 
 
-def is_wrong(engine: Engine, part: "onnx.ModelProto", feeds: Feeds, precision: str, device: Device, place: Path) -> str:
+def is_wrong(
+    engine: Engine,
+    part: "onnx.ModelProto",
+    feeds: Feeds,
+    precision: str,
+    device: Device,
+    place: Path,
+    compute: reduction.Compute = reduction.compute,
+) -> str:
     """Say what an engine gets wrong of a graph, beside the same without any optimisation; nothing if it is right.
 
     Raises:
-        ModelError: it refuses the graph, or its inputs.
+        ModelError: it refuses the graph, or its inputs; or the graph cannot be computed.
     """
-    wanted = reduction.compute(part, feeds)
+    wanted = compute(part, feeds)
     with open_engine(engine, part, device, place) as answer:
         given = answer(feeds)
     judge = make_stage_judge(wanted, precision)
     given = {name: given[name] for name in wanted if name in given}
     return judge.find_fault(
-        wanted, given, lambda: measure_sensitivity(lambda changed: reduction.compute(part, changed), feeds, precision)
+        wanted, given, lambda: measure_sensitivity(lambda changed: compute(part, changed), feeds, precision)
     )
 
 
