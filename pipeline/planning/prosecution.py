@@ -1,6 +1,6 @@
 """Plan to look for inputs on which a variant is wrong."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,24 +42,68 @@ def keep_seconds(recipe: Recipe) -> float:
 
 
 def prosecute_variant_steps(
-    resolved: ResolvedRecipe, plan: Plan, variant: Variant, seconds: float, late: Collection[str] = ()
+    resolved: ResolvedRecipe,
+    plan: Plan,
+    variant: Variant,
+    seconds: float,
+    late: Collection[str] = (),
+    recalled: Collection[StepRef] = (),
 ) -> tuple[Step, ...]:
     """Plan to compare a variant with its run's model; what leads to it comes from the store where it is there.
 
     No other variant is needed for that: those that the variant raced with are neither made nor measured. The engine is
     judged as it is: what the time cut short, as a search, is not continued. ``late`` are steps that the run had no time
-    for: the variant was made without them, if it can be.
+    for: the variant was made without them, if it can be. What is ``recalled`` has not to be made; then no search is
+    begun for what else the prosecution would use.
     """
     steps = {step.id: _without_rivals(step) for step in plan.steps}
     step = replace(prosecute_step(resolved, plan.steps, replace(variant, verified=()), seconds), id=PROSECUTE)
+    if recalled:
+        step = _without_searches(step, steps, recalled)
     wanted, waiting = set[StepRef](), list(step.sources)
     while waiting:
-        if (ref := waiting.pop()) not in wanted:
+        if (ref := waiting.pop()) not in wanted and ref not in recalled:
             wanted.add(ref)
             waiting += steps[ref].sources
     left_out = set(late).difference(plan.leading_to([variant.artifact]))
     new_steps = [replace(each, search=False, as_it_was=True) for each in steps.values() if each.id in wanted]
     return (*(replace(each, unavailable=NO_TIME) if each.id in left_out else each for each in new_steps), step)
+
+
+def list_makers(plan: Plan, variant: Variant) -> list[StepRef]:
+    """List the steps that a variant's artifact went through, from the model to the engine, as its history does."""
+    steps, refs, ref = {step.id: step for step in plan.steps}, list[StepRef](), variant.artifact
+    while ref is not None and ref in steps:
+        refs.insert(0, ref)
+        ref = steps[ref].inputs.get("model")
+    return refs
+
+
+def _without_searches(step: Step, steps: Mapping[StepRef, Step], recalled: Collection[StepRef]) -> Step:
+    """Leave out of a prosecution the graphs, and what other ones would be made of, that a search would make anew."""
+
+    def is_at_hand(ref: StepRef) -> bool:
+        if ref in recalled or ref in (LOAD, REFERENCE):
+            return True
+        sources = steps[ref].sources
+        return len(sources) == 1 and "model" in steps[ref].inputs and is_at_hand(*sources)
+
+    task, graphs, dropped = step.task, list[GraphStage](), set[str]()
+    assert isinstance(task, Prosecute)
+    for stage in task.graphs:
+        roles = set(stage.takes.values())
+        missing = {role for role in roles & step.inputs.keys() if not is_at_hand(step.inputs[role])}
+        optional = {role for role in roles & step.optional_inputs.keys() if not is_at_hand(step.optional_inputs[role])}
+        if not is_at_hand(step.inputs[stage.role]):
+            dropped |= {stage.role, *roles}
+            continue
+        dropped |= roles if missing else optional
+        graphs.append(stage.model_copy(update={"task": None, "takes": {}}) if missing else stage)
+    inputs, optional_inputs = (
+        {role: ref for role, ref in each.items() if role not in dropped} for each in (step.inputs, step.optional_inputs)
+    )
+    task = task.model_copy(update={"graphs": tuple(graphs)})
+    return replace(step, task=task, inputs=inputs, optional_inputs=optional_inputs)
 
 
 def _without_rivals(step: Step) -> Step:

@@ -257,6 +257,14 @@ class Store:
                 entries.append(Entry(folder.name, "unfinished", UNFINISHED, _measure(folder), folder.stat().st_mtime))
         return sorted(entries, key=lambda entry: -entry.used)
 
+    def find(self, made: HistoryEntry) -> Artifact | None:
+        """Find in the folder what an entry of a history describes, whatever its key would be now."""
+        for path in self.root.glob(f"objects/*/*/{MANIFEST}"):
+            manifest = _read(path.parent)
+            if manifest is not None and manifest.history[-1:] == (made,):
+                return self.get(path.parent.name)
+        return None
+
     def size(self) -> int:
         """Measure all files in the folder of the store, or the entries of a shared store, in bytes."""
         return _measure(self.root) if self._shared is None else sum(entry.bytes for entry in self.entries())

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import BaseModel
 
@@ -48,8 +49,10 @@ def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
     return outcomes
 
 
-def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
-    """Run steps as far as they come. Logs are kept only where an error names them."""
+def try_steps(
+    steps: Sequence[Step], settings: Settings, recipe: Recipe, given: Outcomes = MappingProxyType({})
+) -> Mapping[str, Outcome]:
+    """Run steps as far as they come, after those that are given. Logs are kept only where an error names them."""
     here = next((step for step in steps if step.task.machine_specific), None)
     if here and settings.executor == "local":
         begin_on(recipe.where, recipe, settings.listener, here)
@@ -70,7 +73,7 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
                 steps = assign_step_machines(steps, place, executor.why_unavailable(place))
             searches = EarlierSearches(steps if executor.is_local else (), settings.open_store())
             runner = Runner(executor, log_of, settings.time_limit_seconds, settings.listener)
-            known: dict[str, Outcome] = {}
+            known: dict[str, Outcome] = dict(given)
 
             def advise(new: Outcomes) -> dict[str, str]:
                 known.update(new)
@@ -78,7 +81,7 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
                     runner.change_task(step, task)
                 return {}
 
-            outcomes = runner.run(steps, on_new=advise)
+            outcomes = runner.run(steps, given, on_new=advise)
         with contextlib.suppress(StoreError):
             searches.remember(outcomes)
         return outcomes
