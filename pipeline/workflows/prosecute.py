@@ -150,7 +150,7 @@ def _run(
     engine: Mapping[StepRef, str] = MappingProxyType({}),
     given: Outcomes = MappingProxyType({}),
 ) -> ProsecutionResult:
-    """Carry out the steps, but those that are given; ``engine`` has the digest of the run's by the step that made it."""
+    """Carry out the steps but those that are given; ``engine`` has the digest of the run's engine by its step."""
     _check_output(out)
     outcomes = try_steps(steps, settings, recipe, given)
     for name, digest in engine.items():

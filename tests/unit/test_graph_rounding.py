@@ -84,7 +84,7 @@ def test_a_choice_between_equal_scores_is_another_one(tmp_path: Path) -> None:
         ("{ a = MatMul(x, w)\n y = Relu(a) }", [[np.nan, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]]),
         ("{ a = MatMul(x, w)\n y = Add(a, x) }", [[1e9, -1e9, 0.0, 1.0]]),
         ("{ a = MatMul(x, w)\n y = Add(a, x) }", np.zeros((0, 4))),
-        ("{ a = Neg(x)\n b = Mul(x, w)\n c = Add(a, b)\n y = Softmax <axis = -1> (c) }", np.full((4, 4), 3e38)),
+        ("{ a = Relu(x)\n y = Softmax <axis = -1> (a) }", np.full((4, 4), 3e38)),
     ],
 )
 def test_masks_and_empty_values_stay(tmp_path: Path, text: str, x: Any) -> None:

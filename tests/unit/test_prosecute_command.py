@@ -1,5 +1,6 @@
 """Test what `prosecute` is asked for: options that have no meaning, times, and the precision of a file."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from click.testing import CliRunner, Result
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith import cli
-from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, folder_digest
 from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.errors import Late, ModelError, SignatureError, UsageError
 from enginesmith.pipeline.execution.events import Outcome
@@ -21,14 +22,14 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.measure.prosecution.stages import Stages
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.plan import Step, StepRef
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.prosecution import PROSECUTE, keep_seconds, prosecute_variant_steps
+from enginesmith.pipeline.planning.prosecution import PROSECUTE, keep_seconds, list_makers, prosecute_variant_steps
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as documents
-from enginesmith.pipeline.results.run import StepRecord
+from enginesmith.pipeline.results.run import StepRecord, StoredArtifact
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import prosecute as tasks
@@ -179,6 +180,34 @@ def test_a_search_that_the_time_ended_is_not_continued() -> None:
     steps = prosecute_variant_steps(resolved, made, chosen, 60, late)
     assert {step.id for step in steps if step.unavailable} == {*chosen.search[3:]}
     assert [step.id for step in steps if not step.as_it_was] == [PROSECUTE]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_engine_and_the_graphs_of_a_run_are_recalled(there: bool, tmp_path: Path) -> None:
+    """The engine out of the run's folder, graphs out of the store; no search is begun for the rest."""
+    asked = {"data": "digits", "budgets": {"max_drop": 0.01}, "device": "cpu", "time_seconds": 600}
+    resolved = resolve_recipe(make({"model": "digits", **asked}))
+    made = plan(resolved)
+    chosen = next(variant for variant in made.variants if variant.id == "openvino-int8")
+    makers, usual = list_makers(made, chosen), {"parameters": {}, "tools": {}, "seconds": 1.0, "host_peak_bytes": None}
+    entries = tuple(HistoryEntry.model_validate({"step": str(ref), "effect": "", **usual}) for ref in makers)
+    folder = tmp_path / "variants" / chosen.id
+    folder.mkdir(parents=True)
+    (folder / "model.xml").write_text("engine" if there else "another")
+    digest = folder_digest({"model.xml": hashlib.sha256(b"engine").hexdigest()})
+    engine = Artifact(kind="engine", path=folder / "model.xml", sha256=digest, bytes=6, history=entries)
+    (folder / "manifest.json").write_text(engine.model_dump_json(exclude={"path", "rejected"}))
+    graphs = {entry.step: Artifact(kind="onnx", path=tmp_path, sha256=entry.step, bytes=1) for entry in entries[1:-1]}
+    store: Any = SimpleNamespace(find=lambda entry: graphs.get(entry.step))
+    stored = StoredArtifact(path=f"variants/{chosen.id}/model.xml", sha256=digest, bytes=6)
+    record = variant(chosen.id).model_copy(update={"history": entries, "artifact": stored})
+    recalled = workflow._recall(tmp_path, record, makers, store)
+    assert list(recalled) == (makers[:0:-1] if there else [])
+    if there:
+        assert recalled[makers[-1]].artifact == engine
+        steps = prosecute_variant_steps(resolved, made, chosen, 60, recalled=recalled)
+        assert {step.id for step in steps} == {LOAD, REFERENCE, PROSECUTE}
+        assert {graph.role for graph in steps[-1].task.graphs} <= steps[-1].inputs.keys()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("digest", "notes"), [("", 0), ("another", 1)])

@@ -11,17 +11,21 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.measure.fidelity import OutputFidelity
-from enginesmith.pipeline.measure.prosecution import judging
+from enginesmith.pipeline.measure.prosecution import judging, reduction
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
-from enginesmith.pipeline.measure.prosecution.locate import find_guilty_stage
+from enginesmith.pipeline.measure.prosecution.locate import find_guilty_stage, locate_fault
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement, InputSearch, Subject
 from enginesmith.pipeline.measure.prosecution.stages import Stage, Stages
+from enginesmith.pipeline.passes.export.attention import decompose_attention
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
+from enginesmith.pipeline.units import AddedOption
 from prosecuted import SIGNATURE, SPACE, spec
 
 RNG = np.random.default_rng(0)
@@ -362,6 +366,51 @@ def test_a_graph_is_not_guilty_of_what_the_runtime_that_computes_it_does(
         walk="values", note="", witness=MODEL, reason="", attempts=1, feeds=feeds, expected=double(feeds), found=None
     )
     assert find_guilty_stage(Stages(stages, engine_class("onnxruntime")(), Device(), 1), shown) == guilty
+
+
+def test_an_engine_is_guilty_of_what_the_runtime_without_optimization_shares(tmp_path: Path) -> None:
+    """The kernel is wrong in both: onnx's evaluator tells, the node is named, and another export is the option."""
+    shape, lowest = ["batch", 1, 3, 2], np.finfo(np.float32).min
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
+    stored = [numpy_helper.from_array(np.full((1, 1, 3, 3), lowest), "mask")]
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"], "before"),
+        helper.make_node("Attention", ["a", "a", "a", "mask"], ["b"], "attention"),
+        helper.make_node("Neg", ["b"], ["y"], "behind"),
+    ]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10),
+        path := tmp_path / "g.onnx",
+    )
+
+    def model(feeds: Feeds) -> dict[str, Array]:
+        mean = np.maximum(feeds["x"], 0).mean(2, keepdims=True)
+        return {"y": -np.broadcast_to(mean, feeds["x"].shape)}
+
+    def decompose(out: Path) -> Artifact:
+        net = edit.load(path)
+        decompose_attention(net)
+        out.mkdir(parents=True)
+        edit.save(net, out)
+        return Artifact(kind="onnx", path=out / edit.FILE, sha256="", bytes=0)
+
+    option = AddedOption(field="export.attention", value="decomposed", words="--attention decomposed")
+    engine = engine_class("onnxruntime")(graph_optimization="disabled")  # type: ignore[call-arg]
+    feeds = {"x": RNG.standard_normal((1, 1, 3, 2)).astype(np.float32)}
+    answer = reduction.compute(onnx.load(path), feeds)
+    stages = (
+        Stage("model", model, "fp32"),
+        Stage("export", lambda feeds: answer, "fp32", path, other_graphs=lambda _: iter([(option, decompose)])),
+        Stage("engine", lambda feeds: answer, "fp32"),
+    )
+    shown = Disagreement(
+        walk="", note="", witness=MODEL, reason="", attempts=1, feeds=feeds, expected=model(feeds), found=answer
+    )
+    finding = locate_fault(Stages(stages, engine, Device(), 60), shown, tmp_path / "finding")
+    assert (finding.guilty, finding.nodes, finding.unreduced) == ("engine", ("Attention attention",), "")
+    assert "the evaluator of onnx" in finding.reference
+    assert finding.option == option
 
 
 def test_a_wrong_size_is_found() -> None:

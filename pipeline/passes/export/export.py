@@ -57,8 +57,8 @@ class Export(Pass):
         return (cls(**options["export"].model_dump()),)
 
     def list_other_options(self) -> Iterator[tuple[AddedOption, Pass]]:
-        """List the other exporters, simpler operators for attention, and an older opset."""
-        others = {"exporter": ("torchscript", "dynamo"), "attention": ("decomposed",), "opset": (_OLDER_OPSET,)}
+        """List simpler operators for attention, the other exporters, and an older opset."""
+        others = {"attention": ("decomposed",), "exporter": ("torchscript", "dynamo"), "opset": (_OLDER_OPSET,)}
         for field, values in others.items():
             given = getattr(self, field)
             for value in (each for each in values if each != given):
