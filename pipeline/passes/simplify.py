@@ -284,7 +284,9 @@ def rewrite(model: "ir.Model") -> int:
     ir.passes.Sequential(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
-        common.DeduplicateInitializersPass(),
+    )(model)
+    edit.merge_equal_constants(model)
+    ir.passes.Sequential(
         common.CommonSubexpressionEliminationPass(),
         common.IdentityEliminationPass(),
         common.RemoveUnusedNodesPass(),

@@ -1,6 +1,7 @@
 """Load, name, tidy and save ONNX graphs for passes."""
 
 import ast
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -131,6 +132,29 @@ def _module_path(node: "ir.Node", wrapper: str) -> str:
     return "" if path == wrapper else path.removeprefix(f"{wrapper}.") if wrapper else path
 
 
+def merge_equal_constants(model: "ir.Model") -> int:
+    """Make one initialiser of those of the main graph that are equal; return how many went.
+
+    Only those of a type and a shape that others have are read, one at a time.
+    """
+    alike: dict[tuple[object, ...], list[ir.Value]] = {}
+    for value in model.graph.initializers.values():
+        content = value.const_value
+        if content is not None and not (value.is_graph_input() or value.is_graph_output()):
+            alike.setdefault((content.dtype, tuple(content.shape.numpy())), []).append(value)
+    first: dict[bytes, ir.Value] = {}
+    count = 0
+    for key, values in alike.items():
+        for value in values if len(values) > 1 and key[0] != ir.DataType.STRING else ():
+            assert value.const_value is not None
+            digest = hashlib.sha256(repr(key).encode() + value.const_value.tobytes()).digest()
+            if first.setdefault(digest, value) is not value:
+                value.replace_all_uses_with(first[digest])
+                del model.graph.initializers[str(value.name)]
+                count += 1
+    return count
+
+
 # Read constants of a graph, and put other numbers in their place.
 
 
@@ -194,13 +218,17 @@ def multiply(node: "ir.Node", index: int, factors: Array) -> None:
     """Multiply one small constant that a node reads; its other readers keep theirs."""
     numbers = read(node.inputs[index])
     assert numbers is not None
-    write(node, index, np.multiply(numbers, factors).astype(numbers.dtype))
+    write([(node, index)], np.multiply(numbers, factors).astype(numbers.dtype))
 
 
-def write(node: "ir.Node", index: int, numbers: Array) -> None:
-    """Let a node read these numbers: under the same name where nothing else reads it, else under one of their own."""
+def write(places: "Sequence[tuple[ir.Node, int]]", numbers: Array) -> None:
+    """Put these numbers in the place of one constant at some inputs of nodes.
+
+    They keep its name where nothing else reads it, and are else one constant of their own.
+    """
+    node, index = places[0]
     old = node.inputs[index] if index < len(node.inputs) else None
-    if old is not None and is_weight(old) and len(old.uses()) == 1:
+    if old is not None and is_weight(old) and set(old.uses()) == set(places):
         old.const_value = ir.tensor(numbers, name=old.name)
         old.shape = ir.Shape(numbers.shape)
         return
@@ -209,7 +237,8 @@ def write(node: "ir.Node", index: int, numbers: Array) -> None:
     value = new(graph, f"{node.outputs[0].name}_input_{index}", numbers)
     if index >= len(node.inputs):
         node.resize_inputs(index + 1)
-    node.replace_input_with(index, value)
+    for reader, place in places:
+        reader.replace_input_with(place, value)
 
 
 def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":

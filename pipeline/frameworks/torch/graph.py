@@ -286,8 +286,8 @@ class GraphModule(nn.Module):
         for node in model.graph:
             grid = self._pairs.get(_name(node.outputs[0])) if node.op_type == _QUANTIZE else None
             if grid is not None and self._is_trained(grid):
-                for each in [node, *(use.node for use in node.outputs[0].uses())]:
-                    edit.write(each, 1, self._trained_scale(grid))
+                pair = [node, *(use.node for use in node.outputs[0].uses())]
+                edit.write([(each, 1) for each in pair], self._trained_scale(grid))
         products, changed = list(self._list_products(model)), dict[str, _Grid]()
         for grid, weight, bias in products:
             numbers = self._read_bias(bias)
@@ -297,17 +297,18 @@ class GraphModule(nn.Module):
                 least = np.abs(numbers) / float(self._trained_scale(grid)) / _GRIDS["int32"][1]
                 least = least.reshape(old.scale.shape) if least.size == old.scale.size else least.max(initial=0.0)
                 changed[name] = replace(old, scale=np.maximum(old.scale, least).astype(np.float32))
+        for name, grid in changed.items():
+            edit.write([(use.node, 1) for use in model.graph.initializers[name].uses()], grid.scale)
         for grid, weight, bias in products:
             scale = changed[name].scale if (name := _name(weight.inputs[0])) in changed else None
             if scale is None:
                 continue
-            edit.write(weight, 1, scale)
             widening = bias.producer()
             if widening is not None and (name := _name(widening.inputs[0])) in self._grids:
                 product = (float(self._trained_scale(grid)) * scale.astype(np.float64)).astype(np.float32)
                 product = np.broadcast_to(product, np.broadcast_shapes(product.shape, self._grids[name].scale.shape))
                 changed[name] = replace(self._grids[name], scale=product)
-                edit.write(widening, 1, np.array(product))
+                edit.write([(widening, 1)], np.array(product))
         return changed
 
     def _list_products(self, model: "ir.Model") -> "Iterator[tuple[_Grid, ir.Node, ir.Value]]":
@@ -475,15 +476,17 @@ def _load_with_constants(path: Path) -> "ir.Model":
 
 
 def _split_shared(model: "ir.Model") -> None:
-    """Give a weight a constant of its own where inputs that are not trained read the same one.
+    """Give a weight a constant of its own where inputs that are not trained read the same one; biases in int32 always.
 
-    Exporters merge equal constants, such as the bias and the means of a batch normalization that are all zero.
+    Exporters merge equal constants, such as the bias and the means of a batch normalization that are all zero. A bias
+    in int32 counts in steps that are trained with one product's input.
     """
     trained, names = set(_list_trained(model)), edit.Names(model.graph)
     trained |= {(node, 0) for node in model.graph if node.op_type == _DEQUANTIZE}
     for name, value in list(model.graph.initializers.items()):
         uses = [(use.node, use.idx) for use in value.uses()]
-        if all(use in trained or use[0].op_type in _TIED for use in uses):
+        shared_bias = value.dtype == ir.DataType.INT32 and len(uses) > 1
+        if not shared_bias and all(use in trained or use[0].op_type in _TIED for use in uses):
             continue
         for node, index in uses:
             if (node, index) in trained and (numbers := edit.read(value)) is not None:

@@ -303,21 +303,23 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
 
 def _requantise(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
     """Multiply integers that lie in the file by these factors, which their scale was divided by."""
+    readers: dict[tuple[ir.Value, ir.Value | None], list[ir.Node]] = {}
     for node, index in scale.uses():
         levels = _get_constant(node, 0)
-        if node.op_type != DEQUANTISE or index != _SCALE or levels is None:
-            continue
+        if node.op_type == DEQUANTISE and index == _SCALE and levels is not None:
+            readers.setdefault((levels, _get_constant(node, _ZERO_POINT)), []).append(node)
+    for (levels, zero), nodes in readers.items():
         assert levels.const_value is not None
-        array = levels.const_value.numpy()
-        zero = _get_constant(node, _ZERO_POINT)
+        node, array = nodes[0], levels.const_value.numpy()
         offset = 0.0 if zero is None or zero.const_value is None else _spread(zero.const_value.numpy(), node, array)
         moved = (array.astype(np.float32) - offset) * _spread(factors, node, array)
         whole = np.issubdtype(array.dtype, np.integer) or "int" in array.dtype.name
-        if len(levels.uses()) > 1:  # others read the same integers with another scale
+        if len(levels.uses()) > len(nodes):  # others read the same integers with another scale
             name = f"{levels.name}_{node.name}"
             levels = ir.Value(name=name, shape=levels.shape, type=levels.type, const_value=levels.const_value)
             graph.register_initializer(levels)
-            node.replace_input_with(0, levels)
+            for reader in nodes:
+                reader.replace_input_with(0, levels)
         _set_content(levels, ((np.rint(moved) if whole else moved) + offset).astype(array.dtype))
 
 

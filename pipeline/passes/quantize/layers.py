@@ -47,7 +47,7 @@ class QuantizableOp:
     activations: tuple[str, ...]
     """Names of the values that it reads and that are no weights."""
     weight: str | None
-    """Name of the initialiser that it is multiplied by; None for a product of two activations."""
+    """Name of the constant that it is multiplied by; None for a product of two activations."""
     bias: str | None
     """Name of the constant that is added: by the operator itself, or by an Add that nothing but it feeds."""
     output: str
@@ -128,17 +128,44 @@ def find_channel_statistics(node: "ir.Node", ranges: "Ranges | None") -> "Channe
     return known if axis == rank - 1 else None
 
 
+def find_weight(value: "ir.Value | None") -> "ir.TensorProtocol | None":
+    """Return the content of a constant that a product reads, perhaps through a Transpose; None for what is computed.
+
+    A weight that something else reads too, such as an embedding, stays one in a float graph, with a Transpose behind.
+    """
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "Transpose" or node.domain:
+        return edit.read_constant(value)
+    content = edit.read_constant(node.inputs[0])
+    if content is None:
+        return None
+    shape = tuple(content.shape.numpy())
+    order = [edit.find_transposed_axis(node, axis) % len(shape) for axis in range(len(shape))]
+    return ir.LazyTensor(
+        lambda: ir.tensor(content.numpy().transpose(order)),
+        dtype=content.dtype,
+        shape=ir.Shape([shape[axis] for axis in order]),
+    )
+
+
 def read_weight(node: "ir.Node", index: int = WEIGHT) -> Array:
     """Return the numbers of a product's constant weight."""
-    content = edit.read_constant(node.inputs[index])
+    content = find_weight(node.inputs[index])
     assert content is not None, node
     return content.numpy()
+
+
+def read_weight_shape(node: "ir.Node") -> tuple[int, ...]:
+    """Return the shape of a product's constant weight."""
+    content = find_weight(node.inputs[WEIGHT])
+    assert content is not None, node
+    return tuple(content.shape.numpy())
 
 
 def _describe_group(node: "ir.Node") -> QuantizableOp:
     positions = {**dict.fromkeys(_RECURRENT, slice(1, 3)), **dict.fromkeys(PRODUCTS, slice(2))}
     read = node.inputs[positions[node.op_type]] if node.op_type in positions else ()
-    weights = {value: array for value in read if value is not None and (array := edit.read_constant(value)) is not None}
+    weights = {value: array for value in read if value is not None and (array := find_weight(value)) is not None}
     bias = _find_bias(node)
     others = [value for value in node.inputs if value is not None and value not in weights and value is not bias]
     return QuantizableOp(
@@ -158,7 +185,7 @@ def _find_bias(node: "ir.Node") -> "ir.Value | None":
     """Find the constant that a product adds, or the one that the only reader of a MatMul adds to each column."""
     if node.op_type == "MatMul":
         reader, index = edit.find_only_reader(node.outputs[0])
-        weight = edit.read_constant(node.inputs[WEIGHT])
+        weight = find_weight(node.inputs[WEIGHT])
         if reader is None or reader.op_type != "Add" or weight is None:
             return None
         added = edit.read_constant(reader.inputs[1 - index])
@@ -173,7 +200,7 @@ def _find_bias(node: "ir.Node") -> "ir.Value | None":
 def _explain_group(node: "ir.Node") -> str:
     if node.op_type in _WHOLE:
         return _WHOLE[node.op_type]
-    data, weight = (edit.read_constant(value) for value in node.inputs[:2])
+    data, weight = edit.read_constant(node.inputs[0]), find_weight(node.inputs[WEIGHT])
     if weight is None:
         return "its weight is the left factor" if data is not None else TWO_ACTIVATIONS
     if data is not None:
@@ -187,7 +214,7 @@ def _explain_group(node: "ir.Node") -> str:
 
 
 def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
-    """Make a float32 graph flat, with weights that cannot be fed; return its groups.
+    """Make a float32 graph flat, with weights that cannot be fed and are each there once; return its groups.
 
     Raises:
         InvalidGraph: it is quantised already, or not in float32.
@@ -209,6 +236,7 @@ def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tu
                 "export the model in float32: precisions that mix types lower the rest themselves",
             )
     edit.flatten(model)
+    edit.merge_equal_constants(model)
     groups = find_groups(model)
     if unknown := sorted(set(keep) - {group.name for group in groups}):
         names = name_some([repr(name) for name in unknown], _SHOWN)

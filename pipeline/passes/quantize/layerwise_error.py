@@ -203,7 +203,7 @@ def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[
     for index, value in enumerate(node.inputs):
         maker, numbers = value.producer() if value is not None else None, edit.read_constant(value)
         before = twin.inputs[index] if index < len(twin.inputs) else None
-        given = edit.read_constant(before)
+        given = layers.find_weight(before)
         if maker is not None and maker.op_type == _PAIR[1]:
             if _find_rounded(value) is not None:
                 continue
@@ -302,7 +302,7 @@ def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, 
         share = f"{count} of {len(channels.amax)} channels"
         words = f"activations to {_write(largest)} in {share}, and to {_write(middle)} in the middle one"
         return "uneven activations", words
-    weight = edit.read_constant(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
+    weight = layers.find_weight(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
     if weight is not None and (outliers := _describe_outliers(_input_channels(node, weight.numpy()))):
         count, largest, middle = outliers
         return "uneven weights", (

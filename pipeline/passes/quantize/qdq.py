@@ -148,9 +148,9 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     plan = _place_pairs(model, chosen, settings.rules, scales.problem)
     grids = _choose_grids(plan, scales)
     writer = Writer(model.graph)
-    weights = _Weights(writer, settings, correct)
+    weights = _Weights(writer, settings, correct, {node: grids[layers.get_input(node, 0)] for node in chosen})
     for node in chosen:
-        weights.quantise(node, grids[layers.get_input(node, 0)])
+        weights.quantise(node)
     for value in (value for value in grids if value not in plan.moved):
         writer.insert_pair(value, grids[value], None if value in plan.native else plan.readers[value])
     writer.finish(model)
@@ -199,40 +199,54 @@ def _explain_bias(node: "ir.Node") -> str:
     return ""
 
 
+_Rounding = tuple["ir.Value", int | None]
+"""A weight, and the axis that its scales lie along."""
+
+
 class _Weights:
-    """Puts weights in few bits behind a DequantizeLinear, one at a time."""
+    """Puts weights in few bits behind a DequantizeLinear, one at a time; what several products read is rounded once."""
 
-    def __init__(self, writer: Writer, settings: Settings, correct: Correct | None) -> None:
-        self._writer, self._settings, self._correct = writer, settings, correct
-        self._done: dict[tuple[object, ...], tuple[Stored, Array]] = {}
+    def __init__(
+        self, writer: Writer, settings: Settings, correct: Correct | None, grids: "Mapping[ir.Node, Grid]"
+    ) -> None:
+        """Take the products, each with the grid of its input."""
+        self._writer, self._settings, self._correct, self._grids = writer, settings, correct, grids
+        self._least: dict[_Rounding, Array] = {}
+        """The smallest scales with which the biases of all products that share a weight fit an int32."""
+        self._done: dict[_Rounding, tuple[Stored, Narrow]] = {}
+        for node, grid in grids.items():
+            bias = quantizers.read_bias(node)
+            if bias is not None:  # ONNX Runtime makes int32 of it, also where it is written in floats
+                rounding = self._find_rounding(node)
+                least = quantizers.least_scale(bias.reshape(-1), grid.scale)
+                least = least if rounding[1] is not None else np.asarray(least.max())
+                self._least[rounding] = np.maximum(least, self._least.get(rounding, 0.0))
 
-    def quantise(self, node: "ir.Node", grid: Grid) -> None:
-        """Quantise a product's weight, and its bias where the engine wants that; ``grid`` is that of its input."""
-        settings, value, numbers = self._settings, layers.get_input(node, WEIGHT), layers.read_weight(node)
-        axis = quantizers.channel_axis(node, numbers.shape)
-        least = np.zeros(())
-        bias = quantizers.read_bias(node)
-        if bias is not None:  # ONNX Runtime makes int32 of it, also where it is written in floats
-            least = quantizers.least_scale(bias.reshape(-1), grid.scale)
-            least = least if axis is not None else np.asarray(least.max())
-        key = (value, axis, least.tobytes())
-        if key not in self._done or self._correct is not None:
+    def quantise(self, node: "ir.Node") -> None:
+        """Quantise a product's weight, and its bias where the engine wants that."""
+        settings, numbers, rounding = self._settings, layers.read_weight(node), self._find_rounding(node)
+        if rounding not in self._done:
+            least = self._least.get(rounding, 0.0)
             narrow = quantizers.quantise_symmetrically(
-                numbers, axis, settings.number, settings.rest, settings.weight_bits, least
+                numbers, rounding[1], settings.number, settings.rest, settings.weight_bits, least
             )
-            if self._correct is not None:
-                self._correct(node, numbers, narrow.wide())
-                bias = quantizers.read_bias(node)
-            if key not in self._done:
-                self._done[key] = self._writer.store(str(value.name), narrow), narrow.scale
-        stored, scale = self._done[key]
+            self._done[rounding] = self._writer.store(str(rounding[0].name), narrow), narrow
+        stored, narrow = self._done[rounding]
+        if self._correct is not None:
+            self._correct(node, numbers, narrow.wide())
+        bias = quantizers.read_bias(node)
         if bias is not None and node.op_type in settings.rules.integer_bias:
-            steps = grid.scale * scale.astype(np.float64)
+            grid = self._grids[node]
+            steps = grid.scale * narrow.scale.astype(np.float64)
             levels = quantizers.integer_bias(bias.reshape(-1), steps)
             whole = Narrow(levels, steps.astype(np.float32), 0 if steps.ndim else None)
             sums = self._writer.store(str(layers.get_input(node, BIAS).name), whole)
             node.replace_input_with(BIAS, self._writer.insert_dequantise(sums, node))
         node.replace_input_with(WEIGHT, self._writer.insert_dequantise(stored, node))
+
+    def _find_rounding(self, node: "ir.Node") -> "_Rounding":
+        """Return what a product's rounded weight depends on beside the settings: its numbers, and the scales' axis."""
+        return layers.get_input(node, WEIGHT), quantizers.channel_axis(node, layers.read_weight_shape(node))
 
 
 # Placement of the pairs.

@@ -257,13 +257,13 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
         bias = edit.read(reader.inputs[1 - index])
         if bias is None or bias.shape != more.shape:
             return False
-        edit.write(reader, 1 - index, (bias + more).astype(np.float32))
+        edit.write([(reader, 1 - index)], (bias + more).astype(np.float32))
         return True
     bias = read_bias(node)
     share = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
     if not share or (bias is None and len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None):
         return False
-    edit.write(node, _BIAS, (more / share + (0 if bias is None else bias)).astype(np.float32))
+    edit.write([(node, _BIAS)], (more / share + (0 if bias is None else bias)).astype(np.float32))
     return True
 
 

@@ -9,6 +9,8 @@ and Gemm as inputs × outputs with a blocked DequantizeLinear along the inputs: 
 TensorRT a product that reads int4. Tables that are gathered from are left alone.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
@@ -16,7 +18,8 @@ from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers, quantizers
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.qdq import Settings
-from enginesmith.pipeline.passes.quantize.writer import NO_ATTRIBUTES, Attributes, Stored, Writer
+from enginesmith.pipeline.passes.quantize.quantizers import Narrow
+from enginesmith.pipeline.passes.quantize.writer import NO_ATTRIBUTES, Attributes, Writer
 from enginesmith.pipeline.tensors import Array
 
 _DYNAMIC, _INT4 = "int8-dynamic", "int4-weights"
@@ -73,7 +76,7 @@ class _DynamicProducts:
         self.writer = writer
         self._settings, self._correct = settings, correct
         self._activations: dict[ir.Value, list[ir.Value]] = {}
-        self._stored: dict[tuple[object, ...], tuple[ir.Value, ir.Value]] = {}
+        self._rounded: dict[tuple[ir.Value, bool], Narrow] = {}
 
     def replace_matrix_product(self, node: "ir.Node") -> None:
         """Put the quantised form of a MatMul or Gemm in its place."""
@@ -110,20 +113,17 @@ class _DynamicProducts:
     def _store_matrix(self, node: "ir.Node") -> "tuple[ir.Value, ir.Value]":
         """Return a weight as inputs × outputs in int8, and its scale, times what Gemm multiplies by."""
         value, transposed = layers.get_input(node, WEIGHT), bool(node.attributes.get_int("transB", 0))
-        factor = node.attributes.get_float("alpha", 1.0)
-        key = (value, transposed, factor)
-        if key not in self._stored or self._correct is not None:
-            weight = layers.read_weight(node)
+        factor, weight = node.attributes.get_float("alpha", 1.0), layers.read_weight(node)
+        if (value, transposed) not in self._rounded:
             matrix = weight.T if transposed else weight
             narrow = quantizers.quantise_symmetrically(matrix, 1, "int8", "fp32", self._settings.weight_bits)
-            if self._correct is not None:
-                wide = narrow.wide()
-                self._correct(node, weight, wide.T if transposed else wide)
-            if key not in self._stored:
-                levels = self.writer.add_constant(f"{value.name}_quantized", narrow.levels)
-                scale = self.writer.add_constant(f"{value.name}_scale", narrow.scale * np.float32(factor))
-                self._stored[key] = levels, scale
-        return self._stored[key]
+            self._rounded[value, transposed] = narrow
+        narrow = self._rounded[value, transposed]
+        if self._correct is not None:
+            wide = narrow.wide()
+            self._correct(node, weight, wide.T if transposed else wide)
+        levels = self.writer.share_constant(f"{value.name}_quantized", narrow.levels)
+        return levels, self.writer.share_constant(f"{value.name}_scale", narrow.scale * np.float32(factor))
 
     def _store_gates(self, node: "ir.Node", index: int) -> "tuple[ir.Value, ir.Value]":
         """Return a weight as directions × inputs × gates in int8, with one scale for each direction.
@@ -132,8 +132,8 @@ class _DynamicProducts:
         """
         name, weight = layers.get_input(node, index).name, layers.read_weight(node, index)
         narrow = quantizers.quantise_symmetrically(weight, 0, "int8", "fp32", self._settings.weight_bits)
-        levels = self.writer.add_constant(f"{name}_quantized", np.ascontiguousarray(narrow.levels.swapaxes(1, 2)))
-        return levels, self.writer.add_constant(f"{name}_scale", narrow.scale)
+        levels = self.writer.share_constant(f"{name}_quantized", np.ascontiguousarray(narrow.levels.swapaxes(1, 2)))
+        return levels, self.writer.share_constant(f"{name}_scale", narrow.scale)
 
     def _quantise_activation(self, reader: "ir.Node") -> "list[ir.Value]":
         """Return numbers, scale and zero point of what a product reads."""
@@ -177,33 +177,33 @@ def quantise_to_int4(
     layers.require_products(groups, _INT4, usable, layers.MATRIX_PRODUCTS)
     left = {group.name: why for group in groups if (why := _explain_no_int4_form(group, nodes[group.name], settings))}
     writer = Writer(model.graph)
-    stored: dict[tuple[object, ...], Stored] = {}
+    readers: dict[tuple[ir.Value, bool], list[ir.Node]] = {}
     for node in (nodes[group.name] for group in groups if group.name not in left):
-        value, weight = layers.get_input(node, WEIGHT), layers.read_weight(node)
         transposed = bool(node.attributes.get_int("transB", 0))
+        readers.setdefault((layers.get_input(node, WEIGHT), transposed), []).append(node)
+    for (value, transposed), products in readers.items():
+        weight = layers.read_weight(products[0])
         matrix = weight.T if transposed else weight
-        importance = _find_importance(node, ranges, len(matrix))
-        key = (value, transposed, None if importance is None else importance.tobytes())
-        if key not in stored or correct is not None:
-            narrow = quantizers.blocked(matrix, quantizers.block_size(len(matrix)), settings.rest, importance)
+        importance = _find_importance(products, ranges, len(matrix))
+        narrow = quantizers.blocked(matrix, quantizers.block_size(len(matrix)), settings.rest, importance)
+        stored = writer.store(str(value.name), narrow)
+        for node in products:
             if correct is not None:
                 wide = narrow.wide()
                 correct(node, weight, wide.T if transposed else wide)
-            if key not in stored:
-                stored[key] = writer.store(str(value.name), narrow)
-        if transposed:
-            node.attributes["transB"] = ir.AttrInt64("transB", 0)
-        node.replace_input_with(WEIGHT, writer.insert_dequantise(stored[key], node))
+            if transposed:
+                node.attributes["transB"] = ir.AttrInt64("transB", 0)
+            node.replace_input_with(WEIGHT, writer.insert_dequantise(stored, node))
     writer.finish(model)
     return Quantised(0, groups, left)
 
 
-def _find_importance(node: "ir.Node", ranges: Ranges | None, length: int) -> Array | None:
-    """Return the mean square of each input of a product; None where that is not known."""
-    known = layers.find_channel_statistics(node, ranges)
-    if known is None or len(known.mean_square) != length or not any(known.mean_square):
-        return None
-    return np.array(known.mean_square)
+def _find_importance(products: "Sequence[ir.Node]", ranges: Ranges | None, length: int) -> Array | None:
+    """Add up the mean squares of each input of all products that share a weight; None where none are known."""
+    statistics = [layers.find_channel_statistics(node, ranges) for node in products]
+    squares = [np.array(each.mean_square) for each in statistics if each is not None]
+    total = sum((each for each in squares if len(each) == length), np.zeros(length))
+    return total if total.any() else None
 
 
 def _explain_no_int4_form(group: QuantizableOp, node: "ir.Node", settings: Settings) -> str:

@@ -1,5 +1,6 @@
 """Put quantised values into a graph: initialisers and nodes with names of their own."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,6 +26,7 @@ class Stored:
     """Name of the float constant that it replaces."""
     levels: "ir.Value"
     scale: "ir.Value"
+    zero_point: "ir.Value | None"
     axis: int | None
     block: int
 
@@ -35,7 +37,8 @@ class Writer:
     def __init__(self, graph: "ir.Graph") -> None:
         self.graph = graph
         self._names = Names(graph)
-        self._shared: dict[tuple[object, ...], ir.Value] = {}
+        self._shared: dict[bytes, ir.Value] = {}
+        self._stored: dict[tuple[object, ...], Stored] = {}
         self._dtypes: set[str] = set()
 
     def add_constant(self, name: str, numbers: Array) -> "ir.Value":
@@ -45,7 +48,7 @@ class Writer:
 
     def share_constant(self, name: str, numbers: Array) -> "ir.Value":
         """Return a constant that several nodes read, under the name that it was first asked for by."""
-        key = (numbers.shape, str(numbers.dtype), numbers.tobytes())
+        key = _digest(numbers)
         if key not in self._shared:
             self._shared[key] = self.add_constant(name, numbers)
         return self._shared[key]
@@ -75,18 +78,24 @@ class Writer:
         return node
 
     def store(self, name: str, narrow: Narrow) -> Stored:
-        """Store the parts of a constant in few bits; each of its readers gets a DequantizeLinear of its own."""
-        levels = self.add_constant(f"{name}_quantized", narrow.levels)
-        scale = self.add_constant(f"{name}_scale", narrow.scale)
-        return Stored(name, levels, scale, narrow.axis, narrow.block)
+        """Store the parts of a constant in few bits, once for all that are equal.
+
+        Each of its readers gets a DequantizeLinear of its own, as ONNX Runtime makes kernels of such alone.
+        """
+        key = (_digest(narrow.levels), _digest(narrow.scale), narrow.axis, narrow.block)
+        if key not in self._stored:
+            levels = self.add_constant(f"{name}_quantized", narrow.levels)
+            scale, zero = self.add_constant(f"{name}_scale", narrow.scale), None
+            if narrow.levels.dtype == np.int8:
+                # Not shared with others: where two axes share one, OpenVINO 2026.4 leaves all products in floats,
+                # without a word.
+                zero = self.add_constant(f"{name}_zero_points", np.zeros(narrow.scale.shape, np.int8))
+            self._stored[key] = Stored(name, levels, scale, zero, narrow.axis, narrow.block)
+        return self._stored[key]
 
     def insert_dequantise(self, stored: Stored, before: "ir.Node") -> "ir.Value":
         """Return a constant in few bits, as floats for one node."""
-        inputs = [stored.levels, stored.scale]
-        if stored.levels.dtype == ir.DataType.INT8 and (numbers := stored.scale.const_value) is not None:
-            shape = tuple(numbers.shape.numpy())
-            # Not shared: where two axes share one, OpenVINO 2026.4 leaves all products in floats, without a word.
-            inputs.append(self.add_constant(f"{stored.name}_zero_points", np.zeros(shape, np.int8)))
+        inputs = [stored.levels, stored.scale, *([stored.zero_point] if stored.zero_point is not None else [])]
         attributes = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block
@@ -140,6 +149,12 @@ class Writer:
 
         common.RemoveUnusedNodesPass()(model)
         model.ir_version = max(model.ir_version, *(_IR_VERSIONS.get(name, 0) for name in self._dtypes), 0)
+
+
+def _digest(numbers: Array) -> bytes:
+    """Return what only equal arrays have in common."""
+    kind = f"{numbers.dtype} {numbers.shape} ".encode()
+    return hashlib.sha256(kind + numbers.tobytes()).digest()
 
 
 def _describe(value: "ir.Value", dtype_of: "ir.Value", shape_of: "ir.Value") -> None:
