@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,12 @@ _SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "pt2", ".engine": "engine
 _LONGEST, _LONGEST_NAME = 4095, 255
 """Bytes of the longest path, and of the longest name in it, that Linux takes."""
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
+TORCHSCRIPT_REMEDY = (
+    "give a factory of the module that it was made from; or make an ONNX file of it in Python, and give that: "
+    "torch.onnx.export({loaded}, (example,), 'model.onnx', dynamo=False, input_names=['x'], "
+    "dynamic_axes={{'x': {{0: 'batch'}}}})"
+)
+"""Way out for a TorchScript module, with its expression in Python as ``loaded``; torch.export does not take it."""
 
 
 class Source(BaseModel, frozen=True):
@@ -190,6 +197,12 @@ def _zoo_or_saved(text: str) -> Source:
     path = Path(text)
     if path.suffix == ".py":
         raise SourceError(f"{text!r} names a file but no factory", f"add the callable: {text}:build")
+    if _is_torchscript(path):
+        loaded = f"torch.jit.load({text!r})"
+        raise SourceError(
+            f"{text!r} is a TorchScript module (torch.jit.save), which engines cannot be made from",
+            TORCHSCRIPT_REMEDY.format(loaded=loaded),
+        )
     if path.suffix in _WEIGHTS:
         raise SourceError(
             f"{text!r} holds weights, not a model",
@@ -207,6 +220,16 @@ def _zoo_or_saved(text: str) -> Source:
         f"there is no model {text!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
         f"zoo: {', '.join(MODELS)}; or file.py:factory, package.module:factory, model.onnx, model.pt2, hf:…, timm:…",
     )
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Tell whether a file is an archive of torch.jit.save, by the names of its members: weights alone have no code."""
+    try:
+        with zipfile.ZipFile(path.expanduser()) as archive:
+            members = [name.partition("/")[2] for name in archive.namelist()]  # all are in one folder
+    except (OSError, zipfile.BadZipFile):
+        return False
+    return "constants.pkl" in members and any(member.startswith("code/") for member in members)
 
 
 _SIGNATURE_FIELDS = ("inputs", "outputs", "returns", "unordered", "tables", "unsigned")

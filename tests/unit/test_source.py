@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_arguments_are_literals(text: str, arguments: tuple[object, ...], keywor
 def test_what_cannot_be_a_model(text: str, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         resolve(text)
+
+
+def test_a_torchscript_file_is_told_from_weights_by_the_names_in_it(folder: Path) -> None:
+    with zipfile.ZipFile("net.pt", "w") as archive:
+        for member in ("data.pkl", "code/__torch__/net.py", "constants.pkl"):
+            archive.writestr(f"net/{member}", b"")
+    with pytest.raises(SourceError, match=r"'net\.pt' is a TorchScript module") as caught:
+        resolve("net.pt")
+    assert "torch.onnx.export(torch.jit.load('net.pt'), " in caught.value.remedy
+    with zipfile.ZipFile("weights.pt", "w") as archive:
+        archive.writestr("weights/data.pkl", b"")
+    for weights in ("weights.pt", "gone.pt"):
+        with pytest.raises(SourceError, match="weights, not a model"):
+            resolve(weights)
 
 
 def test_the_message_lists_the_zoo() -> None:

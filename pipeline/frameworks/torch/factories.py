@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import MissingCapability, SourceError, broken_package, install_command
 from enginesmith.pipeline.frameworks.onnx import evaluator
-from enginesmith.pipeline.frameworks.source import Source
+from enginesmith.pipeline.frameworks.source import TORCHSCRIPT_REMEDY, Source
 from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face
 from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
 from enginesmith.pipeline.tensors import TensorSpec
@@ -251,7 +251,7 @@ def _call(source: Source, factory: Any) -> Built:
     if isinstance(module, torch.jit.ScriptModule):
         raise SourceError(
             f"the factory {source.text} returned a TorchScript module, whose Python code is gone",
-            "return the module it was made from",
+            TORCHSCRIPT_REMEDY.format(loaded="module"),
         )
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_meta:
