@@ -103,15 +103,21 @@ def _sparsity(file: Path) -> Facts:
 
 
 def _precision(file: Path, signature: Signature) -> Facts:
-    """Shares of work and weights by precision, of one sample; what else is dynamic is taken at a usual size."""
+    """Shares of work and weights by precision, of one sample; what else is dynamic is taken at a usual size.
+
+    So is the batch, where more products have a size then.
+    """
     from enginesmith.pipeline.frameworks.onnx import coverage
     from enginesmith.pipeline.frameworks.records import format_shares
     from enginesmith.pipeline.frameworks.samples import batch_symbol
 
-    sizes = dict.fromkeys(signature.symbols, _USUAL_SIZE)
-    if batch := batch_symbol(signature):
-        sizes[batch] = 1
+    usual, batch = dict.fromkeys(signature.symbols, _USUAL_SIZE), batch_symbol(signature)
+    sizes = usual | ({batch: 1} if batch else {})
     covered = coverage.compute_coverage(file, sizes)
+    if covered.unknown_products and batch:  # it may be a time, of which windows take several steps
+        longer = coverage.compute_coverage(file, usual)
+        if longer.unknown_products < covered.unknown_products:
+            sizes, covered = usual, longer
     return {
         "sizes": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "all fixed",
         "multiply-adds": f"{covered.total_macs:,}",

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import coverage
+from enginesmith.pipeline.frameworks.onnx import coverage, shapes
 from enginesmith.pipeline.frameworks.records import Coverage, describe_fallback
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
@@ -181,6 +182,29 @@ def test_products_of_unknown_size_are_told_and_in_no_share(tmp_path: Path) -> No
     found = graph.covered(tmp_path)
     assert (found.total_macs, found.unknown_products) == (64, 1)
     assert (found.macs, found.products) == ({"fp32": 1.0}, {"fp32": 1, "unknown": 1})
+
+
+def write_windows(folder: Path) -> Path:
+    """Write three convolutions over 5 steps of a time that leads, and a product of one number for each step."""
+    nodes = "s = Transpose <perm = [1, 2, 0]> (x)  a = Conv (s, w)  b = Conv (a, w)  c = Conv (b, w)  m = MatMul (x, o)"
+    ends = "(float[time,1,1] x) => (float[1,1,n] c, float[time,1,1] m)"
+    weights = "<float[1,1,5] w = {1, 1, 1, 1, 1}, float[1,1] o = {1}>"
+    text = f'<ir_version: 10, opset_import: ["": 20]> g {ends} {weights} {{{nodes}}}'
+    onnx.save(onnx.parser.parse_model(text), folder / "windows.onnx")
+    return folder / "windows.onnx"
+
+
+def test_convolutions_over_fewer_steps_than_their_window_are_of_unknown_size(tmp_path: Path) -> None:
+    """Of 8 steps, the first gives 4, the second none, the third less than none."""
+    path = write_windows(tmp_path)
+    assert [*coverage.count_products(shapes.view(path, {"time": 8})).values()] == [20, None, None, 8]
+    assert [*coverage.count_products(shapes.view(path, {"time": 1})).values()] == [None, None, None, 1]
+
+
+def test_inspect_counts_at_a_usual_size_what_has_none_at_batch_1(tmp_path: Path) -> None:
+    found = inspect(write_windows(tmp_path))["precision"]
+    assert (found["sizes"], found["products of unknown size"]) == ("time 128", 0)
+    assert found["multiply-adds"] == f"{5 * (124 + 120 + 116) + 128:,}"
 
 
 def test_a_graph_without_products_has_no_shares(tmp_path: Path) -> None:

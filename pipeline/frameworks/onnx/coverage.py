@@ -56,10 +56,15 @@ def is_product(node: "onnx.NodeProto") -> bool:
 
 
 def _convolution(node: "onnx.NodeProto", shape: ShapeOf) -> int:
-    """Count a convolution: each result (input of a transposed one) takes all of the weight but its first dimension."""
+    """Count a convolution: each result (input of a transposed one) takes all of the weight but its first dimension.
+
+    Where there is none, the input is smaller than the window, and no runtime computes that.
+    """
     weight = 3 if node.op_type == "QLinearConv" else 1
-    positions = node.input[0] if node.op_type == "ConvTranspose" else node.output[0]
-    return prod(shape(positions)) * prod(shape(node.input[weight])[1:])
+    positions = shape(node.input[0] if node.op_type == "ConvTranspose" else node.output[0])
+    if 0 in positions:
+        raise ValueError(node.output[0])
+    return prod(positions) * prod(shape(node.input[weight])[1:])
 
 
 def _matrix_product(node: "onnx.NodeProto", shape: ShapeOf) -> int:

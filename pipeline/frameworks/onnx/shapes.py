@@ -309,11 +309,16 @@ def _replace_foreign(model: "onnx.ModelProto", dims: Dims) -> None:
 
 
 def _note(values: dict[str, Value], info: "onnx.ValueInfoProto") -> None:
-    """Note a value; where branches use one name for different ones, what they do not agree in is unknown."""
+    """Note a value; where branches use one name for different ones, what they do not agree in is unknown.
+
+    So is a shape of sizes below 0, which inference gives behind a window that is larger than what it moves over.
+    """
     tensor = info.type.tensor_type
     if not tensor.elem_type:
         return
-    known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+    known = tensor.HasField("shape") and all(
+        dim.HasField("dim_value") and dim.dim_value >= 0 for dim in tensor.shape.dim
+    )
     shape = tuple(int(dim.dim_value) for dim in tensor.shape.dim) if known else None
     value = Value(model_file.dtype_name(tensor.elem_type), shape)
     before = values.setdefault(info.name, value)
