@@ -131,6 +131,10 @@ class ShapeRange(BaseModel, frozen=True):
         """Return the size at ``min``, ``opt`` or ``max``."""
         return {"min": self.min, "opt": self.opt, "max": self.max}[point]
 
+    def select(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Select the sizes that are within the range; its usual one where none is."""
+        return tuple(size for size in sizes if self.min <= size <= self.max) or (self.opt,)
+
     def __str__(self) -> str:
         return f"{self.min}:{self.opt}:{self.max}"
 
@@ -150,6 +154,8 @@ class Signature(BaseModel, frozen=True):
     """Rows of the smallest table that an input is an index of, as tokens are."""
     unsigned: tuple[str, ...] = ()
     """Inputs of which the module refuses negative numbers, as an embedding does; other indices count from the end."""
+    batched: bool = True
+    """False if no output follows the dynamic dimension that would be the batch: it is a size like others."""
 
     @property
     def symbols(self) -> tuple[str, ...]:

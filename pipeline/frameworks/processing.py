@@ -259,6 +259,7 @@ class Processing(BaseModel, frozen=True):
             returns=returns,
             unordered={name: kind for name, kind in unordered.items() if name in named},
             tables=self.core.tables,
+            batched=self.core.batched,
         )
 
 

@@ -70,7 +70,12 @@ class Samples(BaseModel, frozen=True):
 
 
 def batch_symbol(signature: Signature) -> str | None:
-    """Return the dynamic dimension that is the batch: ``batch``, else a word that leads every input."""
+    """Return the dynamic dimension that is the batch: ``batch``, else a word that leads every input.
+
+    It is none if no output follows it: rows that are averaged to one answer are no samples.
+    """
+    if not signature.batched:
+        return None
     if BATCH in signature.symbols:
         return BATCH
     first = _first_dimension(signature)
@@ -118,6 +123,14 @@ def read_row_ranges(signature: Signature, data: Dataset) -> dict[str, ShapeRange
     sizes = read_sizes(signature.inputs, data.batch(0, 1))
     batch = batch_symbol(signature)
     return {name: ShapeRange(min=size, opt=size, max=size) for name, size in sizes.items() if name != batch}
+
+
+def fit_batches(
+    signature: Signature, ranges: Mapping[str, ShapeRange], batches: tuple[int, ...], *, given: bool
+) -> tuple[int, ...]:
+    """Choose the batch sizes to measure: those ``given``; else those within the range of the batch, if it has one."""
+    range_ = ranges.get(batch_symbol(signature) or "")
+    return batches if given or range_ is None else range_.select(batches)
 
 
 def plan_ranges(

@@ -7,11 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.frameworks.onnx import model_file, shapes
+from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.passes.quantize import quantizers
 from enginesmith.pipeline.tensors import Array
 
@@ -208,6 +210,48 @@ def test_a_first_dimension_without_a_name_may_differ_from_one_with_a_name(tmp_pa
     signature = model_file.signature(saved(tmp_path, model))
     given = [spec.shape[0] for spec in (*signature.inputs, *signature.outputs)]
     assert given == ["input_0_dim_0", other[0] or "input_1_dim_0", "output_0_dim_0"]
+
+
+_MEAN = "y = ReduceMean <keepdims = 0> (x, first)"
+_FRAMES = "s = Transpose <perm = [1, 0]> (x)  t = Unsqueeze (s, first)"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "symbol"),
+    [
+        (_MEAN, "float[4] y", None),
+        (_MEAN, "float[n] y", None),
+        (f"{_FRAMES} y = GlobalMaxPool (t)", "float[1,4,1] y", None),
+        (_MEAN, "float[time] y", "time"),
+        ("y = Relu (x)", "float[n,4] y", "time"),
+        ("y = Relu (x)", "float[unk__12,4] y", "time"),
+        ("y = Relu (x)", "float[1,4] y", "time"),
+        ("s = ReduceSum <keepdims = 0> (x, second)  y = Squeeze (s)", "float y", "time"),
+        ("y = Slice (x, first, long)", "float[n,4] y", "time"),
+        (f"{_FRAMES} y = MaxPool <kernel_shape = [8], strides = [8], pads = [7, 0]> (t)", "float[1,4,n] y", "time"),
+        (f"{_MEAN} z = Relu (x)", "float[4] y, float[n,4] z", "time"),
+        (
+            "s = NonZero (x)  y = ReduceMax <keepdims = 0> (s, second)  z = Identity (s)",
+            "int64[2] y, int64[2,n] z",
+            "time",
+        ),
+        ("y = mine.Net (x)", "float[4] y", "time"),
+    ],
+    ids=[
+        *("mean", "mean of unknown size", "greatest of all", "declared to follow", "renamed", "numbered", "traced"),
+        *("traced squeeze", "cut", "strided", "one of two", "chosen by values", "unknown operator"),
+    ],
+)
+def test_the_first_dimension_is_no_batch_if_no_output_is_inferred_to_follow_it(
+    tmp_path: Path, nodes: str, outputs: str, symbol: str | None
+) -> None:
+    """What a file declares of outputs may be the sizes of an example."""
+    weights = "int64[1] first = {0}, int64[1] second = {1}, int64[1] long = {512}"
+    head = '<ir_version: 10, opset_import: ["": 18, "mine": 1]>'
+    text = f"{head} g (float[time,4] x) => ({outputs}) <{weights}> {{{nodes}}}"
+    path = saved(tmp_path, onnx.parser.parse_model(text))
+    signature = model_file.signature(path)
+    assert (batch_symbol(signature), fixed_batch(signature)) == (symbol, 1)
 
 
 @pytest.mark.parametrize(

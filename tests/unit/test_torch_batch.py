@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import loading
+from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.frameworks.torch import dims
 from loading import lambda_module
 
@@ -60,11 +61,11 @@ class Louder(nn.Module):
         (nn.MultiheadAttention(8, 2), [(5, 3, 8), (7, 3, 8), (7, 3, 8)], [(5, "batch", 8), *[(7, "batch", 8)] * 2]),
         (nn.Conv2d(3, 5, 1), [(3, 9, 9)], [(3, 9, 9)]),
         (nn.Sequential(nn.Linear(4, 2), nn.Flatten(0, 1)), [(1, 5, 4)], [("batch", 5, 4)]),
-        (lambda_module(lambda x: x.argmax()), [(4, 8)], [("batch", 8)]),
+        (lambda_module(lambda x: x.argmax()), [(4, 8)], [("rows", 8)]),
         (Scale(), [(32, 10), (10,)], [("batch", 10), (10,)]),
         (Scale(), [(32, 10), ()], [("batch", 10), ()]),
         (Louder(), [(5, 3, 4), ()], [(5, "batch", 4), ()]),
-        (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("batch", 0, 8)]),
+        (lambda_module(lambda x: torch.cat([x, x], 1).sum()), [(2, 0, 8)], [("rows", 0, 8)]),
     ],
     ids=["attention", "pixels", "flat", "number", "table", "rate", "rate of time", "empty"],
 )
@@ -166,10 +167,27 @@ def test_rows_of_one_number_do_not_hide_what_they_do_to_each_other(load, fill: A
     assert load(words, ids).signature.inputs[0].shape == (5, "batch")
 
 
-@pytest.mark.parametrize(
-    "module", [nn.Linear(4, 2), nn.Conv1d(4, 4, 1), lambda_module(lambda x: x - x.mean()), lambda_module(torch.sum)]
-)
+@pytest.mark.parametrize("module", [nn.Linear(4, 2), nn.Conv1d(4, 4, 1), lambda_module(lambda x: x - x.mean())])
 def test_the_batch_comes_first_where_it_can_and_where_nothing_else_is_one(load, module: nn.Module) -> None:
     loaded = load(module, torch.randn(3, 4, 4) if not isinstance(module, nn.Linear) else torch.randn(3, 4))
     assert loaded.signature.inputs[0].shape[0] == "batch"
     assert not any("the batch is the dimension" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize("word", ["", "batch", "time"])
+def test_what_no_output_follows_is_no_batch(load, word: str) -> None:
+    """A mean of all rows is one answer, whatever a caller calls them."""
+    given = [f"x:float32:{word},4"] if word else []
+    loaded = load(lambda_module(lambda x: x.mean(0).cumsum(0)), torch.randn(20, 4), *given)
+    assert [spec.shape for spec in loaded.signature.inputs] == [(word or "rows", 4)]
+    assert (batch_symbol(loaded.signature), fixed_batch(loaded.signature)) == (None, 1)
+    assert any(f"no output follows {word or 'rows'!r}" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda x: (x.mean(0), x * 2), lambda x: x.mean(1)[x.mean(1) > 0], lambda x: x[:, :2].flatten()]
+)
+def test_one_output_that_follows_it_makes_it_the_batch(load, answer: Any) -> None:
+    """An auxiliary answer for all samples changes nothing, nor rows that values choose, nor several for each sample."""
+    loaded = load(lambda_module(answer), torch.randn(20, 4))
+    assert batch_symbol(loaded.signature) == "batch"

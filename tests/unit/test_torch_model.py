@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import loading
 from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import factories, saved
 from enginesmith.pipeline.frameworks.torch import module as torch_model
@@ -135,7 +136,7 @@ def test_a_detector_of_one_image_has_a_fixed_batch_and_any_number_of_boxes(load)
     assert any("answers the first sample alone" in note for note in loaded.notes)
     mean = load(lambda_module(lambda x: x.mean(0).cumsum(0)), torch.tensor([[1.0, 2.0, 3.0]]))
     assert [str(spec) for spec in (*mean.signature.inputs, *mean.signature.outputs)] == [
-        "x:float32:batch,3",
+        "x:float32:rows,3",
         "output:float32:3",
     ]
     assert str(load(find, example, "x:float32:batch,4").signature.inputs[0]) == "x:float32:batch,4"
@@ -323,6 +324,24 @@ def test_a_tensor_that_is_made_at_the_first_call_is_named(load, table: Tensor | 
 def test_what_a_factory_may_not_give(monkeypatch: pytest.MonkeyPatch, result: Any, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         factories._call(SOURCE, result)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporter, which is an old one
+def test_the_advice_for_a_torchscript_module_leads_to_a_graph_with_a_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.jit.trace(nn.Linear(3, 2), ONE).save("net.pt")
+    with pytest.raises(SourceError, match=r"'net\.pt' is a TorchScript module") as of_file:
+        resolve("net.pt")
+    module = torch.jit.load("net.pt")
+    with pytest.raises(SourceError, match="returned a TorchScript module") as of_factory:
+        factories._call(SOURCE, lambda: module)
+    for error in (of_file.value, of_factory.value):
+        code = error.remedy.partition("give that: ")[2]
+        eval(code, {"torch": torch, "module": module, "example": ONE})
+        assert [spec.shape for spec in model_file.signature(Path("model.onnx")).inputs] == [("batch", 3)]
+        Path("model.onnx").unlink()
 
 
 def test_a_tensor_may_be_the_example_of_several_inputs(load, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
+from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.tensors import BATCH, DESCRIBED, DTYPES, Signature, TensorSpec, to_word
 
 if TYPE_CHECKING:
@@ -91,7 +92,11 @@ def read(path: Path) -> "onnx.ModelProto":
 
 def skeleton(path: Path) -> "onnx.ModelProto":
     """Parse a file without the values of large weights: enough to read structure and types."""
-    model = read(path)
+    return _without_weights(read(path))
+
+
+def _without_weights(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Take the values of large weights out of a model; returns it."""
     for tensor in tensors(model):
         if len(tensor.raw_data) > _SKELETON_BYTES:
             tensor.ClearField("raw_data")
@@ -183,23 +188,69 @@ def signature(path: Path) -> Signature:
     """Read names, dtypes and shapes of inputs and outputs; unnamed dimensions get names like ``output_0_dim_1``.
 
     Where no input's first dimension has a name or a fixed size, they are the batch, and so are outputs' without a name.
+    What would be the batch is none where :func:`_may_follow` says that no output follows it.
 
     Raises:
         InvalidGraph: the file cannot be read.
         SignatureError: an input or output is no tensor of a supported dtype and known rank.
     """
-    graph = read(path).graph
+    model = read(path)
+    graph = model.graph
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     inputs = [value for value in graph.input if value.name not in weights]
     shapes = [dims for value in inputs if (dims := value.type.tensor_type.shape.dim)]
     named = any(dim.dim_param == BATCH for dims in shapes for dim in dims)
     words = {} if named or any(not _is_unnamed(dims[0]) for dims in shapes) else {"": BATCH}
-    return Signature(
+    declared = Signature(
         inputs=tuple(_spec("input", position, value, words) for position, value in enumerate(inputs)),
         outputs=tuple(_spec("output", position, value, words) for position, value in enumerate(graph.output)),
         unordered=find_unordered(graph),
         tables=_count_table_rows(graph),
     )
+    symbol = batch_symbol(declared)
+    return declared.model_copy(update={"batched": symbol is None or _may_follow(model, declared, symbol)})
+
+
+_FEW, _MANY = 3, 1 << 16
+"""Sizes that are so far apart that strides, and cuts at a length, do not give the same result for both."""
+
+
+def _may_follow(model: "onnx.ModelProto", declared: Signature, symbol: str) -> bool:
+    """Tell whether an output may have other sizes where an input's dimension has.
+
+    Not where shape inference gives all of them, the same at two sizes of it. What the file declares of outputs is not
+    relied on for that: exporters write the sizes of an example there, and names of their own.
+    """
+    if any(symbol in spec.shape for spec in declared.outputs):
+        return True
+    few, many = (_infer_outputs(model, declared, symbol, size) for size in (_FEW, _MANY))
+    return few is None or few != many
+
+
+def _infer_outputs(
+    model: "onnx.ModelProto", declared: Signature, symbol: str, size: int
+) -> list[tuple[int, ...]] | None:
+    """Infer the outputs' shapes where a dimension of the inputs has this size; None if one is not known."""
+    import onnx.shape_inference
+
+    bare = onnx.ModelProto()
+    bare.CopyFrom(_without_weights(model))
+    del bare.graph.value_info[:]
+    for output in bare.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    inputs = {value.name: value for value in bare.graph.input}
+    for spec in declared.inputs:
+        for dim, word in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
+            if isinstance(word, str):
+                dim.dim_value = size if word == symbol else _MANY
+    try:
+        inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    except onnx.shape_inference.InferenceError:  # it knows an operator's domain in no version, say
+        return None
+    results = [output.type.tensor_type for output in inferred.graph.output]
+    if all(result.HasField("shape") and all(dim.dim_value > 0 for dim in result.shape.dim) for result in results):
+        return [tuple(dim.dim_value for dim in result.shape.dim) for result in results]
+    return None
 
 
 _CONVERT = "convert the model without this output; skl2onnx does with zipmap=False, and labels as whole numbers"

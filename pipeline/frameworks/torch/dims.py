@@ -10,12 +10,15 @@ from torch import Tensor
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
+from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.tensors import BATCH, DTYPES, Signature, TensorSpec
 
 _MOST_AXES, _MOST_TRIED = 3, 24
 """Dimensions of an input that may be the batch, and sets of them that are tried."""
 _LONG = 16
 """From this size on a shorter one is tried first, as it runs faster."""
+_ROWS = "rows"
+"""Name of the first dimension of inputs whose rows are no samples."""
 
 Forward = Callable[..., tuple[Tensor, ...]]
 Shapes = list[tuple[int, ...]]
@@ -188,14 +191,16 @@ def infer_dims(
     """Infer the signature by running again with each dynamic dimension changed; return it, and notes for people.
 
     ``outputs`` are those for ``example``. Sizes that are others for other values are dynamic, too. A batch that nobody
-    asked for (``specs_given`` is false) becomes fixed, with a note, where the model takes or answers one sample alone.
+    asked for (``specs_given`` is false) becomes fixed, with a note, where the model takes or answers one sample alone;
+    and gets another name where no output follows it.
 
     Raises:
         SourceError: a dimension that was asked to be dynamic cannot vary, or outputs cannot have one of their dtypes.
     """
     dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
     notes: list[str] = []
-    for name, axis in _list_chosen_by_values(module, example, outputs):
+    chosen, followed = _list_chosen_by_values(module, example, outputs), set[str]()
+    for name, axis in chosen:
         dims[name][axis] = f"{name}_dim_{axis}"
     for symbol, size in sizes_of(specs, example).items():
         other, shapes = _try_other_size(module, specs, example, symbol, size)
@@ -211,6 +216,7 @@ def infer_dims(
             for (name, value), shape in zip(outputs.items(), shapes, strict=True):
                 for axis, change in enumerate(zip(value.shape, shape, strict=True)):
                     if change[0] != change[1]:
+                        followed.add(symbol)
                         dims[name][axis] = symbol if change == (size, other) else f"{name}_dim_{axis}"
         elif specs_given:
             raise SourceError(
@@ -226,7 +232,19 @@ def infer_dims(
         TensorSpec(name=name, dtype=_dtype_name("output", name, value), shape=tuple(dims[name]))
         for name, value in outputs.items()
     )
-    return Signature(inputs=specs, outputs=tuple(results)), notes
+    signature = Signature(inputs=specs, outputs=tuple(results))
+    batch = batch_symbol(signature)
+    if batch is None or batch in followed or chosen:
+        return signature, notes
+    if not specs_given:
+        batch, specs = _ROWS, tuple(_rename_dim(spec, batch, _ROWS) for spec in specs)
+    described = ", ".join(map(str, specs))
+    notes.append(f"no output follows {batch!r} in {described}: it is no batch, and a call counts as one sample")
+    return signature.model_copy(update={"inputs": specs, "batched": False}), notes
+
+
+def _rename_dim(spec: TensorSpec, name: str, new: str) -> TensorSpec:
+    return spec.model_copy(update={"shape": tuple(new if dim == name else dim for dim in spec.shape)})
 
 
 def _answers_first_alone(
