@@ -292,7 +292,11 @@ def _engine_steps(
 
 def shapes_step(recipe: Recipe) -> Step:
     """Plan to work out the shape ranges that engines are built for."""
-    return Step(SHAPES, Shapes(ranges=recipe.ranges, batches=recipe.batch), {"model": LOAD})
+    return Step(
+        SHAPES,
+        Shapes(ranges=recipe.ranges, batches=recipe.batch, batches_given=recipe.batches_given),
+        {"model": LOAD},
+    )
 
 
 def build_step(variant: Variant, graph: StepRef) -> Step:
@@ -357,8 +361,6 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName, *, for
     if for_search and recipe.data and recipe.budgets.max_drop is not None:
         data, options, kind = recipe.data, recipe.options_for("choice"), "choice"
     most = max(recipe.batch) if variant.engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
-    if batch_range := recipe.ranges.get("batch"):
-        most = batch_range.max
     task = Quality(
         engine=variant.engine.exact() if variant.name == baseline else variant.engine,
         device=variant.device,
@@ -368,6 +370,7 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName, *, for
         metric=recipe.required_metric,
         batch=max(recipe.batch),
         largest_batch=most,
+        ranges=recipe.ranges,
         rows_apart=variant.lowering not in RANGES_PER_BATCH,
         seed=recipe.seed,
     )
@@ -414,6 +417,7 @@ def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
         engine=baseline_of(source),
         ranges=recipe.ranges,
         batches=recipe.batch,
+        batches_given=recipe.batches_given,
         data=recipe.choice_data,
         data_options=recipe.options_for("choice"),
         held_out=None if recipe.choice_data or not recipe.calibration_data else feeder(recipe),

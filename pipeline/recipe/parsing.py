@@ -100,8 +100,7 @@ def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
     given = shapes.get("batch") if isinstance(shapes, dict) else None
     if "batch" in values or not isinstance(given, str):
         return values
-    range_, default = ShapeRange.parse(given), Recipe.model_fields["batch"].default
-    return {**values, "batch": [batch for batch in default if range_.min <= batch <= range_.max] or [range_.opt]}
+    return {**values, "batch": [*ShapeRange.parse(given).select(Recipe.model_fields["batch"].default)]}
 
 
 def _explain_error(error: ValidationError, values: Mapping[str, Any], options: Mapping[str, Any]) -> UsageError:

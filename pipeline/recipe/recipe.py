@@ -320,6 +320,11 @@ class Recipe(EngineOptions, ModelOptions):
         return self.model_copy(update={"inputs": (), "prepend": (), "append": ()})
 
     @property
+    def batches_given(self) -> bool:
+        """True if the batch sizes are others than the default ones."""
+        return bool(self.batch != type(self).model_fields["batch"].default)
+
+    @property
     def largest_batch(self) -> int:
         """The last batch size that a sweep looks at."""
         batch_range = self.ranges.get("batch")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from enginesmith.pipeline.engines import REFERENCES
 from enginesmith.pipeline.frameworks.records import describe_fallback
+from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, divide
 from enginesmith.pipeline.report.tables import (
     describe_data,
@@ -355,7 +356,10 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
     missing = [batch for batch in run.recipe.batch if batch not in measured]
     if measured and missing:
         at, others = (", ".join(map(str, sorted(sizes))) for sizes in (measured, missing))
-        yield f"{mark_name(run.baseline)} was measured at batch {at}, and not at {others}: it has no dynamic batch"
+        symbol = batch_symbol(run.model.signature) if run.model.signature else None
+        range_ = run.recipe.ranges.get(symbol or "")
+        reason = f"--shape {symbol}={range_} leaves that out" if range_ else "it has no dynamic batch"
+        yield f"{mark_name(run.baseline)} was measured at batch {at}, and not at {others}: {reason}"
 
 
 def _describe_float64(run: Run) -> Iterator[str]:

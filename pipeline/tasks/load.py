@@ -176,6 +176,8 @@ class Shapes(Task):
 
     ranges: dict[str, ShapeRange]
     batches: tuple[int, ...]
+    batches_given: bool = True
+    """False for the default ones, of which a range may leave some out."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model, given = inputs["model"], self.ranges
@@ -187,8 +189,9 @@ class Shapes(Task):
                 f"the dynamic dimension {missing[0]!r} has no range, and an ONNX file brings no example of its size",
                 f"give one: --shape {missing[0]}=MIN:OPT:MAX",
             )
+        batches = samples.fit_batches(model.signature, given, self.batches, given=self.batches_given)
         ranges = samples.plan_ranges(
-            model.signature, given, self.batches, make_example(model)[1], named_by_file=model.kind == "onnx"
+            model.signature, given, batches, make_example(model)[1], named_by_file=model.kind == "onnx"
         )
         (out / _FILE).write_text(
             json.dumps({name: str(range_) for name, range_ in ranges.items()}, indent=1) + "\n", encoding="utf-8"

@@ -39,7 +39,7 @@ from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
-from enginesmith.pipeline.tensors import Array, Feeds, rows_first
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, rows_first
 from enginesmith.pipeline.units import format_bytes, format_metric, format_si
 
 _SHARE_OF_FREE = 0.8
@@ -294,6 +294,8 @@ class Quality(EngineCheck):
     """The largest batch that is measured: sessions take it."""
     largest_batch: int
     """The most that sessions may be given: up to it, and within 32 MiB of inputs, samples are judged together."""
+    ranges: dict[str, ShapeRange] = Field({})
+    """Ranges that were given: that of the batch says what sessions may be given, in the place of those."""
     rows_apart: bool = True
     """False where the precision depends on the whole batch: the largest one that is measured is judged then."""
     seed: int
@@ -370,10 +372,11 @@ class Quality(EngineCheck):
         """
         parts, varies = list[dict[str, Array]](), _rows_vary(self.metric)
         size = fixed_batch(session.signature)
-        if batch_symbol(session.signature):  # it takes any batch up to the largest
+        if symbol := batch_symbol(session.signature):  # it takes any batch up to the largest
             row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
-            most = max(self.batch, min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
-            size = together or most
+            largest = self.ranges[symbol].max if symbol in self.ranges else self.largest_batch
+            most = max(min(self.batch, largest), min(largest, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
+            size = min(together, largest) if together else most
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
             parts.append(_answer_rows(session, data.batch(start, size), size, rows_vary=varies))

@@ -121,7 +121,8 @@ class Tune(Measurement):
     def _list_batches(self, inputs: Inputs) -> list[int]:
         """List the batch size that decides, and for the time of a call the others that are measured, too."""
         measured = list(measured_feeds(inputs["reference"]))
-        decides = measured[0] if self.batch is None else self.batch
+        largest = self.batch if self.batch in measured else max(measured)
+        decides = measured[0] if self.batch is None else largest
         return [decides] if self.callers else [decides, *(batch for batch in measured if batch != decides)]
 
     def _measure(

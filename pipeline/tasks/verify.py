@@ -60,6 +60,8 @@ class Sample(Task):
     engine: SerializeAsAny[Engine]
     ranges: dict[str, ShapeRange]
     batches: tuple[int, ...]
+    batches_given: bool = True
+    """False for the default ones, of which a range may leave some out."""
     data: str | None
     data_options: SerializeAsAny[DataOptions]
     held_out: Feeder | None = None
@@ -78,9 +80,10 @@ class Sample(Task):
         known, is_file = self.ranges, model.kind == "onnx"
         if data and is_file:  # which brings no example
             known = {**samples.read_row_ranges(signature, data), **known}
-        ranges = samples.plan_ranges(signature, known, self.batches, sizes, named_by_file=is_file)
+        batches = samples.fit_batches(signature, self.ranges, self.batches, given=self.batches_given)
+        ranges = samples.plan_ranges(signature, known, batches, sizes, named_by_file=is_file)
         advice = _advise(model, known, data)
-        planned = samples.plan_cases(signature, ranges, self.batches)
+        planned = samples.plan_cases(signature, ranges, batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         tried: list[str] = []
         with self.engine.load(model, Device()) as session:
@@ -89,8 +92,8 @@ class Sample(Task):
                 sentence, code = try_metric(self.metric, session, data, self.data_options.label_keys)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if data:
-                _check_missing(session, data, self.batches[0])
-                data = _put_telling_first(session, data, max(self.batches))
+                _check_missing(session, data, batches[0])
+                data = _put_telling_first(session, data, max(batches))
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             interacting = self._describe_interaction(session, cases, given, data, out)

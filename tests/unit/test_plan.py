@@ -475,12 +475,20 @@ def test_without_labelled_data_fidelity_is_judged_on_data_that_calibration_leave
 
 @pytest.mark.parametrize(
     ("values", "largest"),
-    [({}, (32, 32, 1)), ({"shapes": {"batch": "1:8:16"}}, (16, 16, 16)), ({"batch": [1, 64]}, (64, 64, 64))],
+    [({}, (32, 32, 1)), ({"shapes": {"batch": "1:8:16"}}, (32, 32, 1)), ({"batch": [1, 64]}, (64, 64, 64))],
 )
 def test_quality_is_judged_in_batches_that_engines_take(values: dict[str, Any], largest: tuple[int, ...]) -> None:
     engines = {"engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"]}
     tasks = [step.task for step in planned(**{"batch": [1], **engines, **values}).steps]
-    assert tuple(task.largest_batch for task in tasks if isinstance(task, Quality)) == largest
+    judging = [task for task in tasks if isinstance(task, Quality)]
+    assert tuple(task.largest_batch for task in judging) == largest
+    assert {tuple(task.ranges) for task in judging} == {tuple(values.get("shapes", ()))}
+
+
+def test_only_default_batches_give_way_to_a_range() -> None:
+    for values, given in (({}, False), ({"batch": [1, 4]}, True)):
+        tasks = [step.task for step in planned(model="digits", **values).steps]
+        assert [task.batches_given for task in tasks if isinstance(task, Sample)] == [given]
 
 
 def test_a_run_looks_at_model_and_machine_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

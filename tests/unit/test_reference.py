@@ -338,6 +338,26 @@ def test_a_bad_label_is_named_by_its_row_in_the_data(tmp_path: Path, part: PartN
                 judge()
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(3, {3}), (16, {16})])
+def test_as_many_samples_are_judged_together_as_the_range_of_the_batch_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, sizes: set[int]
+) -> None:
+    rows = np.random.default_rng(0).random((40, 3), np.float32)
+    np.savez(tmp_path / "data.npz", x=rows, labels=rows)
+    model = save_operator(tmp_path / "model.onnx", "Identity")
+    assert model.signature is not None
+    ranges = {samples.batch_symbol(model.signature) or "": ShapeRange(min=1, opt=1, max=most)}
+    fields = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None, "metric": "mse"}
+    quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, ranges=ranges, seed=0, **fields)
+    given, answer_rows = set[int](), measure._answer_rows
+    monkeypatch.setattr(
+        measure, "_answer_rows", lambda *args, **named: given.add(args[2]) or answer_rows(*args, **named)
+    )
+    with quality.engine.load(model, Device()) as session:
+        quality.judge(session, None, lambda _: None)
+    assert given == sizes
+
+
 def test_a_label_of_another_part_is_found_before_long_work(tmp_path: Path) -> None:
     """The metric is tried with the samples for choosing; this one is for the last judgement."""
     place, options = tmp_path / "data.npz", PartOptions(part="choice", shared_by=("choice", "judgement"))

@@ -67,6 +67,18 @@ def test_ranges_that_do_not_go_with_the_model() -> None:
         plan_ranges(IMAGE, {"batch": ShapeRange(min=0, opt=1, max=4)}, (1,), {})
 
 
+@pytest.mark.parametrize(
+    ("range_", "given", "batches"),
+    [("1:1:1", False, (1,)), ("2:4:6", False, (4,)), ("1:4:8", False, (1, 8)), ("1:1:1", True, (1, 8))],
+)
+def test_default_batches_outside_of_their_range_are_left_out(
+    range_: str, given: bool, batches: tuple[int, ...]
+) -> None:
+    model, ranges = signature("x:float32:n,3,length"), {"n": ShapeRange.parse(range_), "length": ShapeRange.parse("9")}
+    assert samples.fit_batches(model, ranges, (1, 8), given=given) == batches
+    assert samples.fit_batches(model, {"length": ranges["length"]}, (1, 8), given=given) == (1, 8)
+
+
 def test_cases_are_the_points_and_the_batches_each_once() -> None:
     ranges = {"batch": ShapeRange(min=1, opt=4, max=8), "length": ShapeRange(min=2, opt=5, max=5)}
     found = {
