@@ -72,7 +72,8 @@ def prosecute_variant_steps(
 
 def list_makers(plan: Plan, variant: Variant) -> list[StepRef]:
     """List the steps that a variant's artifact went through, from the model to the engine, as its history does."""
-    steps, refs, ref = {step.id: step for step in plan.steps}, list[StepRef](), variant.artifact
+    steps, refs = {step.id: step for step in plan.steps}, list[StepRef]()
+    ref: StepRef | None = variant.artifact
     while ref is not None and ref in steps:
         refs.insert(0, ref)
         ref = steps[ref].inputs.get("model")

@@ -76,12 +76,13 @@ def prosecute_variant(
         late = [step.id for step in run_record.steps if step.late == "no time"]
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late)
         record = next((record for record in run_record.variants if record.id == chosen), None)
-        engine, given = dict[StepRef, str](), dict[StepRef, Outcome]()
+        engine, given = dict[StepRef, str](), dict[str, Outcome]()
         if record is not None and record.artifact is not None:
             engine[able[chosen].artifact] = record.artifact.sha256
             if not _is_stored(steps, able[chosen].artifact, record.artifact, store := settings.open_store()):
-                given = _recall(folder, record, list_makers(planned, able[chosen]), store)
-                steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late, given)
+                recalled = _recall(folder, record, list_makers(planned, able[chosen]), store)
+                given = dict(recalled.items())
+                steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late, recalled)
         result = _run(chosen, steps, run_record.recipe, out, settings, engine, given)
     return result.model_copy(update={"evidence": str(named) if result.evidence else None})
 
