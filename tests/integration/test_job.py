@@ -163,7 +163,7 @@ def rare(outputs, labels):
         ({"metric": "own.py:misspelt"}, "onnxruntime", "reference: the metric own.py:misspelt raised Key"),
         ({"metric": "own.py:rare"}, "onnxruntime", "quality-eager: the metric own.py:rare raised ValueError: no class"),
         ({"metric": "own.py:rare"}, "eager", "quality-eager: the metric own.py:rare raised ValueError"),
-        ({"model": "wrong_online"}, "onnxruntime", "export: the trace holds"),
+        ({"model": "wrong_online"}, "onnxruntime", "export: the trace does not answer"),
     ],
 )
 def test_nothing_is_measured_once_no_variant_can_win(

@@ -98,7 +98,7 @@ def test_mapped_data_counts_once_it_is_read(tmp_path: Path) -> None:
 
 
 def test_kernel_that_does_not_reset_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, text: str) -> None:
+    def refuse(path: Path, text: str, encoding: str) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(usage.Path, "write_text", refuse)
