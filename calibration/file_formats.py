@@ -109,7 +109,8 @@ def _check_shape(
         expected = ["samples", *(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape[1:])]
         raise DataError(
             f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
-            f"give rows that fit {spec}, one sample along the first axis{_suggest_size(arrays, inputs)}",
+            f"give rows that fit {spec}, one sample along the first axis{_suggest_size(arrays, inputs)}"
+            f"{_suggest_batch(spec, array)}",
         )
 
 
@@ -134,6 +135,19 @@ def _suggest_size(arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> s
     return (
         f"; or, if the model is a PyTorch module that takes such rows: {free} for any size, or {exact} and an example "
         "input of that size"
+    )
+
+
+def _suggest_batch(spec: TensorSpec, array: Rows) -> str:
+    """Suggest a module that takes a batch, where each row is a whole input; else empty."""
+    fits = array.ndim == len(spec.shape) + 1 and all(
+        isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, array.shape[1:], strict=True)
+    )
+    if not fits:
+        return ""
+    return (
+        "; or, if each row is a whole input of a module that takes no batch: give a module around it that calls "
+        "torch.vmap(module)(x), with an example input that has a batch"
     )
 
 

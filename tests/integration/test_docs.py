@@ -33,7 +33,7 @@ BRIEFLY = {
     "--prune": ("--samples", "16"),
     "--data": ("--time", "60s"),
 }
-"""What is added to ``optimize`` and ``prune`` with such an option, where the command itself says nothing of it."""
+"""What is added to ``optimize``, ``prune`` or ``sparsify`` with such an option, if the command says nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def run(command: Command, cli: Cli) -> None:
         subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
         return
     arguments = words[1:]
-    if arguments[0] in ("optimize", "prune"):
+    if arguments[0] in ("optimize", "prune", "sparsify"):
         for option, more in BRIEFLY.items():
             if (
                 option in arguments

@@ -23,15 +23,22 @@ _RECIPE = {
     "precisions": ["fp32", "int8"],
     "data": "digits",
     "budgets": {"max_drop": 0.05},
-    "time_seconds": 300,
+    "time_seconds": 900,
     "quantisation": {"search_steps": 2},
+    "batch": [1],
+    "threads": 1,
     "measure": {"seconds": 1},
     "prosecute_seconds": 0,
 }
 
 
-def test_variants_race_and_the_fastest_are_measured_in_full(tmp_path: Path) -> None:
-    settings = Settings(store=tmp_path / "store")
+@pytest.fixture
+def settings(store: Path) -> Settings:
+    """Settings with the session's store: a step of one test is not done again in another."""
+    return Settings(store=store)
+
+
+def test_variants_race_and_the_fastest_are_measured_in_full(tmp_path: Path, settings: Settings) -> None:
     run = optimize(make(_RECIPE), tmp_path / "run", settings)
     raced = [record for record in run.requested if record.race]
     assert len(run.requested) == len(raced) == 4
@@ -53,9 +60,9 @@ def test_variants_race_and_the_fastest_are_measured_in_full(tmp_path: Path) -> N
     assert vector.is_file()
 
 
-def test_what_cannot_pay_is_not_made(tmp_path: Path) -> None:
-    listed = {name: value for name, value in _RECIPE.items() if name not in ("engines", "precisions")}
-    run = optimize(make(listed), tmp_path / "run", Settings(store=tmp_path / "store"))
+def test_what_cannot_pay_is_not_made(tmp_path: Path, settings: Settings) -> None:
+    found = {name: value for name, value in _RECIPE.items() if name not in ("engines", "precisions")}
+    run = optimize(make({**found, "time_seconds": 300}), tmp_path / "run", settings)
     records = {record.id: record for record in run.requested}
     assert "multiply-adds have a form in int8-dynamic" in str(records["onnxruntime-int8-dynamic"].reason)
     assert records["onnxruntime-int8-dynamic"].status == "skipped"
@@ -66,11 +73,13 @@ def test_what_cannot_pay_is_not_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed", [0.05, 0.95])
-def test_of_a_pruned_module_that_loses_too_much_no_variant_is_made(allowed: float, tmp_path: Path) -> None:
+def test_of_a_pruned_module_that_loses_too_much_no_variant_is_made(
+    allowed: float, tmp_path: Path, settings: Settings
+) -> None:
     """Without training, half of digits is worth little: it loses 0.6."""
     found = {"variants": "found", "engines": ["onnxruntime"], "precisions": ["fp32"], "prune": ["macs=-50%"]}
-    recipe = make({**_RECIPE, **found, "budgets": {"max_drop": allowed}, "batch": [1]})
-    run = optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
+    recipe = make({**_RECIPE, **found, "budgets": {"max_drop": allowed}})
+    run = optimize(recipe, tmp_path / "run", settings)
     dense, pruned = run.requested
     steps = {step.id for step in run.steps if step.status == "done"}
     assert "prune-macs50" in steps
@@ -87,11 +96,12 @@ def test_of_a_pruned_module_that_loses_too_much_no_variant_is_made(allowed: floa
 
 
 def test_what_no_time_was_left_for_is_tried_by_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first lossless variant is made all the same, so that there is a result."""
+    """The first lossless variant is made all the same, so that there is a result; what the store has takes no time."""
     settings, out = Settings(store=tmp_path / "store"), tmp_path / "run"
+    recipe = make({**_RECIPE, "engines": ["onnxruntime"]})
     with monkeypatch.context() as patch:
         patch.setattr(race, "_JUDGING", 1.0)  # all of the time is kept for measuring
-        run = optimize(make(_RECIPE), out, settings)
+        run = optimize(recipe, out, settings)
     assert run.winner == "onnxruntime-fp32"
     assert [record.id for record in run.requested if not record.untried] == [run.winner]
     run = resume(out, settings)
@@ -100,7 +110,7 @@ def test_what_no_time_was_left_for_is_tried_by_resume(tmp_path: Path, monkeypatc
 
 
 def test_where_no_onnx_graph_is_right_a_variant_without_one_is_made_after_the_time_of_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ONNX has no Bessel functions."""
     net = """
@@ -117,20 +127,25 @@ def build():
         "variants": "found",
         "engines": ["onnxruntime", "compiled"],
         "time_seconds": 120,
+        "batch": [2],
+        "threads": 1,
         "measure": {"seconds": 1},
     }
     recipe = make({"model": f"{tmp_path / 'net.py'}:build", "prosecute_seconds": 0, **asked})
-    run = optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
+    run = optimize(recipe, tmp_path / "run", settings)
     ends = {record.id: record.status for record in run.requested}
     assert ends == {"onnxruntime-fp32": "failed", "compiled-fp32": "measured"}
 
 
-def test_a_variant_that_failed_is_loaded_and_packaged_by_its_name(tmp_path: Path) -> None:
+def test_a_variant_that_failed_is_loaded_and_packaged_by_its_name(tmp_path: Path, settings: Settings) -> None:
     """Its engine was built, and not tuned."""
-    asked = {name: _RECIPE[name] for name in ("model", "data", "precisions", "measure", "prosecute_seconds")}
+    asked = {
+        name: _RECIPE[name]
+        for name in ("model", "data", "precisions", "batch", "threads", "measure", "prosecute_seconds")
+    }
     asked |= {"quantisation": {"quantizers": ["nncf"]}}
-    recipe = make({**asked, "engines": ["onnxruntime"], "time_seconds": 300, "min_sqnr_db": 80})
-    out, settings, failed = tmp_path / "run", Settings(store=tmp_path / "store"), "onnxruntime-int8-nncf"
+    recipe = make({**asked, "engines": ["onnxruntime"], "time_seconds": 900, "min_sqnr_db": 80})
+    out, failed = tmp_path / "run", "onnxruntime-int8-nncf"
     run = optimize(recipe, out, settings)
     assert {record.id: record.status for record in run.requested} == {"onnxruntime-fp32": "measured", failed: "failed"}
     with pytest.warns(UserWarning, match=f"{failed}: it failed"), load(out, failed) as model:

@@ -79,6 +79,13 @@ def test_rows_of_another_length_may_be_what_a_module_takes(inputs: list[str], sa
     assert caught.value.remedy == fitting + (f"{told}{said} an example input of that size" if said else "")
 
 
+@pytest.mark.parametrize(("shape", "suggested"), [((9, 16), True), ((9, 15), False), ((9, 2, 16), False)])
+def test_rows_may_be_whole_inputs_of_a_module_without_a_batch(shape: tuple[int, ...], suggested: bool) -> None:
+    with pytest.raises(DataError) as caught:
+        check_arrays("data.npz", {"x": np.ones(shape, np.float32)}, [TensorSpec.parse("x:float32:16")])
+    assert ("calls torch.vmap(module)(x)" in str(caught.value.remedy)) == suggested
+
+
 class TestZeros:
     @pytest.mark.parametrize(
         "arrays",
