@@ -1,5 +1,6 @@
 """Export of modules small enough to see through."""
 
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,21 @@ def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) 
     with pytest.raises(ExportError, match=rf"_linalg_svd at .*test_export.py:{line} has no translation"):
         exported(tmp_path, model)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("compute", "instead"),
+    [(lambda x: torch.linalg.qr(x).R, r"torch\.linalg\.cholesky"), (lambda x: torch.cov(x), r"x @ x\.mT / \(n - 1\)")],
+)
+def test_an_operator_without_translation_has_another_to_write(tmp_path: Path, compute: Any, instead: str) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return compute(x)
+
+    model = loaded(Module(), {"x": torch.randn(4, 4)}, {"x": (4, 4)}, ["y:float32:4,4"])
+    with pytest.raises(ExportError, match="has no translation to ONNX") as error:
+        exported(tmp_path, model, exporter="dynamo")
+    assert re.search(instead, error.value.remedy)
 
 
 def test_complex_numbers_are_named_as_what_has_no_translation(tmp_path: Path) -> None:

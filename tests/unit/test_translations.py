@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator
 from exporting import exported, loaded
 from published_bugs import probes
 
 
 def assert_answers(folder: Path, feeds: dict[str, Any], wanted: Any, tolerance: float) -> None:
-    """Check that the graph in a folder answers the tensors of PyTorch."""
+    """Check that the graph in a folder answers the tensors of PyTorch, in their types and shapes."""
     answers = evaluator.run_graph(folder / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
     for answer, value in zip(answers, wanted, strict=True):
+        assert (answer.dtype, answer.shape) == (value.numpy().dtype, value.shape)
         np.testing.assert_allclose(answer, value.numpy(), rtol=1e-7 if tolerance else 0, atol=tolerance)
 
 
@@ -63,6 +65,10 @@ _SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
         torch.logaddexp2,
         torch.atan2,
         torch.erfc,
+        torch.erfinv,
+        torch.hypot,
+        torch.special.expm1,
+        torch.special.erfc,
         torch.special.log_ndtr,
     ],
 )
@@ -73,7 +79,7 @@ def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, function: Any) ->
         def forward(self, *given: Any) -> Any:
             return function(*given)
 
-    two = function in (torch.logaddexp, torch.logaddexp2, torch.atan2)
+    two = function in (torch.logaddexp, torch.logaddexp2, torch.atan2, torch.hypot)
     numbers = torch.cat([_SPECIAL, _NUMBERS[::6] if two else _NUMBERS])
     feeds = dict(zip("xy", torch.meshgrid(*[numbers] * (1 + two), indexing="ij"), strict=False))
     shapes = {name: tuple(value.shape) for name, value in feeds.items()}
@@ -424,3 +430,146 @@ def test_equal_numbers_stay_in_order_where_they_are_sorted(tmp_path: Path) -> No
     model = loaded(Module(), {"x": x}, {"x": ("batch", 30, 20)}, names)
     exported(tmp_path, model, exporter="dynamo")
     assert_answers(tmp_path, {"x": x}, Module()(x), 0.0)
+
+
+# Operators on numbers, [batch, 4, 4], and on whole ones.
+
+
+def compute_extremes_up_to_each_place(x: Any, n: Any) -> Any:
+    return (
+        *x.cummax(1),
+        *x.cummin(-1),
+        *(x > 0).cummax(1),
+        *n.cummax(-2),
+        *n.int().cummin(2),
+        *n.to(torch.uint8).cummax(1),
+    )
+
+
+def write_diagonals(x: Any, n: Any) -> Any:
+    x, n, first = x.clone(), n.clone(), x[0].clone()
+    x.diagonal(dim1=1, dim2=2).fill_(0)
+    x.diagonal(1, -1, -2).mul_(5)
+    x.diagonal(-2, 1, 2).add_(1)
+    return x, first.fill_diagonal_(3), torch.diagonal_scatter(n, n[:, 0] + 1, dim1=2, dim2=1)
+
+
+def reduce_slices(x: Any, n: Any) -> Any:
+    index = torch.tensor([0, 2, 2])
+    ways = [("amax", True), ("amin", False), ("mean", True), ("mean", False), ("prod", True), ("prod", False)]
+    kinds = [x.index_reduce(1, index, 2 * x[:, 1:], way, include_self=own) for way, own in ways]
+    return *kinds, n.index_reduce(-1, index, 3 * n[..., :3], "amax", include_self=False)
+
+
+def list_numbers(x: Any, n: Any) -> Any:
+    return x.masked_select(x > 0), n.masked_select(x[..., :1] > 0), torch.pdist(x[:, 1]), torch.pdist(x[:, 2], 1.0)
+
+
+def transpose_convolutions(x: Any, n: Any) -> Any:
+    weight = torch.linspace(-1, 1, 4 * 6 * 9).view(4, 6, 3, 3)
+    plane = x.unsqueeze(-1) * x.unsqueeze(2)
+    convolve = F.conv_transpose2d
+    return (
+        convolve(plane, weight, weight[0, :, 0, 0], dilation=3, output_padding=2),
+        convolve(plane, weight, None, (1, 2), (2, 0), (2, 1), dilation=3),
+        convolve(plane, weight, weight[0, :, 1, 1], 2, 2, 3, dilation=4),
+        convolve(plane, weight, None, 2, 1, 1),
+        F.conv_transpose1d(
+            x, weight[..., 0], weight[0, :, 0, 0].repeat(2), padding=1, output_padding=1, groups=2, dilation=2
+        ),
+    )
+
+
+def take_types_of_both(x: Any, n: Any) -> Any:
+    aliases = torch.divide, torch.multiply, torch.subtract, torch.greater, torch.less, torch.greater_equal
+    pairs = (x, n), (n, x), (n, 2.5), (x, 2), (n, n), (x.double(), n), (n, torch.tensor(2.5, dtype=torch.float64))
+    results = [alias(*pair) for alias in (*aliases, torch.less_equal) for pair in pairs]
+    powers = n.abs() ** x, x.abs() ** n
+    return *results, *powers, torch.multiply(x > 0, n), torch.concat([n, x], 1), torch.concatenate([x, n, x > 0], -1)
+
+
+def keep_axes_of_norms(x: Any, n: Any) -> Any:
+    return torch.linalg.norm(x, keepdim=True), torch.linalg.vector_norm(x, 3.0, keepdim=True), x.norm(), x.norm(dim=1)
+
+
+def solve_matrices(x: Any, n: Any) -> Any:
+    matrix, right = x * torch.tensor([1.0, 0.0, 3.0, 1e-3]), n[..., :3].float()
+    solve, triangular = torch.linalg.solve, torch.linalg.solve_triangular
+    return (
+        torch.linalg.inv(x),
+        torch.inverse(x.double()),
+        *torch.linalg.inv_ex(x),
+        solve(x, right),
+        solve(x, right.mT, left=False),
+        solve(x, right[..., 0]),
+        solve(x, torch.ones(4)),
+        solve(torch.eye(4).flip(0) + 0.1, right),
+        triangular(x, right, upper=True),
+        triangular(x, right.mT, upper=False, left=False),
+        triangular(matrix, right, upper=False, unitriangular=True),
+    )
+
+
+def factor_matrices(x: Any, n: Any) -> Any:
+    square = x @ x.mT + torch.eye(4)
+    return (
+        torch.linalg.cholesky(square),
+        torch.linalg.cholesky(square.double(), upper=True),
+        *torch.linalg.cholesky_ex(square),
+        torch.det(x),
+        torch.linalg.det(x.flip(1)),
+        torch.linalg.det(x * torch.tensor([1.0, 0.0, 1.0, 1.0])),
+        torch.logdet(square),
+        torch.det(F.pad(square, [0, 30, 0, 30]) + torch.eye(34)),
+        torch.logdet(-torch.eye(3) * square[:, :1, :1]),
+        *torch.linalg.slogdet(x),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        compute_extremes_up_to_each_place,
+        write_diagonals,
+        reduce_slices,
+        list_numbers,
+        transpose_convolutions,
+        take_types_of_both,
+        keep_axes_of_norms,
+        solve_matrices,
+        factor_matrices,
+    ],
+)
+def test_operators_are_those_of_pytorch_at_any_batch(tmp_path: Path, compute: Any) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any, n: Any) -> Any:
+            return compute(x, n)
+
+    draw = torch.Generator().manual_seed(0)
+    x, n = torch.randn(5, 4, 4, generator=draw), torch.randint(1, 5, (5, 4, 4), generator=draw)
+    feeds = {"x": x[:2], "n": n[:2]}
+    outputs = Module()(*feeds.values())
+    texts = [f"out_{at}:{str(value.dtype)[6:]}:{_write_dims(value)}" for at, value in enumerate(outputs)]
+    model = loaded(Module(), feeds, dict.fromkeys(feeds, ("batch", 4, 4)), texts)
+    exported(tmp_path, model, exporter="dynamo")
+    for many in (feeds, {"x": x, "n": n}):
+        assert_answers(tmp_path, many, Module()(*many.values()), 2e-4)
+
+
+def _write_dims(value: Any) -> str:
+    sizes = [*value.shape]
+    return ",".join(
+        map(str, ["batch", *sizes[1:]] if sizes and sizes[0] == 2 else ["any"] if len(sizes) == 1 else sizes)
+    )
+
+
+def test_a_matrix_of_many_rows_is_refused_with_their_number(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.linalg.inv(x)
+
+    line = Module.forward.__code__.co_firstlineno + 1
+    model = loaded(Module(), {"x": torch.randn(2, 40, 40)}, {"x": ("batch", 40, 40)}, ["y:float32:batch,40,40"])
+    with pytest.raises(ExportError, match=rf"up to 32 rows .* has 40 at .*test_translations.py:{line}"):
+        exported(tmp_path, model, exporter="dynamo")

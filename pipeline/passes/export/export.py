@@ -444,6 +444,7 @@ _OPERATOR = (
     re.compile(r"OpOverload\(op='([\w.]+)'"),
     re.compile(r"unrecognized namespace ([\w:]+)"),
     re.compile(r"Exporting the operator '([\w:]+)'"),
+    re.compile(r"DataDependentOutputException: (aten\.equal)\b"),
     re.compile(r"(?:Could not find|Missing) .*?'?(\w+::\w+)'?"),
 )
 _STATIC = re.compile(r"static shape of (\d+) for dimension (.+)\.shape\[(\d+)\]")
@@ -454,6 +455,26 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TOOLS = ("torch", "onnx", "onnxscript", "onnx_ir", "enginesmith")
 _HERE = Path(__file__).resolve().parents[3]
 _REMEDY_OPERATOR = "rewrite that line with operators that ONNX has, or register a translation with torch.onnx"
+_INSTEAD = {
+    "linalg_pinv": "for a matrix a of independent columns, write torch.linalg.solve(a.mT @ a, a.mT)",
+    "linalg_lstsq": "for a matrix a of independent columns, write torch.linalg.solve(a.mT @ a, a.mT @ b)",
+    "linalg_qr": "for a matrix a of independent columns, write r = torch.linalg.cholesky(a.mT @ a, upper=True) and "
+    "torch.linalg.solve(r, a, left=False), which are R and Q but for signs",
+    "linalg_lu": "write torch.linalg.solve, det or slogdet of the matrix, for what the factors are used for",
+    "lu_": "write torch.linalg.solve of the matrix itself",
+    "_linalg_solve_ex": "write torch.linalg.solve",
+    "cholesky_solve": "write torch.linalg.solve_triangular twice, or torch.linalg.solve of the matrix itself",
+    "cholesky_inverse": "write torch.linalg.inv of the matrix itself",
+    "triangular_solve": "write torch.linalg.solve_triangular",
+    "nanmedian": "write torch.median of what torch.where puts in the place of NaN",
+    "histc": "write torch.zeros(bins).scatter_add(0, torch.bucketize(x, edges), torch.ones_like(x))",
+    "bincount": "write torch.zeros(bins).scatter_add(0, x, torch.ones(x.shape)), for a number of bins that is known",
+    "segment_reduce": "write torch.scatter_reduce with the number of each row's segment",
+    "put": "write x.flatten().scatter(0, places, numbers)",
+    "equal": "write (a == b).all() for torch.equal; for torch.cov and corrcoef, which use it, products of rows without "
+    "their means, x @ x.mT / (n - 1)",
+}
+"""What to write instead of operators that have no translation, by how their names begin."""
 _REMEDY_COMPLEX = (
     "keep real and imaginary parts in float32 tensors and weights: torch.view_as_real behind an FFT, "
     "torch.view_as_complex only before the inverse one"
@@ -474,15 +495,19 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
         if fixed := _SPECIALIZED.search(str(link)):
             index, axis, size = map(int, fixed.groups())
             return _explain_fixed_dimension(signature, signature.inputs[index], axis, size)
-    text = "\n".join(str(link) for link in chain)
+    text = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
     operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
     place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
     where = f" at {place}" if place else ""
+    if refusal := next((link for link in chain if isinstance(link, ExportError)), None):  # of a translation
+        return ExportError(f"{refusal.message}{where}", refusal.remedy)
     if operator and remedy == _REMEDY:
         lacking = f"the operator {operator}{where} has no translation to ONNX"
         if _COMPLEX.search(text):
             return ExportError(f"{lacking} for complex numbers", _REMEDY_COMPLEX)
-        return ExportError(lacking, _REMEDY_OPERATOR)
+        name = re.split(r"\.|::", operator)[1]
+        remedies = (words for start, words in _INSTEAD.items() if name.startswith(start))
+        return ExportError(lacking, next(remedies, _REMEDY_OPERATOR))
     first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "no message")[:300]
     reason = f"{type(chain[-1]).__name__}: {first.partition(' Please feel free')[0]}"
     remedy = _REMEDY_DATA if "data-dependent" in text else remedy

@@ -8,17 +8,40 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, linalg
 
 from enginesmith.pipeline.frameworks.onnx import ir
+from enginesmith.pipeline.passes.export import matrices
+from enginesmith.pipeline.passes.export.functions import (
+    atan2,
+    copysign,
+    divide,
+    divide_down,
+    divide_exactly,
+    erfc,
+    erfcx,
+    erfinv,
+    expm1,
+    fmax,
+    fmin,
+    hypot,
+    in_float32,
+    log1p,
+    log_sigmoid,
+    logaddexp,
+    logaddexp2,
+    promote,
+    signbit,
+)
 from enginesmith.pipeline.passes.export.pools import adaptive_average_pool, adaptive_max_pool, average_pool
 from enginesmith.pipeline.passes.export.sequences import attention, lstm, stft
 
 aten, prims, op = torch.ops.aten, torch.ops.prims, cast("Any", opset18)
 _ATTENTION_OPSET = 23
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
@@ -33,6 +56,21 @@ def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
         aten.expm1.default: expm1,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
+        aten.special_expm1.default: expm1,
+        aten.special_erfc.default: erfc,
+        aten.divide.Tensor: promote(divide_exactly),
+        aten.divide.Scalar: promote(divide_exactly),
+        aten.multiply.Tensor: promote(core.aten_mul),
+        aten.multiply.Scalar: promote(core.aten_mul),
+        aten.subtract.Tensor: promote(core.aten_sub),
+        aten.subtract.Scalar: promote(core.aten_sub),
+        aten.greater.Tensor: promote(core.aten_gt),
+        aten.greater_equal.Tensor: promote(core.aten_ge),
+        aten.less.Tensor: promote(core.aten_lt),
+        aten.less_equal.Tensor: promote(core.aten_le),
+        aten.pow.Tensor_Tensor: promote(core.aten_pow),
+        aten.concat.default: concatenate,
+        aten.concatenate.default: concatenate,
         aten.atan2.default: atan2,
         aten.logcumsumexp.default: logcumsumexp,
         aten.erfc.default: erfc,
@@ -61,176 +99,95 @@ def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
         aten.amax.default: amax,
         aten.amin.default: amin,
         aten.sort.stable: sort,
-        aten._cdist_forward.default: cdist,
+        aten.convolution.default: convolution,
+        aten.cummax.default: cummax,
+        aten.cummin.default: cummin,
+        prims.erf_inv.default: erfinv,
+        prims.hypot.default: hypot,
+        aten.index_reduce.default: index_reduce,
+        aten.diagonal_scatter.default: diagonal_scatter,
+        prims.as_strided_scatter.default: as_strided_scatter,
+        aten._cdist_forward.default: matrices.cdist,
+        aten._pdist_forward.default: matrices.pdist,
+        aten.inverse.default: matrices.invert,
+        aten.linalg_inv.default: matrices.invert,
+        aten.linalg_inv_ex.default: matrices.invert_unchecked,
+        aten.linalg_solve.default: matrices.solve,
+        aten.linalg_solve_triangular.default: matrices.solve_triangular,
+        aten.cholesky.default: matrices.cholesky,
+        aten.linalg_cholesky.default: matrices.cholesky,
+        aten.linalg_cholesky_ex.default: matrices.cholesky_unchecked,
+        aten.det.default: matrices.determinant,
+        aten.linalg_det.default: matrices.determinant,
+        aten.linalg_vector_norm.default: vector_norm,
+        aten.logdet.default: matrices.log_of_determinant,
+        aten._linalg_slogdet.default: matrices.log_determinant,
+        aten.masked_select.default: masked_select,
         **({aten.scaled_dot_product_attention.default: attention} if opset >= _ATTENTION_OPSET else {}),
     }
 
 
-def divide_down(self: Any, other: Any) -> Any:
-    """Divide and round down.
+def _list_runs(self: Any, axis: int, filler: Any) -> Any:
+    """Put numbers, [..., n, ...], into rows of those up to each place, [..., n, n, ...], with a filler behind them.
 
-    The exporter divides whole numbers as float32, whose quotients are wrong from 2^24 on; and it rounds the quotient of
-    floats down, which is 10 for 1.0 // 0.1, where PyTorch subtracts the remainder first, and has 9. Numbers written in
-    the module reach the graph as float32, so that float64 divided by 0.1 is not exact.
-    """
-    if self.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-        return core.aten_floor_divide(self, other)
-    divisor = op.CastLike(other, self)
-    rest = op.Mod(self, divisor, fmod=1)
-    zero = op.CastLike(0.0, self)
-    is_above = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
-    quotient = op.Sub(op.Round(op.Div(op.Sub(self, rest), divisor)), op.CastLike(is_above, self))
-    return op.Where(op.Equal(divisor, zero), op.Div(self, divisor), quotient)
-
-
-def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
-    """Divide with a rounding mode; see `divide_down`."""
-    large = self.dtype in (ir.DataType.INT32, ir.DataType.INT64)  # smaller ones are exact in float32
-    if rounding_mode == "floor" and (large or not self.dtype.is_integer()):
-        return divide_down(self, other)
-    if rounding_mode == "trunc" and large:
-        return op.Div(self, other)
-    return core.aten_div_mode(self, other, rounding_mode)
-
-
-# Functions whose plain formulas cancel or overflow. As in PyTorch, halves are computed in float32.
-
-
-def _in_float32(translate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(translate)
-    def widen(*values: Any) -> Any:
-        if values[0].dtype not in _HALVES:
-            return translate(*values)
-        wide = (op.Cast(value, to=ir.DataType.FLOAT) if isinstance(value, ir.Value) else value for value in values)
-        return op.CastLike(translate(*wide), values[0])
-
-    return widen
-
-
-def _log1p(x: Any) -> Any:
-    """Compute log(1 + x), with the rounding of 1 + x divided out.
-
-    Theorem 4 of Goldberg, What Every Computer Scientist Should Know About Floating-Point Arithmetic, 1991. The first
-    Where gives 1 + x in any case: it keeps optimizers from taking (1 + x) - 1 for x, and OpenVINO from its SoftPlus for
-    log(1 + exp(x)), which is off by up to 8e-6.
-    """
-    one = op.CastLike(1.0, x)
-    above = op.Where(op.Less(x, op.CastLike(1e30, x)), op.Add(x, one), x)
-    log, rounded = op.Log(above), op.Sub(above, one)
-    exact = op.Where(op.Equal(rounded, x), log, op.Mul(log, op.Div(x, rounded)))  # of -1 and infinity, too
-    return op.Where(op.Equal(above, one), x, exact)
-
-
-@_in_float32
-def log1p(self: Any) -> Any:
-    """Compute log(1 + x) to all digits; the exporter's is 0 for small x."""
-    return _log1p(self)
-
-
-@_in_float32
-def expm1(self: Any) -> Any:
-    """Compute exp(x) - 1, which is tanh(x / 2) (exp(x) + 1), to all digits; the exporter's is 0 for small x."""
-    return op.Mul(op.Tanh(op.Mul(self, op.CastLike(0.5, self))), op.Add(op.Exp(self), op.CastLike(1.0, self)))
-
-
-@_in_float32
-def log_sigmoid(self: Any) -> Any:
-    """Compute log(sigmoid(x)) as PyTorch does; the exporter's is -inf where the sigmoid is 0."""
-    return op.Sub(op.Min(self, op.CastLike(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(self)))))
-
-
-@_in_float32
-def logaddexp(self: Any, other: Any) -> Any:
-    """Compute log(exp(x) + exp(y)); the exporter's overflows above 88."""
-    distance = op.Where(op.Equal(self, other), op.CastLike(0.0, self), op.Abs(op.Sub(self, other)))  # equal infinities
-    return op.Add(op.Max(self, other), _log1p(op.Exp(op.Neg(distance))))
-
-
-@_in_float32
-def logaddexp2(self: Any, other: Any) -> Any:
-    """Compute log2(2^x + 2^y); the exporter's overflows from 128 on."""
-    log2 = op.Log(op.CastLike(2.0, self))
-    return op.Div(logaddexp(op.Mul(self, log2), op.Mul(other, log2)), log2)
-
-
-def _is_negative(x: Any) -> Any:
-    """Tell the sign, of -0.0, too, whose reciprocal is -inf."""
-    zero = op.CastLike(0.0, x)
-    return op.Less(op.Where(op.Equal(x, zero), op.Reciprocal(x), x), zero)
-
-
-def signbit(self: Any) -> Any:
-    """Tell the sign, of -0.0, too."""
-    return _is_negative(self) if self.dtype.is_floating_point() else op.Less(self, op.CastLike(0, self))
-
-
-def copysign(self: Any, other: Any) -> Any:
-    """Give numbers the signs of others."""
-    size = op.Abs(self)
-    return op.Where(signbit(other), op.Neg(size), size)
-
-
-@_in_float32
-def atan2(self: Any, other: Any) -> Any:
-    """Compute the angle of the point (other, self); the exporter's has a wrong sign on the axes."""
-    rise, run = op.Abs(self), op.Abs(other)
-    angle = op.Atan(op.Where(op.Equal(rise, run), op.Sign(rise), op.Div(rise, run)))  # both zero, or both infinite
-    angle = op.Where(_is_negative(other), op.Sub(op.CastLike(math.pi, angle), angle), angle)
-    return op.Mul(angle, op.Where(_is_negative(self), op.CastLike(-1.0, angle), op.CastLike(1.0, angle)))  # -0.0, too
-
-
-@_in_float32
-def logcumsumexp(self: Any, dim: int) -> Any:
-    """Compute the log of running sums of exp, each with its own maximum subtracted.
-
-    The exporter subtracts the maximum of the whole, so that sums before it are 0, and their log -inf. Memory grows with
-    the square of the length.
+    Memory grows with the square of the length.
     """
     rank = len(self.shape)
-    if not rank:
-        return op.Identity(self)
-    axis = dim % rank
     steps = op.Range(0, op.Squeeze(op.Shape(self, start=axis, end=axis + 1)), 1)
     trailing = list(range(1, rank - axis))
     is_before = op.LessOrEqual(
         op.Unsqueeze(steps, [*trailing]), op.Unsqueeze(steps, [1, *(1 + each for each in trailing)])
     )
-    rows = op.Where(is_before, op.Unsqueeze(self, [axis]), op.CastLike(-math.inf, self))
+    return op.Where(is_before, op.Unsqueeze(self, [axis]), op.CastLike(filler, self))
+
+
+@in_float32
+def logcumsumexp(self: Any, dim: int) -> Any:
+    """Compute the log of running sums of exp, each with its own maximum subtracted.
+
+    The exporter subtracts the maximum of the whole, so that sums before it are 0, and their log -inf.
+    """
+    if not len(self.shape):
+        return op.Identity(self)
+    axis = dim % len(self.shape)
+    rows = _list_runs(self, axis, -math.inf)
     largest = op.ReduceMax(rows, [axis + 1], keepdims=1)
     largest = op.Where(op.IsInf(largest), op.CastLike(0.0, self), largest)
     total = op.ReduceSum(op.Exp(op.Sub(rows, largest)), [axis + 1], keepdims=1)
     return op.Squeeze(op.Add(op.Log(total), largest), [axis + 1])
 
 
-# 1 - erf(z) is t exp(P(t) - z^2) with t = 1 / (1 + z / 2) for z >= 0, to 1.2e-7: Numerical Recipes in C, section 6.2.
-_ERFC = (
-    *(-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806),
-    *(0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277),
-)
+def cummax(self: Any, dim: int) -> tuple[Any, Any]:
+    """Find the largest number up to each place, and the last place that it is at."""
+    return _find_running(self, dim, True)
 
 
-def _erfc(z: Any, exponent: Any) -> Any:
-    inverse = op.Reciprocal(op.Add(op.Mul(z, op.CastLike(0.5, z)), op.CastLike(1.0, z)))
-    factors = (op.CastLike(factor, z) for factor in reversed(_ERFC))
-    polynomial = functools.reduce(lambda total, factor: op.Add(op.Mul(total, inverse), factor), factors)
-    return op.Mul(inverse, op.Exp(op.Add(polynomial, exponent)))
+def cummin(self: Any, dim: int) -> tuple[Any, Any]:
+    """Find the smallest number up to each place; see `cummax`."""
+    return _find_running(self, dim, False)
 
 
-@_in_float32
-def erfc(self: Any) -> Any:
-    """Compute 1 - erf(x); the exporter's is 0 from 4 on."""
-    z = op.Abs(self)
-    near = op.Sub(op.CastLike(1.0, self), op.Erf(self))
-    return op.Where(op.Less(self, op.CastLike(0.5, self)), near, _erfc(z, op.Neg(op.Mul(z, z))))
-
-
-@_in_float32
-def erfcx(self: Any) -> Any:
-    """Compute exp(x^2) (1 - erf(x)), which log_ndtr is made of; the exporter's is 0 from 4 on, and NaN from 10 on."""
-    zero = op.CastLike(0.0, self)
-    right = _erfc(op.Abs(self), zero)
-    left = op.Sub(op.Mul(op.Exp(op.Mul(self, self)), op.CastLike(2.0, self)), right)
-    return op.Where(op.Less(self, zero), left, right)
+def _find_running(self: Any, dim: int, is_max: bool) -> tuple[Any, Any]:
+    rank = len(self.shape)
+    if not rank:
+        return op.Identity(self), op.Constant(value_int=0)
+    if self.dtype == ir.DataType.BOOL:
+        number = op.Cast(self, to=ir.DataType.INT32)
+        number.dtype, number.shape = ir.DataType.INT32, self.shape
+        values, places = _find_running(number, dim, is_max)
+        return op.Cast(values, to=ir.DataType.BOOL), places
+    axis = dim % rank
+    filler: float = -math.inf if is_max else math.inf
+    if self.dtype.is_integer():
+        limits = np.iinfo(self.dtype.numpy())
+        filler = int(limits.min if is_max else limits.max)
+    reduce = op.ReduceMax if is_max else op.ReduceMin
+    extremes = reduce(_list_runs(self, axis, filler), [axis + 1], keepdims=0)
+    steps = op.Range(0, op.Squeeze(op.Shape(self, start=axis, end=axis + 1)), 1)
+    steps = op.Unsqueeze(steps, list(range(1, rank - axis)))
+    places = op.Where(op.Equal(self, extremes), steps, op.Constant(value_int=0))
+    places.shape = self.shape
+    return extremes, op.ReduceMax(_list_runs(places, axis, 0), [axis + 1], keepdims=0)
 
 
 def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
@@ -252,6 +209,44 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
         start.dtype, start.shape = self.dtype, self.shape
         return core.aten_scatter_reduce(start, dim, index, src, reduce)
     return core.aten_scatter_reduce(self, dim, index, src, reduce, include_self)
+
+
+def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:
+    """Reduce whole slices that fall to the same place; see `scatter_reduce`."""
+    rank = len(self.shape)
+    if rank:
+        around = [axis for axis in range(rank) if axis != dim % rank]
+        index = op.Expand(op.Unsqueeze(op.Reshape(index, [-1]), around), op.Shape(source))
+    return scatter_reduce(self, dim, index, source, reduce, include_self)
+
+
+def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """Write a diagonal, as ``x.diagonal().fill_(0)`` does, which the exporter does not capture."""
+    rank = len(self.shape)
+    pair = [dim1 % rank, dim2 % rank]
+    axes = [*(axis for axis in range(rank) if axis not in pair), *pair]
+    rows, columns = (op.Range(0, op.Squeeze(op.Shape(self, start=axis, end=axis + 1)), 1) for axis in pair)
+    is_diagonal = op.Equal(op.Unsqueeze(op.Add(rows, offset), [1]), columns)
+    last = op.Sub(op.Squeeze(op.Shape(src, start=-1)), 1)
+    numbers = op.Gather(src, op.Clip(op.Add(rows, min(offset, 0)), 0, last), axis=-1)
+    written = op.Where(is_diagonal, op.Unsqueeze(numbers, [-1]), op.Transpose(self, perm=axes))
+    return op.Transpose(written, perm=[axes.index(axis) for axis in range(rank)])
+
+
+def as_strided_scatter(
+    self: Any, src: Any, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
+) -> Any:
+    """Write strides of what lies in memory in its order, as ``x.fill_diagonal_(0)`` does."""
+    shape = op.Shape(self)
+    numbers = op.Range(0, op.ReduceProd(shape, keepdims=0), 1)
+    places = core.aten_as_strided(numbers, size, stride, storage_offset)
+    return op.Reshape(op.ScatterElements(*(op.Reshape(each, [-1]) for each in (self, places, src))), shape)
+
+
+def masked_select(self: Any, mask: Any) -> Any:
+    """List the numbers that a mask takes."""
+    numbers, is_taken = op.Expand(self, op.Shape(mask)), op.Expand(mask, op.Shape(self))
+    return op.GatherND(numbers, op.Transpose(op.NonZero(is_taken), perm=[1, 0]))
 
 
 def searchsorted(
@@ -295,6 +290,21 @@ def amin(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
     return op.ReduceMin(self, [*(dim or range(len(self.shape)))], keepdims=int(keepdim))
 
 
+def concatenate(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Join tensors in the type that holds the numbers of all; see `promote`."""
+    kinds = (to_torch_dtype(each.dtype) for each in tensors)
+    kind = from_torch_dtype(functools.reduce(torch.promote_types, kinds))
+    return op.Concat(*(op.Cast(each, to=kind) for each in tensors), axis=dim)
+
+
+def vector_norm(
+    self: Any, order: float = 2.0, dim: Sequence[int] | None = None, keepdim: bool = False, dtype: int = -1
+) -> Any:
+    """Compute norms along axes, or of all numbers, of which the exporter does not keep the axes."""
+    axes = [*range(len(self.shape))] if dim is None else dim
+    return linalg.aten_linalg_vector_norm(self, order, axes, keepdim, dtype)
+
+
 def sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
     """Sort along an axis; of equal numbers the first stays first, which TopK promises, too."""
     if not len(self.shape):
@@ -303,45 +313,6 @@ def sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bo
     return cast(
         "tuple[Any, Any]", op.TopK(self, op.Shape(self, start=axis, end=axis + 1), axis=axis, largest=int(descending))
     )
-
-
-_PRODUCT_ROWS, _NEVER_PRODUCTS = 25, 2  # of torch.cdist: rows from which products pay, and the mode that forbids them
-
-
-def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
-    """Measure the distances of rows [..., P, M] to rows [..., R, M], as [..., P, R]; see `torch.cdist`.
-
-    Euclidean ones are made of products, as in PyTorch, but for few rows, where those would be less exact.
-    """
-    rows = (x1.shape[-2], x2.shape[-2])
-    are_few = all(isinstance(count, int) and count <= _PRODUCT_ROWS for count in rows)
-    if p == 2 and not are_few and compute_mode != _NEVER_PRODUCTS:
-        sizes = [op.ReduceSum(op.Mul(each, each), [-1], keepdims=1) for each in (x1, x2)]
-        axes = [*range(len(x2.shape))]
-        flipped, across = (op.Transpose(each, perm=[*axes[:-2], axes[-1], axes[-2]]) for each in (x2, sizes[1]))
-        doubled = op.MatMul(op.Mul(x1, op.CastLike(-2.0, x1)), flipped)
-        squares = op.Add(op.Add(doubled, sizes[0]), across)
-        return op.Sqrt(op.Max(squares, op.CastLike(0.0, x1)))
-    apart = op.Abs(op.Sub(op.Unsqueeze(x1, [-2]), op.Unsqueeze(x2, [-3])))
-    if p == 0:
-        return op.ReduceSum(op.CastLike(op.Not(op.Equal(apart, op.CastLike(0.0, x1))), x1), [-1], keepdims=0)
-    if p in (1, 2):
-        reduce = op.ReduceL1 if p == 1 else op.ReduceL2
-        return reduce(apart, [-1], keepdims=0)
-    if p == math.inf:
-        return op.ReduceMax(apart, [-1], keepdims=0)
-    total = op.ReduceSum(op.Pow(apart, op.CastLike(p, x1)), [-1], keepdims=0)
-    return op.Pow(total, op.CastLike(1 / p, x1))
-
-
-def fmax(self: Any, other: Any) -> Any:
-    """Return the larger numbers; NaN only where both are."""
-    return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, op.Max(self, other)))
-
-
-def fmin(self: Any, other: Any) -> Any:
-    """Return the smaller numbers; NaN only where both are."""
-    return op.Where(op.IsNaN(self), other, op.Where(op.IsNaN(other), self, op.Min(self, other)))
 
 
 def kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
@@ -388,3 +359,37 @@ def batch_norm(
         running_mean = running_var = None
     translate = cast("Any", core.aten__native_batch_norm_legit_functional)
     return cast("tuple[Any, ...]", translate(self, weight, bias, running_mean, running_var, False, momentum, eps))
+
+
+def convolution(
+    self: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    transposed: bool = False,
+    output_padding: Sequence[int] = (0,),
+    groups: int = 1,
+) -> Any:
+    """Convolve; ONNX Runtime refuses a transposed one that is padded by its stride or more.
+
+    Such a one is cropped by as much less, and gets zeros where there is nothing to crop.
+    """
+    spatial = len(weight.shape) - 2
+    strides, pads, extras = ([*each] * (spatial // len(each)) for each in (stride, padding, output_padding))
+    if not transposed or all(extra < step for extra, step in zip(extras, strides, strict=True)):
+        return core.aten_convolution(self, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    differences = [extra - pad for extra, pad in zip(extras, pads, strict=True)]
+    wide = op.ConvTranspose(
+        self,
+        weight,
+        strides=strides,
+        pads=[*pads, *(max(0, -each) for each in differences)],
+        dilations=[*dilation] * (spatial // len(dilation)),
+        group=groups,
+    )
+    if any(each > 0 for each in differences):
+        ends = [0] * (4 + spatial) + [max(0, each) for each in differences]
+        wide = op.Pad(wide, op.Constant(value_ints=ends))
+    return wide if bias is None else op.Add(wide, op.Unsqueeze(bias, [*range(1, 1 + spatial)]))

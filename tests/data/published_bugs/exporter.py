@@ -6,7 +6,7 @@ from onnx import TensorProto, numpy_helper
 from published_bugs import probes
 from published_bugs.case import Graphs, graph, known_bug
 
-_TRANSLATIONS = "pipeline/passes/export/translations.py"
+_FUNCTIONS = "pipeline/passes/export/functions.py"
 
 
 def _weights(**shapes: tuple[int, ...]) -> list[TensorProto]:
@@ -78,7 +78,7 @@ def gemm_beta() -> Graphs:
     probe=probes.exports_wrongly(
         lambda torch, key: torch.div(key, 7, rounding_mode="floor"), 123_456_789 * np.arange(60).reshape(10, 6)
     ),
-    guard=_TRANSLATIONS,
+    guard=_FUNCTIONS,
     slow=True,
 )
 def whole_division() -> Graphs:
@@ -99,7 +99,7 @@ def whole_division() -> Graphs:
     probe=probes.exports_wrongly(
         lambda torch, x: torch.nn.functional.logsigmoid(x), np.array([-20, -90, 3], np.float32)
     ),
-    guard=_TRANSLATIONS,
+    guard=_FUNCTIONS,
     slow=True,
 )
 def log_of_sigmoid() -> Graphs:
@@ -116,7 +116,7 @@ def log_of_sigmoid() -> Graphs:
     "torch 2.7.1",
     affected=">=0.5",
     probe=probes.exports_wrongly(lambda torch, x: torch.atan2(0 * x, -x), np.array([1, 2], np.float32)),
-    guard=_TRANSLATIONS,
+    guard=_FUNCTIONS,
     slow=True,
 )
 def angle_of_the_negative_axis() -> Graphs:
@@ -136,7 +136,7 @@ def angle_of_the_negative_axis() -> Graphs:
         lambda torch, x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "mean", include_self=False),
         np.array([1, 2, 4], np.float32),
     ),
-    guard=_TRANSLATIONS,
+    guard="pipeline/passes/export/translations.py",
     slow=True,
 )
 def mean_by_place() -> Graphs:
