@@ -34,7 +34,7 @@ def _count_rows(matrix: Any) -> int:
     raise ExportError(
         f"ONNX solves no matrices: those of up to {_MOST_ROWS} rows are solved row by row, and this one has "
         f"{rows if isinstance(rows, int) else 'any number of them'}",
-        "compute in the module's __init__ what does not depend on inputs, or fix the size with --input",
+        "compute in the module's __init__ what does not depend on inputs; a size that is open, fix with --input",
     )
 
 
