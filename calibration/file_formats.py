@@ -18,7 +18,17 @@ from enginesmith.calibration.sources import RawData, Request, Split, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import BATCH, DTYPES, Array, TensorSpec
+from enginesmith.pipeline.tensors import (
+    BATCH,
+    DTYPES,
+    Array,
+    TensorSpec,
+    bind_words,
+    compute_size,
+    find_misfit,
+    is_sum,
+    list_words,
+)
 
 _FIRST_LOOK_BYTES = 1 << 20
 """Most data differ within that; images are not decoded for more."""
@@ -40,9 +50,8 @@ def check_arrays(
     """
     _check_names(source, arrays, [spec.name for spec in inputs], labels)
     feeds: dict[str, Rows] = {}
-    sizes: dict[str, int] = {}
+    _check_shapes(source, arrays, inputs)
     for spec in inputs:
-        _check_shape(source, spec, arrays, inputs, sizes)
         feeds[spec.name] = _cast_safely(source, spec, arrays[spec.name])
     _check_rows(source, feeds, inputs)
     return feeds
@@ -97,18 +106,23 @@ def _likely_labels(given: Iterable[str], wanted: Sequence[str], labels: Sequence
     return f"did you mean --labels {likely[0]}? Else " if likely else ""
 
 
-def _check_shape(
-    source: str, spec: TensorSpec, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec], sizes: dict[str, int]
-) -> None:
-    """Check a shape: the first axis is the sample, and a word stands for the same size wherever it occurs."""
-    array = arrays[spec.name]
-    fits = array.ndim == len(spec.shape) and array.ndim > 0
-    for dim, size in zip(spec.shape[1:], array.shape[1:], strict=False):
-        fits = fits and size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
-    if not fits:
-        expected = ["samples", *(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape[1:])]
+def _check_shapes(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> None:
+    """Check shapes: the first axis is the sample, and a word stands for the same size wherever it occurs."""
+    ranked = [spec for spec in inputs if 0 < len(spec.shape) == arrays[spec.name].ndim]
+    sizes = bind_words(
+        pair for spec in ranked for pair in zip(spec.shape[1:], arrays[spec.name].shape[1:], strict=True)
+    )
+    for spec in inputs:
+        array = arrays[spec.name]
+        misfit = None if spec not in ranked else find_misfit(spec.shape[1:], array.shape[1:], sizes)
+        if spec in ranked and misfit is None:
+            continue
+        bound = ([word in sizes for word in list_words(dim)] for dim in spec.shape[1:])
+        expected = [compute_size(dim, sizes) if all(b) else dim for dim, b in zip(spec.shape[1:], bound, strict=True)]
+        relation = f": {misfit[1]}" if misfit and is_sum(misfit[0]) else ""
         raise DataError(
-            f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
+            f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected "
+            f"[{', '.join(map(str, ['samples', *expected]))}]{relation}",
             f"give rows that fit {spec}, one sample along the first axis{_suggest_size(arrays, inputs)}"
             f"{_suggest_batch(spec, array)}",
         )

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, JsonValue
@@ -27,7 +27,10 @@ _DIM = re.compile(r"[A-Za-z_]\w*")
 
 
 class TensorSpec(BaseModel, frozen=True):
-    """One input or output: a dimension is a number, or a word for one that may vary (``batch``)."""
+    """One input or output: a dimension is a number, a word for one that may vary (``batch``), or a sum of such.
+
+    Of a sum, ``past+length`` or ``past+1``, the words come first, and all numbers are one behind them.
+    """
 
     name: str
     dtype: str
@@ -50,8 +53,8 @@ class TensorSpec(BaseModel, frozen=True):
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Words among the dimensions, in order."""
-        return tuple(dim for dim in self.shape if isinstance(dim, str))
+        """Words in the dimensions, in order; those of sums, too."""
+        return tuple(word for dim in self.shape for word in list_words(dim))
 
     @property
     def batch_axis(self) -> int:
@@ -66,7 +69,7 @@ class TensorSpec(BaseModel, frozen=True):
         return self.model_copy(update={"shape": (*first, *rest)})
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Replace every word of the shape by its size.
+        """Replace every word of the shape by its size, and add up its sums.
 
         Raises:
             SignatureError: a word has no size.
@@ -77,22 +80,80 @@ class TensorSpec(BaseModel, frozen=True):
                 f"{self.name!r} has the dynamic dimension {missing[0]!r}, and no size is given for it",
                 f"give one with --shape {missing[0]}=1:8:64",
             )
-        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+        return tuple(compute_size(dim, sizes) for dim in self.shape)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.dtype}:{','.join(map(str, self.shape))}"
 
 
 def _dim(text: str, dim: str) -> int | str:
-    dim = dim.strip()
-    if dim.isdecimal() and int(dim) > 0:
-        return int(dim)
-    if _DIM.fullmatch(dim):
+    parts = [part.strip() for part in dim.split("+")]
+    if any(not _DIM.fullmatch(part) and not (part.isdecimal() and int(part)) for part in parts):
+        remedy = "a dimension is a positive number, a word, or a sum of these, such as past+length"
+        raise UsageError(f"cannot read the dimension {dim.strip()!r} in {text!r}", remedy)
+    return join_sum(parts)
+
+
+def join_sum(parts: Iterable[str]) -> int | str:
+    """Write words and numbers as one dimension: their sum, or what there is where it is one."""
+    words, numbers = list[str](), 0
+    for part in parts:
+        if part.isdecimal():
+            numbers += int(part)
+        else:
+            words.append(part)
+    return "+".join([*words, *([str(numbers)] if numbers else [])]) if words else numbers
+
+
+def is_sum(dim: int | str) -> bool:
+    """Tell whether a dimension is a sum of words and numbers."""
+    return isinstance(dim, str) and "+" in dim
+
+
+def list_words(dim: int | str) -> tuple[str, ...]:
+    """List the words of a dimension: none of a number, both of ``past+length``."""
+    return tuple(part for part in dim.split("+") if not part.isdecimal()) if isinstance(dim, str) else ()
+
+
+def compute_size(dim: int | str, sizes: Mapping[str, int]) -> int:
+    """Compute the size of a dimension, each of whose words has one."""
+    if isinstance(dim, int):
         return dim
-    remedy = "a dimension is a positive number or a word"
-    if "+" in dim:
-        remedy += "; where one is a sum of others, take the parts as inputs and join them in a module around the model"
-    raise UsageError(f"cannot read the dimension {dim!r} in {text!r}", remedy)
+    return sum(int(part) if part.isdecimal() else sizes[part] for part in dim.split("+"))
+
+
+def bind_words(dims: Iterable[tuple[int | str, int]]) -> dict[str, int]:
+    """Find the size of each word, from dimensions and their sizes: by those that it stands in alone, else by a sum.
+
+    A sum gives the size of a word where it has no other of unknown size; below 0, the sum is too small for the others.
+    """
+    pairs = sorted(((dim, size) for dim, size in dims if isinstance(dim, str)), key=lambda pair: is_sum(pair[0]))
+    sizes: dict[str, int] = {}
+    before = -1
+    while before < len(sizes):
+        before = len(sizes)
+        for dim, size in pairs:
+            unknown = [word for word in list_words(dim) if word not in sizes]
+            if len(unknown) == 1:
+                sizes[unknown[0]] = size - compute_size(dim, {**sizes, unknown[0]: 0})
+    return sizes
+
+
+def list_unbound(specs: Iterable[TensorSpec]) -> list[str]:
+    """List the words whose size no feed tells: of ``past+length``, both, where neither stands elsewhere."""
+    dims = [dim for spec in specs for dim in spec.shape]
+    bound = bind_words((dim, 0) for dim in dims)
+    return [word for dim in dims for word in list_words(dim) if word not in bound]
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def read_sizes(specs: Iterable[TensorSpec], arrays: Mapping[str, _Shaped]) -> dict[str, int]:
+    """Read the size of each word of these inputs from arrays, which have the inputs' ranks."""
+    return bind_words(pair for spec in specs for pair in zip(spec.shape, arrays[spec.name].shape, strict=True))
 
 
 def to_word(text: str) -> str:
@@ -179,21 +240,49 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
             f"the model's inputs are {', '.join(expected)}, and {', '.join(given) or 'nothing'} was given",
             "name the arrays after the model's inputs",
         )
-    sizes: dict[str, int] = {}
     for spec in specs:
         dtype, shape = given[spec.name]
-        message, remedy = f"input {spec.name!r} is {dtype}{list(shape)}, expected {spec}", f"give it as {spec}"
         if dtype != spec.dtype:
-            raise SignatureError(message, remedy)
+            raise SignatureError(*_describe_misfit(spec, dtype, shape))
         if len(shape) != len(spec.shape):
-            raise ShapeError(message, remedy)
-        for dim, size in zip(spec.shape, shape, strict=True):
-            wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
-            if size != wanted:
-                same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
-                if isinstance(dim, str) and spec.shape.count(dim) > 1:
-                    remedy += f"; {dim} stands twice in {spec.name!r}: if its sizes may differ, rename one in the model"
-                raise ShapeError(message + same, remedy)
+            raise ShapeError(*_describe_misfit(spec, dtype, shape))
+    sizes = bind_words(pair for spec in specs for pair in zip(spec.shape, given[spec.name][1], strict=True))
+    misfits = ((spec, find_misfit(spec.shape, given[spec.name][1], sizes)) for spec in specs)
+    wrong = sorted(((spec, *misfit) for spec, misfit in misfits if misfit), key=lambda each: is_sum(each[1]))
+    for spec, dim, relation in wrong[:1]:  # a sum does not fit either where one of its words has two sizes
+        message, remedy = _describe_misfit(spec, *given[spec.name])
+        if isinstance(dim, str) and spec.shape.count(dim) > 1:
+            remedy += f"; {dim} stands twice in {spec.name!r}: if its sizes may differ, rename one in the model"
+        raise ShapeError(message + (f" with {relation}" if relation else ""), remedy)
+
+
+def _describe_misfit(spec: TensorSpec, dtype: str, shape: tuple[int, ...]) -> tuple[str, str]:
+    """Say what was given for an input and what was expected, and what to give."""
+    return f"input {spec.name!r} is {dtype}{list(shape)}, expected {spec}", f"give it as {spec}"
+
+
+def find_misfit(
+    dims: Sequence[int | str], shape: Sequence[int], sizes: Mapping[str, int]
+) -> tuple[int | str, str] | None:
+    """Find the first dimension that has not the size that it should have where words have these sizes.
+
+    Returns it, and what its size should be in words: nothing of a number, ``past+length = 5+3 = 8`` of a sum.
+    """
+    for dim, size in zip(dims, shape, strict=True):
+        if any(word not in sizes for word in list_words(dim)):
+            continue
+        wanted = compute_size(dim, sizes)
+        negative = [word for word in list_words(dim) if sizes[word] < 0]
+        if negative:  # its other words, or its number, are more than it has
+            least = compute_size(dim, {**sizes, **dict.fromkeys(negative, 0)})
+            others = ", ".join(f"{word} = {sizes[word]}" for word in list_words(dim) if word not in negative)
+            return dim, f"{dim} of {least} or more{f', as {others}' if others else ''}"
+        if size != wanted and is_sum(dim):
+            parts = "+".join(part if part.isdecimal() else str(sizes[part]) for part in str(dim).split("+"))
+            return dim, f"{dim} = {parts} = {wanted}"
+        if size != wanted:
+            return dim, f"{dim} = {wanted}, as before" if isinstance(dim, str) else ""
+    return None
 
 
 def check_indices(name: str, indices: Array, rows: int, lowest: int) -> None:

@@ -77,13 +77,11 @@ class Model:
             if given.size and not lowest <= given.min() <= given.max() < rows:
                 message = f"{name} goes from {given.min()} to {given.max()}"
                 raise ValueError(f"{message}; its table has {rows} rows, 0 to {rows - 1}")
-        sizes = {}
-        for spec in specs:
-            for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
-                if sizes.setdefault(dim, size) != size:
-                    raise ValueError(f"{spec['name']} has {size} for {dim}, and the inputs before it {sizes[dim]}")
-                if size == 0 and isinstance(dim, str) and self.manifest["shapes"].get(dim, {"min": 1})["min"]:
-                    raise ValueError(f"{dim} is 0 in {spec['name']}, and engines do not compute with nothing")
+        sizes = _bind_words(specs, feeds)
+        for word, size in sizes.items():
+            if size == 0 and self.manifest["shapes"].get(word, {"min": 1})["min"]:
+                name = next(spec["name"] for spec in specs if any(word in _list_words(dim) for dim in spec["shape"]))
+                raise ValueError(f"{word} is 0 in {name}, and engines do not compute with nothing")
         outside = {}
         for dim, known in self.manifest["shapes"].items():
             size = sizes.get(dim, known["min"])
@@ -122,7 +120,7 @@ class Model:
         """Find the outputs whose rows are chosen by values; single numbers in a fixed order are no rows."""
         signature, groups = self.manifest["signature"], {}
         batches = {_batch_of(spec["shape"])[0] for spec in signature["inputs"] if spec["shape"]}
-        symbols = {dim for spec in signature["inputs"] for dim in spec["shape"] if isinstance(dim, str)}
+        symbols = {word for spec in signature["inputs"] for dim in spec["shape"] for word in _list_words(dim)}
         for spec in signature["outputs"]:
             name, shape = spec["name"], spec["shape"]
             if name not in chosen or not shape or (len(shape) == 1 and shape[0] in batches):
@@ -133,7 +131,7 @@ class Model:
             value = chosen[name]
             rows = value.shape[axis] * (value.shape[place] if batched else 1)
             columns = value.size // rows if rows else 1
-            is_open = isinstance(shape[axis], str) and shape[axis] not in symbols
+            is_open = not symbols.issuperset(_list_words(shape[axis]))
             groups.setdefault((batched, value.shape[axis]), []).append((name, columns, is_open))
         tables = (each for each in groups.values() if sum(n for _, n, _ in each) > 1 or any(o for _, _, o in each))
         return {name for each in tables for name, _, _ in each}
@@ -175,6 +173,42 @@ class Model:
         span, allowed = max(np.ptp(wanted), known_range), limits["max_error_of_range"]
         exact = limits["right_bits"] >= 19 and allowed > 0  # computed in float32, where rounding moves answers
         return silent or error.max() <= max(allowed * span, min(rounding, 0.01 * span) if exact else 0)
+
+
+def _list_words(dim):
+    """List the words of a dimension: none of a number, both of past+length."""
+    return [part for part in str(dim).split("+") if not part.isdecimal()]
+
+
+def _compute_size(dim, sizes):
+    """Compute the size of a sum; that of a word that is not there counts for nothing."""
+    return sum(int(part) if part.isdecimal() else sizes.get(part, 0) for part in dim.split("+"))
+
+
+def _bind_words(specs, feeds):
+    """Find the size of each word: by the dimensions that it stands in alone, else by sums."""
+    sizes, sums = {}, []
+    for spec in specs:
+        for dim, size in zip(spec["shape"], feeds[spec["name"]].shape, strict=True):
+            if "+" in str(dim):
+                sums.append((spec["name"], dim, size))
+            elif isinstance(dim, str) and sizes.setdefault(dim, size) != size:
+                raise ValueError(f"{spec['name']} has {size} for {dim}, and the inputs before it {sizes[dim]}")
+    before = -1
+    while before < len(sizes):
+        before = len(sizes)
+        for name, dim, size in sums:
+            unknown = [word for word in _list_words(dim) if word not in sizes]
+            if len(unknown) == 1:
+                least = _compute_size(dim, sizes)
+                if size < least:
+                    raise ValueError(f"{name} has {size} for {dim}, and {least} or more is needed beside other inputs")
+                sizes[unknown[0]] = size - least
+    for name, dim, size in sums:
+        if size != _compute_size(dim, sizes):
+            parts = "+".join(part if part.isdecimal() else str(sizes[part]) for part in dim.split("+"))
+            raise ValueError(f"{name} has {size} for {dim}, and the other inputs {parts} = {_compute_size(dim, sizes)}")
+    return sizes
 
 
 def _batch_of(shape):

@@ -25,6 +25,7 @@ from enginesmith.pipeline.tensors import (
     Signature,
     TensorSpec,
     find_fill,
+    read_sizes,
     split_inputs,
 )
 
@@ -70,7 +71,7 @@ class Samples(BaseModel, frozen=True):
 
 
 def batch_symbol(signature: Signature) -> str | None:
-    """Return the dynamic dimension that is the batch: ``batch``, else a word that leads every input.
+    """Return the dynamic dimension that is the batch: ``batch``, else a word, not a sum, that leads every input.
 
     It is none if no output follows it: rows that are averaged to one answer are no samples.
     """
@@ -79,7 +80,7 @@ def batch_symbol(signature: Signature) -> str | None:
     if BATCH in signature.symbols:
         return BATCH
     first = _first_dimension(signature)
-    return first if isinstance(first, str) else None
+    return first if isinstance(first, str) and first in signature.symbols else None
 
 
 def fixed_batch(signature: Signature) -> int:
@@ -110,12 +111,6 @@ def check_feeds(signature: Signature, feeds: Feeds) -> None:
             f"its batch size is fixed at {own}, and {given.pop()} was asked for",
             f"measure it at --batch {own}, or export it with a dynamic batch",
         ) from error
-
-
-def read_sizes(specs: Iterable[TensorSpec], feeds: Feeds) -> dict[str, int]:
-    """Read the size that feeds have along each dynamic dimension."""
-    pairs = (pair for spec in specs for pair in zip(spec.shape, feeds[spec.name].shape, strict=True))
-    return {dim: size for dim, size in pairs if isinstance(dim, str)}
 
 
 def read_row_ranges(signature: Signature, data: Dataset) -> dict[str, ShapeRange]:

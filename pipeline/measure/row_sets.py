@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, list_words
 
 MIN_SHARE = 0.98
 """Share of rows that have to have a partner, where the precision does not ask for less."""
@@ -55,7 +55,7 @@ def find_tables(signature: Signature, references: Sequence[Feeds]) -> tuple[Tabl
         axis = int(batch_axis == 0)
         rows = tuple(reference[spec.name].shape[axis] for reference in references)
         groups.setdefault((batch_axis, rows), []).append(spec.name)
-        if isinstance(spec.shape[axis], str) and spec.shape[axis] not in signature.symbols:
+        if {*list_words(spec.shape[axis])} - {*signature.symbols}:
             open_ended.add(spec.name)
     tables = (Table(tuple(names), batch_axis) for (batch_axis, _), names in groups.items())
     return tuple(t for t in tables if _count_columns(t, references[0]) > 1 or not open_ended.isdisjoint(t.outputs))

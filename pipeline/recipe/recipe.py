@@ -24,7 +24,7 @@ from enginesmith.pipeline.recipe.options import (
     Part,
     QuantisationOptions,
 )
-from enginesmith.pipeline.tensors import ShapeRange, TensorSpec, to_word
+from enginesmith.pipeline.tensors import ShapeRange, TensorSpec, list_unbound, list_words, to_word
 from enginesmith.pipeline.units import UNIQUE, AddedOption, Heading, Option, Seconds, SecondsOrNone
 
 _INPUTS: Heading = "Model and inputs"
@@ -291,12 +291,18 @@ class Recipe(EngineOptions, ModelOptions):
         """The inputs, read.
 
         Raises:
-            UsageError: one cannot be read, or two have the same name.
+            UsageError: one cannot be read, two have the same name, or a word stands in sums that do not tell its size.
         """
         specs = tuple(TensorSpec.parse(text) for text in self.inputs)
         names = [spec.name for spec in specs]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"the input {twice!r} is given twice", "give each input once, all its dimensions together")
+        if unbound := list_unbound(specs):
+            dim = next(dim for spec in specs for dim in spec.shape if unbound[0] in list_words(dim))
+            raise UsageError(
+                f"no input tells the size of {unbound[0]!r}, which stands in {dim!r} alone",
+                "write one word for the sum, or the word alone where an input has that dimension",
+            )
         return specs
 
     @property
@@ -332,5 +338,13 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def ranges(self) -> dict[str, ShapeRange]:
-        """The shape ranges, read, by the dimensions' words."""
+        """The shape ranges, read, by the dimensions' words.
+
+        Raises:
+            UsageError: one cannot be read, or is for a sum.
+        """
+        if summed := next((name for name in self.shapes if "+" in name), None):
+            words = [part.strip() for part in summed.split("+") if not part.strip().isdecimal()]
+            remedy = f"give ranges to its words: {' '.join(f'--shape {word}=MIN:OPT:MAX' for word in words)}"
+            raise UsageError(f"{summed!r} is a sum, whose sizes follow from those of its words", remedy)
         return {to_word(name): ShapeRange.parse(text) for name, text in self.shapes.items()}

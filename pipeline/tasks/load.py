@@ -21,7 +21,7 @@ from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import open_data
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, read_sizes
 
 SHAPES = "shapes"
 """Role of the record of :class:`Shapes` in a task that takes it."""
@@ -214,7 +214,7 @@ def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
         from enginesmith.pipeline.frameworks.torch.saved import read_example
 
         feeds = read_example(model)
-        return feeds, samples.read_sizes(specs, feeds)
+        return feeds, read_sizes(specs, feeds)
     sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
     return _draw_feeds(model.signature, _EXAMPLE_SIZE), sizes
 

@@ -38,7 +38,7 @@ from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import describe_failure
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices, read_sizes
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import run_steps
 
@@ -219,12 +219,11 @@ class LoadedModel:
         verified.
         """
         self.signature.check(feeds)
-        for spec in self.signature.inputs:
-            for word, size in zip(spec.shape, feeds[spec.name].shape, strict=True):
-                range_ = self._stored.ranges.get(str(word))
-                if size == 0 and isinstance(word, str) and (range_ is None or range_.min):
-                    message = f"{word} is 0 in {spec.name}, and engines do not compute with nothing"
-                    raise ShapeError(message, "give some rows")
+        for word, size in read_sizes(self.signature.inputs, feeds).items():
+            range_ = self._stored.ranges.get(word)
+            if size == 0 and (range_ is None or range_.min):
+                name = next(spec.name for spec in self.signature.inputs if word in spec.symbols)
+                raise ShapeError(f"{word} is 0 in {name}, and engines do not compute with nothing", "give some rows")
         for word, (size, message) in self._find_outside(feeds).items():
             remedy = _WIDEN.format(word=word, size=size)
             if self._stored.candidate.engine.needs_shapes:
@@ -237,7 +236,7 @@ class LoadedModel:
         """Find the dimensions whose size is outside of its range: that size, and a sentence about it."""
         outside = dict[str, tuple[int, str]]()
         state = "is built" if self._stored.candidate.engine.needs_shapes else "was verified"
-        for word, size in samples.read_sizes(self.signature.inputs, feeds).items():
+        for word, size in read_sizes(self.signature.inputs, feeds).items():
             range_ = self._stored.ranges.get(word)
             if range_ is not None and not range_.min <= size <= range_.max:
                 outside[word] = size, f"{word} is {size}, and {self.variant} {state} for {range_.min} to {range_.max}"

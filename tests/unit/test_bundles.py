@@ -568,3 +568,27 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
         file.write_bytes(file.read_bytes() + b" ")
         with pytest.raises(ModelError, match="is not"):
             load(place, good.id)
+
+
+def test_the_script_checks_sums() -> None:
+    script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
+    model = script.__new__(script)
+    dims = {"mask": ["past+length"], "ids": ["length"], "more": ["past+1"], "least": ["past+8"]}
+    inputs = [{"name": name, "dtype": "int64", "shape": shape} for name, shape in dims.items()]
+    shapes = {"length": {"min": 1, "max": 8}, "past": {"min": 0, "max": 4}}
+    model.manifest, model.exceeded = {"signature": {"inputs": inputs}, "shapes": shapes}, set()
+    model._run = lambda feeds: feeds
+
+    def call(*sizes: int) -> Any:
+        return model({name: np.zeros(size, np.int64) for name, size in zip(dims, sizes, strict=True)})
+
+    assert call(3, 3, 1, 8).keys() == dims.keys()
+    with pytest.warns(UserWarning, match="past is 5, and the engine was verified for 0 to 4"):
+        call(8, 3, 6, 13)
+    for sizes, words in (
+        ((8, 3, 5, 13), r"^more has 5 for past\+1, and the other inputs 5\+1 = 6$"),
+        ((2, 3, 5, 13), r"^mask has 2 for past\+length, and 3 or more is needed beside other inputs$"),
+        ((2, 0, 3, 10), "^length is 0 in mask"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(*sizes)

@@ -227,3 +227,16 @@ def test_a_table_beside_samples_is_told_apart() -> None:
     with pytest.raises(DataError) as error:
         check_arrays("odd.npz", {**arrays, "table": np.ones((8, 4), np.float32)}, inputs)
     assert error.value.remedy == "give each the same rows"
+
+
+def test_rows_whose_sizes_do_not_add_up_are_refused() -> None:
+    inputs = [
+        TensorSpec.parse(text)
+        for text in ("mask:int64:batch,past+length", "ids:int64:batch,length", "past:float32:batch,past")
+    ]
+    rows = {"mask": np.ones((3, 8), np.int64), "ids": IDS[:, :3], "past": np.ones((3, 5), np.float32)}
+    assert list(check_arrays("data", rows, inputs)) == ["mask", "ids", "past"]
+    with pytest.raises(
+        DataError, match=r"'mask' has the shape \[3, 7\], expected \[samples, 8\]: past\+length = 5\+3 = 8"
+    ):
+        check_arrays("data", rows | {"mask": rows["mask"][:, :7]}, inputs)

@@ -393,3 +393,37 @@ def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
     assert model_file.summary(tmp_path / "fused" / fused.file).operators == {"Attention": 1}
     assert "Softmax" in model_file.summary(tmp_path / "written" / written.file).operators
     evaluator.compare_graphs(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)
+
+
+class Decoder(torch.nn.Module):
+    """Attend to a cache and what is new; a module may compute the cache's length of the mask, too."""
+
+    def __init__(self, from_mask: bool) -> None:
+        super().__init__()
+        self.from_mask = from_mask
+
+    def forward(self, mask: torch.Tensor, ids: torch.Tensor, past: torch.Tensor) -> Any:
+        length = mask.shape[1] - ids.shape[1] if self.from_mask else past.shape[1]
+        keys = torch.cat([past + torch.arange(length), ids], 1)
+        return keys * mask, torch.softmax(keys, 1)
+
+
+@pytest.mark.parametrize("from_mask", [False, True])
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript", "program"])
+def test_a_mask_may_be_as_long_as_two_inputs_together(tmp_path: Path, exporter: str, from_mask: bool) -> None:
+    example = {"mask": torch.ones(1, 6), "ids": torch.rand(1, 1), "past": torch.rand(1, 5)}
+    dims = {"mask": ("batch", "past+length"), "ids": ("batch", "length"), "past": ("batch", "past")}
+    model = loaded(Decoder(from_mask), example, dims, [f"{name}:float32:batch,past+length" for name in ("y", "z")])
+    if exporter == "program":
+        answer = export.capture_program(model).module()
+    else:
+        assert exported(tmp_path, model, exporter=exporter).signature == model.signature
+    for batch, past, length in ((1, 5, 1), (3, 2, 7), (2, 9, 4)):
+        feeds = [torch.rand(batch, size) for size in (past + length, length, past)]
+        expected = [value.numpy() for value in model.module(*feeds)]
+        if exporter == "program":
+            answers = [value.numpy() for value in answer(*feeds)]
+        else:
+            named = dict(zip(dims, (value.numpy() for value in feeds), strict=True))
+            answers = evaluator.run_graph(tmp_path / edit.FILE, named)
+        assert evaluator.largest_difference(expected, answers) < 1e-5

@@ -423,3 +423,40 @@ def test_large_matrices_are_done_in_pieces_with_the_same_result(monkeypatch: pyt
     pieces = quantizers.blocked(matrix(), 32, "fp16")
     assert (whole.levels == pieces.levels).all()
     assert (whole.scale == pieces.scale).all()
+
+
+CACHE = [["batch", "length"], ["batch", "past.len + length"], ["batch", "past.len"]]
+
+
+def cached(dims: list[list[Any]], output: list[Any]) -> onnx.ModelProto:
+    """Multiply a mask with what came before and what is new."""
+    inputs = [helper.make_tensor_value_info(*each) for each in zip(("ids", "mask", "past"), [1] * 3, dims, strict=True)]
+    nodes = [
+        helper.make_node("Concat", ["past", "ids"], ["all"], axis=1),
+        helper.make_node("Mul", ["all", "mask"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("y", 1, output)])
+    graph.value_info.append(helper.make_tensor_value_info("all", 1, ["batch", "length + past.len"]))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_names_that_are_sums_of_inputs_dimensions_are_sums(tmp_path: Path) -> None:
+    path = saved(tmp_path, cached(CACHE, ["batch", "past.len + length"]))
+    signature = model_file.signature(path)
+    dims = [spec.shape[1] for spec in (*signature.inputs, *signature.outputs)]
+    assert dims == ["length", "past_len+length", "past_len", "past_len+length"]
+    values = shapes.view(path, {"batch": 2, "past_len": 5, "length": 3}).values
+    assert [values[name].shape for name in ("mask", "all", "y")] == [(2, 8)] * 3
+
+
+@pytest.mark.parametrize("text", ["past + 1", "2*length + 1", "past.len + other", "1 + 1", "length +"])
+def test_other_expressions_are_names_of_their_own(tmp_path: Path, text: str) -> None:
+    dims = [CACHE[0], ["batch", text], CACHE[2]]
+    signature = model_file.signature(saved(tmp_path, cached(dims, ["batch", text])))
+    assert [spec.shape[1] for spec in (*signature.inputs, *signature.outputs)][1::2] == ["input_1_dim_1"] * 2
+
+
+def test_an_output_may_be_longer_than_an_input_by_a_number(tmp_path: Path) -> None:
+    dims: list[list[Any]] = [["batch", 1], ["batch", "past.len + 1"], CACHE[2]]
+    signature = model_file.signature(saved(tmp_path, cached(dims, ["batch", "past.len+1"])))
+    assert (signature.outputs[0].shape, signature.batched) == (("batch", "past_len+1"), True)

@@ -44,6 +44,8 @@ def test_a_repository_for_triton(made: ExampleRun, tmp_path: Path) -> None:
         (["x:int64:batch,s", "m:bool:batch,s"], ["y:float16:batch"], {"batch": "1:1:2", "s": "1:8:9"}, 2, [[-1], [-1]]),
         (["x:float32:batch,4"], ["y:float32:4"], {"batch": "1:8:64"}, 0, [[-1, 4]]),
         (["x:float32:batch,batch"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
+        (["x:float32:batch,batch+1"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
+        (["x:float32:batch,s", "m:bool:batch,s+1"], ["y:float32:batch"], {"batch": "1:1:2"}, 2, [[-1], [-1]]),
         (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "8:8:8"}, 8, [[4]]),
         (["x:float32:batch,4"], ["y:float32:batch,4"], {}, 0, [[-1, 4]]),
         (["x:float32:8,4"], ["y:float32:8,4"], {}, 0, [[8, 4]]),

@@ -384,3 +384,16 @@ def test_a_run_of_a_gpu_is_not_resumed_without_one(tmp_path: Path) -> None:
     with pytest.raises(MissingCapability, match="was measured on cuda:0, which cannot be used here") as raised:
         require_device_of(on_gpu, tmp_path)
     assert "resume it where its GPU is" in str(raised.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"inputs": ["x:float32:batch,past+length"]}, r"size of 'past', which stands in 'past\+length' alone"),
+        ({"shapes": {"past + 1": "1:5:9"}}, r"'past \+ 1' is a sum.*\n.*its words: --shape past=MIN:OPT:MAX$"),
+        ({"shapes": {"a+b": "1:5:9"}}, r"--shape a=MIN:OPT:MAX --shape b=MIN:OPT:MAX$"),
+    ],
+)
+def test_sums_whose_words_have_no_size_and_sizes_of_sums_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make({"model": "digits", **values})

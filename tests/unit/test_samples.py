@@ -35,6 +35,7 @@ FIXED = signature("x:float32:2,3")
         (signature("a:int8:4", "b:int8:5"), None, 1),
         (signature("a:int8:"), None, 1),
         (signature("a:int8:n,2", "rate:int64:"), "n", 1),
+        (signature("a:int8:n+1,n", "b:int8:n+1"), None, 1),
         (signature("a:int8:2,3", "rate:int64:"), None, 2),
     ],
 )
@@ -225,3 +226,16 @@ def test_eight_samples_of_given_data_are_judged(rows: int | None, batch: int, ca
     data = None if rows is None else Dataset("d", {"x": np.zeros((rows, 3), np.float32)})
     case = Case(sizes={"batch": batch}, batch=batch, points=("min",), measured=True)
     assert samples.plan_calls(case, data).calls == calls
+
+
+def test_feeds_of_other_sizes_have_sums_of_them() -> None:
+    decoder = signature("ids:int64:batch,length", "mask:int64:batch,past+length", "past:float32:batch,past")
+    example = {
+        "ids": np.zeros((2, 3), np.int64),
+        "mask": np.ones((2, 8), np.int64),
+        "past": np.ones((2, 5), np.float32),
+    }
+    for past, length in ((0, 1), (7, 2)):
+        case = Case(sizes={"batch": 3, "length": length, "past": past}, batch=3)
+        feeds = samples.feeds_for(case, decoder, example, None, 0)
+        assert [value.shape for value in feeds.values()] == [(3, length), (3, past + length), (3, past)]

@@ -3,8 +3,16 @@
 import numpy as np
 import pytest
 
-from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, rows_first, total_bytes
+from enginesmith.pipeline.errors import ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.tensors import (
+    ShapeRange,
+    Signature,
+    TensorSpec,
+    list_unbound,
+    read_sizes,
+    rows_first,
+    total_bytes,
+)
 from enginesmith.pipeline.units import (
     format_bytes,
     format_metric,
@@ -42,6 +50,9 @@ def test_a_spec_knows_numbers_from_words() -> None:
         ("x:float32:0", "dimension '0'"),
         ("x:float32:3.5", "dimension '3.5'"),
         ("x:float32:2batch", "dimension '2batch'"),
+        ("x:float32:past+", r"dimension 'past\+'.*\n.*a sum of these, such as past\+length"),
+        ("x:float32:past+0", r"dimension 'past\+0'"),
+        ("x:float32:past-1", "dimension 'past-1'"),
     ],
 )
 def test_a_spec_that_cannot_be_read(text: str, message: str) -> None:
@@ -201,3 +212,71 @@ def test_samples_come_first_wherever_the_batch_is() -> None:
     assert moved["y"].tolist() == np.swapaxes(values["y"], 0, 1).tolist()
     assert moved["z"] is values["z"]
     assert TensorSpec.parse("s:float32:").as_row.shape == ()
+
+
+def read_specs(*texts: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec.parse(text) for text in texts)
+
+
+DECODER = Signature(
+    inputs=read_specs("mask:int64:batch,past+length", *(f"{x}:float32:batch,{x}" for x in ("past", "length"))),
+    outputs=(),
+)
+
+
+def test_sums_are_written_in_one_way() -> None:
+    spec = TensorSpec.parse("x:float32: 2 + past +length+1,2+3")
+    assert (str(spec), spec.symbols) == ("x:float32:past+length+3,5", ("past", "length"))
+    assert spec.resolve({"past": 5, "length": 1}) == (9, 5)
+    with pytest.raises(SignatureError, match=r"'length'.*no size"):
+        spec.resolve({"past": 5})
+
+
+@pytest.mark.parametrize(
+    ("mask", "past", "length", "words"),
+    [
+        (8, 5, 3, ""),
+        (3, 0, 3, ""),
+        (7, 5, 3, r"'mask' is int64\[2, 7\], expected mask:int64:batch,past\+length with past\+length = 5\+3 = 8\n"),
+    ],
+)
+def test_sums_are_checked_with_the_sizes_of_their_words(mask: int, past: int, length: int, words: str) -> None:
+    shapes = {"mask": (2, mask), "past": (2, past), "length": (2, length)}
+    feeds = {name: np.zeros(shape, np.int64 if name == "mask" else np.float32) for name, shape in shapes.items()}
+    if words:
+        with pytest.raises(ShapeError, match=words):
+            DECODER.check(feeds)
+    else:
+        DECODER.check(feeds)
+        assert read_sizes(DECODER.inputs, feeds) == {"batch": 2, "past": past, "length": length}
+
+
+def test_a_word_with_two_sizes_is_named_rather_than_a_sum_of_it() -> None:
+    more = Signature(inputs=(*DECODER.inputs, TensorSpec.parse("values:float32:past")), outputs=())
+    feeds = {"mask": np.zeros((2, 8), np.int64), "past": np.zeros((2, 4), np.float32)}
+    with pytest.raises(ShapeError, match=r"'values' is .* with past = 4, as before"):
+        more.check({**feeds, "length": np.zeros((2, 3), np.float32), "values": np.zeros(5, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("mask", "both", "words"),
+    [
+        (8, 9, ""),
+        (8, 8, r"'both' is .* with past\+length\+1 = 5\+3\+1 = 9\n"),
+        (2, 3, r"'mask' is .* with past\+length of 3 or more, as length = 3\n"),
+    ],
+)
+def test_a_word_that_stands_in_sums_alone_gets_its_size_of_one(mask: int, both: int, words: str) -> None:
+    texts = ("mask:float32:past+length", "both:float32:past+length+1", "ids:float32:length")
+    signature = Signature(inputs=read_specs(*texts), outputs=())
+    feeds = {"mask": np.zeros(mask, np.float32), "both": np.zeros(both, np.float32), "ids": np.zeros(3, np.float32)}
+    if words:
+        with pytest.raises(ShapeError, match=words):
+            signature.check(feeds)
+    else:
+        signature.check(feeds)
+        assert read_sizes(signature.inputs, feeds) == {"length": 3, "past": 5}
+
+
+def test_words_that_no_feed_tells_the_size_of() -> None:
+    assert list_unbound(read_specs("x:float32:batch,a+b", "y:float32:c+d", "z:float32:c")) == ["a", "b"]

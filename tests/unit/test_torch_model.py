@@ -403,3 +403,55 @@ def test_samples_of_the_data_stand_in_for_an_example_that_would_be_made_up(
     assert not (load(Built(layer), None).example["x"] == 7).any()
     with pytest.raises(SourceError, match="running the model on the first samples of the data failed"):
         load(Built(nn.Linear(4, 2)))
+
+
+class Cached(nn.Module):
+    """Of two outputs whose sizes follow two inputs, one is a sum at every size, and one beside the example's alone."""
+
+    def forward(self, ids: Tensor, mask: Tensor, past: Tensor) -> dict[str, Tensor]:
+        keys = torch.cat([past, ids], 1) * mask
+        return {"keys": keys, "longer": nn.functional.pad(ids, (1, 0)), "often": keys.repeat(1, 1 + ids.shape[1] // 5)}
+
+
+CACHED = ("ids:float32:batch,length", "mask:float32:batch,past+length", "past:float32:batch,past")
+
+
+def test_output_dimensions_may_be_sums(load) -> None:
+    example = (torch.ones(2, 3), torch.ones(2, 8), torch.ones(2, 5))
+    signature = load(Cached(), example, *CACHED).signature
+    dims = ["past+length", "length+1", "often_dim_1"]
+    assert [spec.shape for spec in signature.outputs] == [("batch", dim) for dim in dims]
+
+
+@pytest.mark.parametrize("example", [None, {"ids": torch.ones(3, 4), "mask": torch.ones(3, 4)}])
+def test_an_example_is_made_up_with_sums(load, monkeypatch: pytest.MonkeyPatch, example: Any) -> None:
+    """Where the example of a source has no cache, its mask is that of the ids alone."""
+    takes = ("ids", "mask", "past") if example else ()
+    monkeypatch.setattr(factories, "build", lambda source: Built(Cached(), example, takes=takes))
+    inputs = tuple(TensorSpec.parse(text) for text in CACHED)
+    given = torch_model.load(SOURCE, LoadOptions(inputs=inputs)).example
+    length = 4 if example else 8
+    assert [value.shape[1] for value in given.values()] == [length, 8 + length, 8]
+
+
+def test_an_example_that_does_not_fit_a_sum(load) -> None:
+    with pytest.raises(SignatureError, match=r"expected mask.* with past\+length = 5\+3 = 8"):
+        load(Cached(), (torch.ones(2, 3), torch.ones(2, 7), torch.ones(2, 5)), *CACHED)
+
+
+def test_sums_of_an_exported_program_stay_sums(tmp_path: Path) -> None:
+    batch, past, length = (torch.export.Dim(name, min=1) for name in ("batch", "past", "length"))
+    shapes = ({0: batch, 1: length}, {0: batch, 1: torch.export.Dim.AUTO}, {0: batch, 1: past})
+
+    class Sum(nn.Module):
+        def forward(self, ids: Tensor, mask: Tensor, past: Tensor) -> Tensor:
+            return torch.cat([past, ids], 1) * mask
+
+    example = (torch.ones(2, 3), torch.ones(2, 8), torch.ones(2, 5))
+    torch.export.save(torch.export.export(Sum(), example, dynamic_shapes=shapes), tmp_path / "net.pt2")
+    signature = torch_model.load(resolve(f"{tmp_path}/net.pt2"), LoadOptions()).signature
+    words = ("ids_dim_1", "past_dim_1")
+    assert [spec.shape[1] for spec in signature.inputs] in (
+        [words[0], "+".join(order), words[1]] for order in (words, words[::-1])
+    )
+    assert signature.outputs[0].shape[1] == signature.inputs[1].shape[1]

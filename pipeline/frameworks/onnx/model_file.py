@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,17 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.frameworks.samples import batch_symbol
-from enginesmith.pipeline.tensors import BATCH, DESCRIBED, DTYPES, Signature, TensorSpec, to_word
+from enginesmith.pipeline.tensors import (
+    BATCH,
+    DESCRIBED,
+    DTYPES,
+    Signature,
+    TensorSpec,
+    is_sum,
+    join_sum,
+    list_words,
+    to_word,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -187,6 +197,7 @@ def _blocks(path: Path, tensor: "onnx.TensorProto") -> Iterator[bytes | memoryvi
 def signature(path: Path) -> Signature:
     """Read names, dtypes and shapes of inputs and outputs; unnamed dimensions get names like ``output_0_dim_1``.
 
+    So do those whose name is an expression, unless it is a sum (``past + 1``) of words that stand alone in inputs.
     Where no input's first dimension has a name or a fixed size, they are the batch, and so are outputs' without a name.
     What would be the batch is none where :func:`_may_follow` says that no output follows it.
 
@@ -201,14 +212,26 @@ def signature(path: Path) -> Signature:
     shapes = [dims for value in inputs if (dims := value.type.tensor_type.shape.dim)]
     named = any(dim.dim_param == BATCH for dims in shapes for dim in dims)
     words = {} if named or any(not _is_unnamed(dims[0]) for dims in shapes) else {"": BATCH}
+    specs = [_spec("input", position, value, words) for position, value in enumerate(inputs)]
+    results = [_spec("output", position, value, words) for position, value in enumerate(graph.output)]
+    alone, names = {dim for spec in specs for dim in spec.shape}, dict[str, str]()
     declared = Signature(
-        inputs=tuple(_spec("input", position, value, words) for position, value in enumerate(inputs)),
-        outputs=tuple(_spec("output", position, value, words) for position, value in enumerate(graph.output)),
+        inputs=tuple(_name_sums(spec, f"input_{position}", alone, names) for position, spec in enumerate(specs)),
+        outputs=tuple(_name_sums(spec, f"output_{position}", alone, names) for position, spec in enumerate(results)),
         unordered=find_unordered(graph),
         tables=_count_table_rows(graph),
     )
     symbol = batch_symbol(declared)
     return declared.model_copy(update={"batched": symbol is None or _may_follow(model, declared, symbol)})
+
+
+def _name_sums(spec: TensorSpec, prefix: str, words: Collection[int | str], names: dict[str, str]) -> TensorSpec:
+    """Give a name of its own to each sum that has another word than these; ``names`` has those of earlier sums."""
+    shape = (
+        names.setdefault(str(dim), f"{prefix}_dim_{axis}") if is_sum(dim) and {*list_words(dim)} - {*words} else dim
+        for axis, dim in enumerate(spec.shape)
+    )
+    return spec.model_copy(update={"shape": tuple(shape)})
 
 
 _FEW, _MANY = 3, 1 << 16
@@ -239,10 +262,10 @@ def _infer_outputs(
     for output in bare.graph.output:
         output.type.tensor_type.ClearField("shape")
     inputs = {value.name: value for value in bare.graph.input}
+    sizes = {**dict.fromkeys(declared.symbols, _MANY), symbol: size}
     for spec in declared.inputs:
-        for dim, word in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
-            if isinstance(word, str):
-                dim.dim_value = size if word == symbol else _MANY
+        for dim, length in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.resolve(sizes), strict=True):
+            dim.dim_value = length
     try:
         inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     except onnx.shape_inference.InferenceError:  # it knows an operator's domain in no version, say
@@ -288,7 +311,17 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words
         return words.setdefault(text, words[""])
     if text in UNNAMED:
         return fallback
-    return words.setdefault(text, fallback if set(text) & _EXPRESSION else to_word(text))
+    if set(text) & _EXPRESSION:
+        return _read_sum(text) or words.setdefault(text, fallback)
+    return words.setdefault(text, to_word(text))
+
+
+def _read_sum(text: str) -> str:
+    """Read ``past_sequence_length + 1`` as a sum of words; empty where it is none."""
+    parts = [part.strip() for part in text.split("+")]
+    if any(not part or set(part) & _EXPRESSION for part in parts) or all(part.isdecimal() for part in parts):
+        return ""
+    return str(join_sum(part if part.isdecimal() else to_word(part) for part in parts))
 
 
 def _is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.tensors import compute_size, list_words
 
 if TYPE_CHECKING:
     import onnx.inliner
@@ -276,15 +277,17 @@ def _fix_sizes(path: Path, model: "onnx.ModelProto", sizes: Mapping[str, int]) -
     inputs = {value.name: value for value in model.graph.input}
     for spec in model_file.signature(path).inputs:
         for dim, word in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
-            if isinstance(word, str) and word in sizes:
+            if isinstance(word, str) and sizes.keys() >= {*list_words(word)}:
                 if dim.dim_param not in model_file.UNNAMED:
-                    by_text[dim.dim_param] = sizes[word]
-                dim.dim_value = sizes[word]
+                    by_text[dim.dim_param] = compute_size(word, sizes)
+                dim.dim_value = compute_size(word, sizes)
     for body in model_file.list_graphs(model):
         for value in (*body.input, *body.output, *body.value_info):
             for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_param in by_text:
-                    dim.dim_value = by_text[dim.dim_param]
+                parts = [dim.dim_param] if dim.dim_param in by_text else map(str.strip, dim.dim_param.split("+"))
+                terms = [int(part) if part.isdecimal() else by_text.get(part) for part in parts]
+                if dim.dim_param and None not in terms:
+                    dim.dim_value = sum(term for term in terms if term is not None)
 
 
 def _copy(node: "onnx.NodeProto") -> "onnx.NodeProto":

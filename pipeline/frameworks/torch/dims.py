@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,16 @@ from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.samples import batch_symbol
-from enginesmith.pipeline.tensors import BATCH, DTYPES, Signature, TensorSpec
+from enginesmith.pipeline.tensors import (
+    BATCH,
+    DTYPES,
+    Signature,
+    TensorSpec,
+    compute_size,
+    is_sum,
+    join_sum,
+    read_sizes,
+)
 
 _MOST_AXES, _MOST_TRIED = 3, 24
 """Dimensions of an input that may be the batch, and sets of them that are tried."""
@@ -146,14 +155,18 @@ def _change(sample: Tensor) -> Tensor:
     return ~sample if sample.dtype == torch.bool else torch.where(sample > 0, sample - 1, sample + 1)
 
 
-def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the size of each dynamic dimension in these tensors."""
-    return {
-        dim: size
-        for spec in specs
-        for dim, size in zip(spec.shape, example[spec.name].shape, strict=True)
-        if isinstance(dim, str)
-    }
+def resize_example(
+    specs: Iterable[TensorSpec], example: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Cut or repeat an example to other sizes of its dynamic dimensions, in the order of the inputs."""
+    resized = {}
+    for spec in specs:
+        value = example[spec.name]
+        for axis, size in enumerate(spec.resolve(sizes)):
+            if value.shape[axis] != size:
+                value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+        resized[spec.name] = value
+    return resized
 
 
 def input_dtypes(example: Mapping[str, Tensor]) -> dict[str, str]:
@@ -202,8 +215,10 @@ def infer_dims(
     chosen, followed = _list_chosen_by_values(module, example, outputs), set[str]()
     for name, axis in chosen:
         dims[name][axis] = f"{name}_dim_{axis}"
-    for symbol, size in sizes_of(specs, example).items():
-        other, shapes = _try_other_size(module, specs, example, symbol, size)
+    sizes, others = read_sizes(specs, example), dict[str, int]()
+    grown: dict[tuple[str, int], dict[str, bool]] = {}
+    for symbol, size in sizes.items():
+        other, shapes = _try_other_size(module, specs, example, symbol, sizes)
         alone = (
             not specs_given and symbol == BATCH and size == 1 and _answers_first_alone(module, specs, example, outputs)
         )
@@ -213,11 +228,12 @@ def infer_dims(
                     f"the outputs have other ranks at {symbol} = {other} than at {symbol} = {size}",
                     f"squeeze() drops every dimension of size 1: name the one, or give an example with {symbol} = 2",
                 )
+            others[symbol] = other
             for (name, value), shape in zip(outputs.items(), shapes, strict=True):
-                for axis, change in enumerate(zip(value.shape, shape, strict=True)):
-                    if change[0] != change[1]:
+                for axis, (before, after) in enumerate(zip(value.shape, shape, strict=True)):
+                    if before != after:
                         followed.add(symbol)
-                        dims[name][axis] = symbol if change == (size, other) else f"{name}_dim_{axis}"
+                        grown.setdefault((name, axis), {})[symbol] = after - before == other - size
         elif specs_given:
             raise SourceError(
                 f"the model runs with {symbol} = {size}, and with no other size that was tried",
@@ -228,6 +244,15 @@ def infer_dims(
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
             behaviour = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
             notes.append(f"the model {behaviour}, so the dimension is fixed")
+    sums = {
+        (name, axis): _write_sum(words, outputs[name].shape[axis] - sum(sizes[word] for word in words), specs)
+        for (name, axis), words in grown.items()
+        if all(words.values())
+    }
+    if any(map(is_sum, sums.values())):
+        sums = _confirm_sums(sums, module, specs, example, list(outputs), others)
+    for name, axis in grown:
+        dims[name][axis] = sums.get((name, axis)) or f"{name}_dim_{axis}"
     results = (
         TensorSpec(name=name, dtype=_dtype_name("output", name, value), shape=tuple(dims[name]))
         for name, value in outputs.items()
@@ -241,6 +266,34 @@ def infer_dims(
     described = ", ".join(map(str, specs))
     notes.append(f"no output follows {batch!r} in {described}: it is no batch, and a call counts as one sample")
     return signature.model_copy(update={"inputs": specs, "batched": False}), notes
+
+
+def _write_sum(words: Iterable[str], rest: int, specs: Sequence[TensorSpec]) -> str:
+    """Write the sum of these words and what is left, in the order that inputs have it in; empty if less is left."""
+    total = str(join_sum([*words, str(rest)])) if rest >= 0 else ""
+    alike = (dim for spec in specs for dim in spec.shape if is_sum(dim))
+    return next((str(dim) for dim in alike if sorted(str(dim).split("+")) == sorted(total.split("+"))), total)
+
+
+def _confirm_sums(
+    sums: Mapping[tuple[str, int], str],
+    module: Forward,
+    specs: tuple[TensorSpec, ...],
+    example: Mapping[str, Tensor],
+    names: Sequence[str],
+    others: Mapping[str, int],
+) -> dict[tuple[str, int], str]:
+    """Return what holds of dimensions of outputs, by name and axis, at a third size of each word, all together."""
+    sizes = read_sizes(specs, example)
+    sizes |= {word: other + 1 if other > sizes[word] else (sizes[word] + other) // 2 for word, other in others.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    with contextlib.suppress(Exception):  # whatever it raises, it does not take such sizes
+        shapes = dict(zip(names, _answer_shapes(module, specs, example, sizes), strict=True))
+    return {
+        (name, axis): dim
+        for (name, axis), dim in sums.items()
+        if not is_sum(dim) or shapes.get(name, ())[axis : axis + 1] == (compute_size(dim, sizes),)
+    }
 
 
 def _rename_dim(spec: TensorSpec, name: str, new: str) -> TensorSpec:
@@ -276,23 +329,28 @@ def _list_chosen_by_values(
 
 
 def _try_other_size(
-    module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], symbol: str, size: int
+    module: Forward,
+    specs: tuple[TensorSpec, ...],
+    example: Mapping[str, Tensor],
+    symbol: str,
+    sizes: Mapping[str, int],
 ) -> tuple[int, Shapes | None]:
-    """Find another size that the model runs with, and the shapes it gives; None where there is none."""
+    """Find another size of a word that the model runs with, and the shapes it gives; None where there is none."""
+    size = sizes[symbol]
     others = (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2)
     for other in others:
-        feeds = []
-        for spec in specs:
-            value = example[spec.name]
-            for axis, dim in enumerate(spec.shape):
-                if dim == symbol:
-                    value = value.index_select(axis, torch.arange(other) % value.shape[axis])
-            feeds.append(value)
         with contextlib.suppress(Exception):
             if other != size:
-                with torch.inference_mode():
-                    return other, [tuple(value.shape) for value in module(*feeds)]
+                return other, _answer_shapes(module, specs, example, {**sizes, symbol: other})
     return size, None
+
+
+def _answer_shapes(
+    module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> Shapes:
+    """Run the module on the example at other sizes; return the shapes of its outputs."""
+    with torch.inference_mode():
+        return [tuple(value.shape) for value in module(*resize_example(specs, example, sizes).values())]
 
 
 def suggest_dynamic_sizes(

@@ -8,7 +8,7 @@ import inspect
 import sys
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import TORCHSCRIPT_REMEDY, Source
 from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face
 from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.tensors import BATCH, TensorSpec, join_sum
 
 _LONGEST_MESSAGE = 400
 _LIBRARIES = ("numpy", "onnx", evaluator.LIBRARY, "onnxscript", "safetensors", "timm", "torch", "transformers")
@@ -138,20 +138,35 @@ def _pt2(source: Source) -> Built:
             f"{source.text} is no torch.export archive, or a damaged one: {_first_words(error)}",
             "save one with torch.export.save, with the same version of torch",
         ) from error
-    specs, names = [], dict[str, str]()  # the file keeps no names of dynamic dimensions, and a symbol for those alike
+    specs = []
     placeholders = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     given = {name: value for name, value in placeholders.items() if kinds[name] is InputKind.USER_INPUT}
-    for name, value in given.items():
-        if isinstance(value, torch.Tensor):
-            shape = tuple(
-                dim if isinstance(dim, int) else names.setdefault(str(dim), f"{name}_dim_{axis}" if axis else "batch")
-                for axis, dim in enumerate(value.shape)
-            )
-            specs.append(TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shape))
+    shapes = {
+        name: [str(dim) for dim in value.shape] for name, value in given.items() if isinstance(value, torch.Tensor)
+    }
+    dims = _name_dims(shapes)
+    for name, shape in shapes.items():
+        dtype = str(given[name].dtype).removeprefix("torch.")
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(dims.get(text) or int(text) for text in shape)))
     leaves = _pytree.tree_leaves(program.example_inputs) if program.example_inputs else [*given.values()]
     example = {name: leaf for name, leaf in zip(given, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     return Built(_in_order(program, leaves), example if program.example_inputs else None, tuple(specs))
+
+
+def _name_dims(shapes: Mapping[str, Sequence[str]]) -> dict[str, int | str]:
+    """Name the dynamic dimensions of inputs, by the texts of a program, which has symbols, and sums of them."""
+    dims: dict[str, int | str] = {}
+    places = [
+        (text, f"{name}_dim_{axis}" if axis else BATCH)
+        for name, shape in shapes.items()
+        for axis, text in enumerate(shape)
+    ]
+    for text, word in sorted(places, key=lambda place: not place[0].isidentifier()):
+        parts = [part if part.isdecimal() else str(dims.get(part, "")) for part in text.split(" + ")]
+        if not text.isdecimal():
+            dims.setdefault(text, join_sum(parts) if all(parts) else word)
+    return dims
 
 
 def _in_order(program: Any, leaves: list[Any]) -> nn.Module:

@@ -28,13 +28,12 @@ from enginesmith.pipeline.frameworks.torch.dims import (
     infer_dims,
     input_dtypes,
     same_answers,
-    sizes_of,
     suggest_dynamic_sizes,
 )
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
-from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec, check_feeds
+from enginesmith.pipeline.tensors import BATCH, Feeds, Signature, TensorSpec, check_feeds, is_sum, read_sizes
 
 
 @contextlib.contextmanager
@@ -206,7 +205,7 @@ class LoadedModel:
     @property
     def dynamic_sizes(self) -> dict[str, int]:
         """Size of the example along each dynamic dimension."""
-        return sizes_of(self.signature.inputs, self.example)
+        return read_sizes(self.signature.inputs, self.example)
 
     @property
     def without_processing(self) -> Self:
@@ -434,12 +433,15 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
         if not names:
             remedy = "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224"
             raise SourceError("the factory gives no example inputs", remedy)
-        return {spec.name: _draw(spec, {}) for spec in specs}
+        sizes = _choose_sizes(specs)
+        return {spec.name: _draw(spec, sizes) for spec in specs}
     example = _name_inputs(built, names)
     if names and set(names) <= set(built.takes):
-        fitting = tuple(spec for spec in specs if _has_sizes(example.get(spec.name), spec))
-        known = sizes_of(fitting, example)
-        example = {spec.name: example[spec.name] if spec in fitting else _draw(spec, known) for spec in specs}
+        fitting = [spec for spec in specs if _has_sizes(example.get(spec.name), spec)]
+        alone = [spec for spec in fitting if not any(map(is_sum, spec.shape))]
+        sizes = _choose_sizes(specs) | read_sizes(alone, example)
+        fitting = [spec for spec in fitting if spec in alone or example[spec.name].shape == spec.resolve(sizes)]
+        example = {spec.name: example[spec.name] if spec in fitting else _draw(spec, sizes) for spec in specs}
     if names and set(names) != set(example):
         message = f"--input names {', '.join(names)}, and the example inputs are {', '.join(example)}"
         raise SignatureError(message, f"it takes {', '.join(built.takes)}" if built.takes else "use the same names")
@@ -489,11 +491,15 @@ def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
     )
 
 
-def _draw(spec: TensorSpec, known: Mapping[str, int]) -> Tensor:
-    """Draw a feed of these ``known`` sizes; else of two rows, and of eight along other dynamic dimensions."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = {dim: 2 if dim == "batch" or position == 0 else 8 for position, dim in enumerate(spec.shape)} | {**known}
-    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+def _choose_sizes(specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Choose two rows, where a word is the batch or leads an input, and eight along other dynamic dimensions."""
+    leading = {BATCH, *(spec.shape[0] for spec in specs if spec.shape)}
+    return {word: 2 if word in leading else 8 for spec in specs for word in spec.symbols}
+
+
+def _draw(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
+    """Draw a feed of these sizes: normal floats, and else zeros and ones."""
+    generator, shape = torch.Generator().manual_seed(0), spec.resolve(sizes)
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)

@@ -17,9 +17,10 @@ from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
-from enginesmith.pipeline.passes.export.sizes import COMPARISONS, describe_other_sizes, resize_example
+from enginesmith.pipeline.passes.export.sizes import COMPARISONS, describe_other_sizes
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.passes.simplify import require_exact_constants
+from enginesmith.pipeline.tensors import is_sum, list_words
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _capture(
 
 
 def _name_values(model: "ir.Model", signature: "Signature") -> None:
-    """Give inputs, outputs and their dynamic dimensions the signature's names.
+    """Give inputs, outputs and their dynamic dimensions the signature's names; exporters write sums in their own way.
 
     Inputs that nothing reads, which the TorchScript exporter drops, are restored: callers feed them all the same.
     """
@@ -150,6 +151,8 @@ def _name_values(model: "ir.Model", signature: "Signature") -> None:
             model.graph.inputs.append(present.get(spec.name, new))
     edit.rename(model.graph.inputs, (spec.name for spec in signature.inputs))
     edit.rename(model.graph.outputs, (spec.name for spec in signature.outputs))
+    for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
+        value.shape = ir.Shape(spec.shape)
     for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
         value.shape = ir.Shape(_name_output_dims(value, spec))
     common.NameFixPass()(model)
@@ -316,21 +319,21 @@ def _list_dynamic_axes(signature: "Signature") -> tuple[dict[int, str], ...]:
 
 def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
     """Return the example, repeated along dynamic dimensions of size 1."""
-    examples = []
-    for spec in loaded.signature.inputs:
-        tensor = loaded.example[spec.name]
-        pairs = zip(spec.shape, tensor.shape, strict=True)
-        repeats = [_MIN_SIZE if isinstance(dim, str) and size == 1 else 1 for dim, size in pairs]
-        examples.append(tensor.repeat(repeats) if any(count > 1 for count in repeats) else tensor)
-    return tuple(examples)
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
+    sizes = {word: _MIN_SIZE if size == 1 else size for word, size in loaded.dynamic_sizes.items()}
+    return tuple(resize_example(loaded.signature.inputs, loaded.example, sizes).values())
 
 
 def _check_inputs(shapes: Iterable[Iterable[Any]], signature: "Signature") -> None:
+    """Insist that dynamic dimensions are free; of sums and their words, exporters write some by others, in any form."""
+    of_sums = {word for spec in signature.inputs for dim in spec.shape if is_sum(dim) for word in list_words(dim)}
     for shape, spec in zip(shapes, signature.inputs, strict=True):
         for axis, (given, wanted) in enumerate(zip(shape, spec.shape, strict=True)):
             if isinstance(wanted, str) and isinstance(given, int):
                 raise _explain_fixed_dimension(signature, spec, axis, given)
-            if isinstance(wanted, str) and str(given) != wanted:
+            related = is_sum(wanted) or (wanted in of_sums and not str(given).isidentifier())
+            if isinstance(wanted, str) and str(given) != wanted and not related:
                 raise FixedDimension(
                     f"the model needs {wanted!r} (dimension {axis} of {spec.name!r}) to equal {str(given)!r}",
                     "give both the same name with --input",
@@ -408,9 +411,10 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
 
 def _resize(loaded: "LoadedModel", step: int = 0) -> "dict[str, Tensor]":
     """Make feeds one longer than the example along its first dynamic dimension, and ``step`` more along each next."""
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
     longer = {symbol: size + 1 + step * index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
-    names = (spec.name for spec in loaded.signature.inputs)
-    return dict(zip(names, resize_example(loaded, longer), strict=True))
+    return resize_example(loaded.signature.inputs, loaded.example, longer)
 
 
 def _runs_at_other_sizes(loaded: "LoadedModel") -> bool:
@@ -517,8 +521,11 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
 def _explain_fixed_dimension(signature: "Signature", spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
     """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs."""
     word = spec.shape[axis]
+    message = f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})"
+    if is_sum(word):
+        return FixedDimension(message, "remove that size from the model's code, or fix all of the sum with --input")
     return FixedDimension(
-        f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})",
+        message,
         f"make it fixed with {_write_inputs(signature, {str(word): size})}, or remove that size from the model's code, "
         "such as a loop over that many steps; where that has none, torch.export fixes it, as within torch.vmap: write "
         "a batched product in its place",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from enginesmith.pipeline.tensors import is_sum
+
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.export import ExportedProgram
 
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
@@ -34,7 +35,7 @@ def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> s
     names = [spec.shape for spec in loaded.signature.inputs]
 
     def name(size: re.Match[str]) -> str:
-        return str(names[int(size[1] or 0)][int(size[2])])
+        return f"({dim})" if is_sum(dim := names[int(size[1] or 0)][int(size[2])]) else str(dim)
 
     guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
     example = loaded.dynamic_sizes
@@ -69,7 +70,9 @@ def _find_fault(
     """Find out whether program and module answer differently, or the program alone cannot answer."""
     import torch
 
-    feeds = resize_example(loaded, sizes)
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
+    feeds = resize_example(loaded.signature.inputs, loaded.example, sizes).values()
     with torch.inference_mode():
         try:
             expected = [value.numpy() for value in loaded.module(*feeds)]
@@ -88,17 +91,3 @@ def _are_close(value: Any, wanted: Any) -> bool:
         return False
     scale = float(np.ptp(wanted)) if wanted.size and np.isfinite(wanted).all() and wanted.dtype != bool else 0.0
     return bool(np.allclose(value, wanted, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True))
-
-
-def resize_example(loaded: "LoadedModel", sizes: Mapping[str, int]) -> list["Tensor"]:
-    """Cut or repeat the example along its dynamic dimensions, in the order of the inputs."""
-    import torch
-
-    feeds = []
-    for spec in loaded.signature.inputs:
-        value = loaded.example[spec.name]
-        for axis, dim in enumerate(spec.shape):
-            if isinstance(dim, str):
-                value = value.index_select(axis, torch.arange(sizes[dim]) % value.shape[axis])
-        feeds.append(value)
-    return feeds

@@ -161,7 +161,9 @@ def batch_dimension(manifest: Manifest) -> str | None:
     """
     symbol = samples.batch_symbol(manifest.signature)
     specs = (*manifest.signature.inputs, *manifest.signature.outputs)
-    leads = symbol is not None and all(spec.shape[:1] == (symbol,) and symbol not in spec.shape[1:] for spec in specs)
+    leads = symbol is not None and all(
+        spec.shape[:1] == (symbol,) and spec.symbols.count(symbol) == 1 for spec in specs
+    )
     if symbol is None or not leads or symbol not in manifest.shapes:
         return None
     # an engine without a profile of sizes takes any, where nobody set a range: that only says what was measured
