@@ -95,7 +95,7 @@ def _dim(text: str, dim: str) -> int | str:
 
 
 def join_sum(parts: Iterable[str]) -> int | str:
-    """Write words and numbers as one dimension: their sum, or what there is where it is one."""
+    """Write words and numbers as one dimension: a sum of them, unless there is one alone."""
     words, numbers = list[str](), 0
     for part in parts:
         if part.isdecimal():

@@ -91,6 +91,17 @@ def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there() -> None:
     assert words.startswith("captured where batch != 1: with batch = 1, PyTorch's own program fails, so other sizes")
 
 
+def test_sizes_that_are_sums_are_whole_in_what_a_program_takes_for_granted() -> None:
+    def fail(*feeds: Any) -> Any:
+        raise RuntimeError("runtime assertion failed")
+
+    model = loaded(
+        torch.nn.Identity(), {"x": torch.ones(2, 5)}, {"x": ("batch", "length+1")}, ["y:float32:batch,length+1"]
+    )
+    program: Any = types.SimpleNamespace(_guards_code=["2*L['x'].size()[1] != 8"], module=lambda check_guards: fail)
+    assert sizes.describe_other_sizes(program, model).startswith("captured where 2*(length+1) != 8: with length = 3,")
+
+
 class Extremes(torch.nn.Module):
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:
         pairs = [torch.maximum(first, second), torch.minimum(first, second)]
@@ -172,19 +183,22 @@ def test_a_fixed_length_is_given_to_all_inputs_that_have_it(tmp_path: Path) -> N
     """A module that goes through a text step by step, as RWKV and Mamba do."""
 
     class Steps(torch.nn.Module):
-        def forward(self, ids: Any, mask: Any, scale: Any) -> Any:
-            state = torch.zeros(ids.shape[0])
+        def forward(self, ids: Any, mask: Any, longer: Any, scale: Any) -> Any:
+            state = longer.sum(1)
             for step in range(ids.shape[1]):
                 state = state * 0.5 + ids[:, step] * mask[:, step]
             return state * scale
 
-    example = {"ids": torch.ones(2, 6), "mask": torch.ones(2, 6), "scale": torch.ones(2)}
-    dims = {"ids": ("batch", "sequence"), "mask": ("batch", "sequence"), "scale": ("batch",)}
+    example = {"ids": torch.ones(2, 6), "mask": torch.ones(2, 6), "longer": torch.ones(2, 7), "scale": torch.ones(2)}
+    sizes = {"ids": ("sequence",), "mask": ("sequence",), "longer": ("sequence+1",), "scale": ()}
+    dims: Any = {name: ("batch", *rest) for name, rest in sizes.items()}
     with pytest.raises(ExportError, match=r"holds only for sequence = 6 .*'ids'") as error:
         exported(tmp_path, loaded(Steps(), example, dims, ["y:float32:batch"]))
-    flags = "--input ids:float32:batch,6 --input mask:float32:batch,6 --input scale:float32:batch,"
+    flags = (
+        "--input ids:float32:batch,6 --input mask:float32:batch,6 --input longer:float32:batch,7 --input scale:float32"
+    )
     assert flags in error.value.remedy
-    fixed = {name: tuple(6 if dim == "sequence" else dim for dim in shape) for name, shape in dims.items()}
+    fixed = dims | {"ids": ("batch", 6), "mask": ("batch", 6), "longer": ("batch", 7)}
     exported(tmp_path, loaded(Steps(), example, fixed, ["y:float32:batch"]))
 
 
@@ -402,24 +416,25 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.from_mask = from_mask
 
-    def forward(self, mask: torch.Tensor, ids: torch.Tensor, past: torch.Tensor) -> Any:
+    def forward(self, mask: torch.Tensor, more: torch.Tensor, ids: torch.Tensor, past: torch.Tensor) -> Any:
         length = mask.shape[1] - ids.shape[1] if self.from_mask else past.shape[1]
         keys = torch.cat([past + torch.arange(length), ids], 1)
-        return keys * mask, torch.softmax(keys, 1)
+        return keys * mask, torch.softmax(keys, 1) * more
 
 
 @pytest.mark.parametrize("from_mask", [False, True])
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript", "program"])
 def test_a_mask_may_be_as_long_as_two_inputs_together(tmp_path: Path, exporter: str, from_mask: bool) -> None:
-    example = {"mask": torch.ones(1, 6), "ids": torch.rand(1, 1), "past": torch.rand(1, 5)}
-    dims = {"mask": ("batch", "past+length"), "ids": ("batch", "length"), "past": ("batch", "past")}
+    example = {"mask": torch.ones(1, 6), "more": torch.ones(1, 6), "ids": torch.rand(1, 1), "past": torch.rand(1, 5)}
+    words = ("past+length", "length+past", "length", "past")
+    dims = {name: ("batch", word) for name, word in zip(example, words, strict=True)}
     model = loaded(Decoder(from_mask), example, dims, [f"{name}:float32:batch,past+length" for name in ("y", "z")])
     if exporter == "program":
         answer = export.capture_program(model).module()
     else:
         assert exported(tmp_path, model, exporter=exporter).signature == model.signature
     for batch, past, length in ((1, 5, 1), (3, 2, 7), (2, 9, 4)):
-        feeds = [torch.rand(batch, size) for size in (past + length, length, past)]
+        feeds = [torch.rand(batch, size) for size in (past + length, past + length, length, past)]
         expected = [value.numpy() for value in model.module(*feeds)]
         if exporter == "program":
             answers = [value.numpy() for value in answer(*feeds)]

@@ -429,10 +429,10 @@ CACHE = [["batch", "length"], ["batch", "past.len + length"], ["batch", "past.le
 
 
 def cached(dims: list[list[Any]], output: list[Any]) -> onnx.ModelProto:
-    """Multiply a mask with what came before and what is new."""
+    """Multiply a mask with what came before and what is new, joined by an operator that nobody knows."""
     inputs = [helper.make_tensor_value_info(*each) for each in zip(("ids", "mask", "past"), [1] * 3, dims, strict=True)]
     nodes = [
-        helper.make_node("Concat", ["past", "ids"], ["all"], axis=1),
+        helper.make_node("Join", ["past", "ids"], ["all"], domain="other"),
         helper.make_node("Mul", ["all", "mask"], ["y"]),
     ]
     graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("y", 1, output)])

@@ -278,5 +278,11 @@ def test_a_word_that_stands_in_sums_alone_gets_its_size_of_one(mask: int, both: 
         assert read_sizes(signature.inputs, feeds) == {"length": 3, "past": 5}
 
 
+def test_a_word_alone_tells_its_size_wherever_it_stands() -> None:
+    signature = Signature(inputs=read_specs("mask:float32:past+1", "past:float32:past"), outputs=())
+    with pytest.raises(ShapeError, match=r"'mask' is .* with past\+1 = 5\+1 = 6\n"):
+        signature.check({"mask": np.zeros(7, np.float32), "past": np.zeros(5, np.float32)})
+
+
 def test_words_that_no_feed_tells_the_size_of() -> None:
     assert list_unbound(read_specs("x:float32:batch,a+b", "y:float32:c+d", "z:float32:c")) == ["a", "b"]

@@ -247,7 +247,7 @@ def infer_dims(
     sums = {
         (name, axis): _write_sum(words, outputs[name].shape[axis] - sum(sizes[word] for word in words), specs)
         for (name, axis), words in grown.items()
-        if all(words.values())
+        if all(words.values()) and (name, axis) not in chosen
     }
     if any(map(is_sum, sums.values())):
         sums = _confirm_sums(sums, module, specs, example, list(outputs), others)

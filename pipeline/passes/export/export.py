@@ -20,7 +20,7 @@ from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
 from enginesmith.pipeline.passes.export.sizes import COMPARISONS, describe_other_sizes
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.passes.simplify import require_exact_constants
-from enginesmith.pipeline.tensors import is_sum, list_words
+from enginesmith.pipeline.tensors import is_sum, join_sum
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
@@ -326,14 +326,12 @@ def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
 
 
 def _check_inputs(shapes: Iterable[Iterable[Any]], signature: "Signature") -> None:
-    """Insist that dynamic dimensions are free; of sums and their words, exporters write some by others, in any form."""
-    of_sums = {word for spec in signature.inputs for dim in spec.shape if is_sum(dim) for word in list_words(dim)}
+    """Insist that dynamic dimensions are free, but for sums: ``past+length`` and ``length+past`` are equal."""
     for shape, spec in zip(shapes, signature.inputs, strict=True):
         for axis, (given, wanted) in enumerate(zip(shape, spec.shape, strict=True)):
             if isinstance(wanted, str) and isinstance(given, int):
                 raise _explain_fixed_dimension(signature, spec, axis, given)
-            related = is_sum(wanted) or (wanted in of_sums and not str(given).isidentifier())
-            if isinstance(wanted, str) and str(given) != wanted and not related:
+            if isinstance(wanted, str) and str(given) != wanted and not is_sum(wanted):
                 raise FixedDimension(
                     f"the model needs {wanted!r} (dimension {axis} of {spec.name!r}) to equal {str(given)!r}",
                     "give both the same name with --input",
@@ -534,7 +532,8 @@ def _explain_fixed_dimension(signature: "Signature", spec: "TensorSpec", axis: i
 
 def _write_inputs(signature: "Signature", sizes: Mapping[str, int]) -> str:
     """Write the ``--input`` of all inputs, with fixed sizes in the place of words."""
-    fixed = ([sizes.get(str(dim), dim) for dim in spec.shape] for spec in signature.inputs)
+    split = ([str(dim).split("+") for dim in spec.shape] for spec in signature.inputs)
+    fixed = ([join_sum(str(sizes.get(part, part)) for part in parts) for parts in dims] for dims in split)
     pairs = zip(signature.inputs, fixed, strict=True)
     return " ".join(f"--input {spec.model_copy(update={'shape': tuple(shape)})}" for spec, shape in pairs)
 
