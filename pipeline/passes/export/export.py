@@ -134,7 +134,7 @@ def _capture(
 
 
 def _name_values(model: "ir.Model", signature: "Signature") -> None:
-    """Give inputs, outputs and their dynamic dimensions the signature's names; exporters write sums in their own way.
+    """Give inputs, outputs and their dynamic dimensions the signature's names.
 
     Inputs that nothing reads, which the TorchScript exporter drops, are restored: callers feed them all the same.
     """
@@ -151,8 +151,6 @@ def _name_values(model: "ir.Model", signature: "Signature") -> None:
             model.graph.inputs.append(present.get(spec.name, new))
     edit.rename(model.graph.inputs, (spec.name for spec in signature.inputs))
     edit.rename(model.graph.outputs, (spec.name for spec in signature.outputs))
-    for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
-        value.shape = ir.Shape(spec.shape)
     for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
         value.shape = ir.Shape(_name_output_dims(value, spec))
     common.NameFixPass()(model)
