@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from enginesmith.calibration.images import ImageRows, only_input, preprocessing_for, size_of
+from enginesmith.calibration.image_files import ImageFile, describe_orientations, read_header
+from enginesmith.calibration.images import ImageRows, only_input, preprocessing_for
 from enginesmith.calibration.preprocessing import Preprocessing, Size
 from enginesmith.calibration.sources import RawData, Request
 from enginesmith.pipeline.errors import DataError
@@ -26,7 +27,8 @@ def read_coco(reference: str, request: Request) -> RawData:
     """Read images and boxes: labels are float32[images, boxes, 5], class and corners; class −1 where there is no box.
 
     Classes are numbered from 0 in the order of the categories' ids; a crowd of class n has the number −2 − n. Boxes
-    without an area are left out, and what the crop cuts off.
+    without an area are left out, and what a crop cuts off; where none does, boxes may reach past the edge of an image,
+    as those that pycocotools judges.
 
     Raises:
         DataError: it is no such file, or an image is missing, damaged or of another size than the file says.
@@ -34,14 +36,15 @@ def read_coco(reference: str, request: Request) -> RawData:
     """
     spec, path = only_input(reference, request), Path(reference)
     document = read_file(path)
-    files = {image["id"]: find_image(path, str(image["file_name"])) for image in document["images"]}
-    if len(files) < len(document["images"]):
+    headers = {image["id"]: read_header(find_image(path, str(image["file_name"]))) for image in document["images"]}
+    if len(headers) < len(document["images"]):
         raise DataError(f"{reference} gives an id to several images", _FORMAT)
     steps = preprocessing_for(spec, path.parent, request.options)
     numbers = {identity: number for number, identity in enumerate(_sorted_ids(path, document["categories"]))}
+    stated = {image["id"]: _read_size(image) for image in document["images"]}
+    files = {identity: _fit_size(reference, stated[identity], header) for identity, header in headers.items()}
     boxes: dict[Any, list[Array]] = {identity: [] for identity in files}
-    sizes = {image["id"]: _check_size(reference, image, files[image["id"]]) for image in document["images"]}
-    flat = cut = crowds = 0
+    flat = cut = crowds = outside = 0
     for entry in document["annotations"]:
         if not entry.get("bbox"):
             continue
@@ -50,7 +53,8 @@ def read_coco(reference: str, request: Request) -> RawData:
                 f"{reference}: annotation {entry.get('id')} names an image or category that is not there", _FORMAT
             )
         box = _check_box(reference, entry)
-        corners = _place_box(box, steps, sizes[entry["image_id"]])
+        size = files[entry["image_id"]].size
+        corners = _place_box(box, steps, size)
         if min(box[2:]) <= 0:
             flat += 1
         elif corners is None:
@@ -59,6 +63,7 @@ def read_coco(reference: str, request: Request) -> RawData:
             number = numbers[entry["category_id"]]
             crowd = bool(entry.get("iscrowd"))
             crowds += crowd
+            outside += _is_outside(box, size)
             boxes[entry["image_id"]].append(np.append(_FIRST_CROWD - number if crowd else number, corners))
     most = max(1, *map(len, boxes.values()))
     labels = np.full((len(files), most, 5), _NO_BOX, np.float32)
@@ -66,14 +71,19 @@ def read_coco(reference: str, request: Request) -> RawData:
         if listed:
             labels[row, : len(listed)] = listed
     box_count = sum(map(len, boxes.values()))
-    lost = {"without an area": flat, "outside of the image or its crop": cut}
+    lost = {"without an area": flat, "outside of the crop": cut}
+    unsure = [
+        file for identity, file in files.items() if file.is_turned and stated[identity] in (None, file.as_stored.size)
+    ]
     notes = (
         f"images as {steps}",
+        *describe_orientations([*headers.values()], [*files.values()], unsure, "boxes"),
         f"labels: {box_count} boxes of {len(numbers)} categories, numbered in order of their ids",
         *([f"crowds among these boxes, in which detections are not judged: {crowds}"] if crowds else []),
         *(f"boxes {why}: {count} of {box_count + flat + cut}, left out" for why, count in lost.items() if count),
+        *([f"boxes outside of their image, which count: {outside} of {box_count}"] if outside else []),
     )
-    folders = tuple(dict.fromkeys(file.parent.absolute() for file in files.values()))
+    folders = tuple(dict.fromkeys(file.path.parent.absolute() for file in files.values()))
     return RawData(path.name, {spec.name: ImageRows(list(files.values()), steps)}, labels, notes, folders)
 
 
@@ -129,15 +139,26 @@ def _sorted_ids(path: Path, categories: list[dict[str, Any]]) -> list[Any]:
         raise DataError(f"{path} has categories without an id, or with ids of several kinds", _FORMAT) from error
 
 
-def _check_size(reference: str, image: dict[str, Any], file: Path) -> Size:
-    """Read an image's height and width, and check what the file says of them, if anything."""
-    size, stated_size = size_of(file), (image.get("height"), image.get("width"))
-    if all(stated_size) and stated_size != size:
-        raise DataError(
-            "{} says that {} has {}×{} pixels, and it has {}×{}".format(reference, file.name, *stated_size, *size),
-            "give the images that the boxes were drawn in, or boxes and sizes in pixels of these",
-        )
-    return size
+def _read_size(image: dict[str, Any]) -> Size | None:
+    """Return the height and width that the file states of an image, if it does."""
+    height, width = image.get("height"), image.get("width")
+    return (height, width) if height and width else None
+
+
+def _fit_size(reference: str, stated: Size | None, image: ImageFile) -> ImageFile:
+    """Return an image upright, or as it is stored where only that has the stated size.
+
+    Raises:
+        DataError: it has another size in both ways.
+    """
+    for read in (image, image.as_stored):
+        if stated in (None, read.size):
+            return read
+    assert stated is not None
+    raise DataError(
+        "{} says that {} has {}×{} pixels, and it has {}×{}".format(reference, image.path.name, *stated, *image.size),
+        "give the images that the boxes were drawn in, or boxes and sizes in pixels of these",
+    )
 
 
 def _check_box(reference: str, entry: dict[str, Any]) -> list[float]:
@@ -149,11 +170,20 @@ def _check_box(reference: str, entry: dict[str, Any]) -> list[float]:
     return [left, top, width, height]
 
 
+def _is_outside(box: list[float], size: Size) -> bool:
+    """Tell whether nothing of a box is in its image."""
+    left, top, width, height = box
+    return left + width <= 0 or top + height <= 0 or top >= size[0] or left >= size[1]
+
+
 def _place_box(box: list[float], steps: Preprocessing, size: Size) -> Array | None:
-    """Return left, top, right and bottom in pixels of the sample; None where nothing of the box is left."""
+    """Return left, top, right and bottom in pixels of the sample; None where a crop leaves nothing of the box."""
     left, top, width, height = box
     (tall, wide), (above, before) = steps.place(size)
     corners = np.asarray([left * wide, top * tall, (left + width) * wide, (top + height) * tall])
     corners -= (before, above, before, above)
-    corners = corners.clip(0, (steps.size[1], steps.size[0], steps.size[1], steps.size[0]))
+    for axis, is_cut in enumerate(steps.cuts(size)):
+        ends = corners[1 - axis :: 2]  # top and bottom of the height, left and right of the width
+        if is_cut:
+            ends[:] = ends.clip(0, steps.size[axis])
     return corners if (corners[2:] > corners[:2]).all() else None

@@ -20,11 +20,11 @@ from enginesmith.calibration.file_formats import (
     read,
     read_embedded,
 )
-from enginesmith.calibration.images import BINARY_MASKS, are_binary_masks
 from enginesmith.calibration.lazy_arrays import Rows, digest, pick
+from enginesmith.calibration.masks import BINARY_MASKS, are_binary_masks
 from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, PartOptions
 from enginesmith.calibration.ranges import Provenance
-from enginesmith.calibration.sources import Request, Split
+from enginesmith.calibration.sources import RawData, Request, Split
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, rows_first, split_inputs
 
@@ -113,6 +113,8 @@ class Dataset:
     """Dimension of the batch in each of the model's inputs, in their order."""
     shared: Mapping[str, Array] = field(default_factory=dict)
     """Inputs without a batch, which are fed whole with all samples."""
+    class_names: Mapping[int, str] = field(default_factory=dict)
+    """Names by label, where classes were numbered in the order of their names."""
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -262,10 +264,7 @@ def open_dataset(
         own = {key: arrays.pop(key) for key in options.label_keys or [LABELS] if key in free}
         missing = [key for key in options.label_keys if key not in own]
         if missing and split == "test":
-            raise DataError(
-                f"{raw.name} has no labels {missing[0]!r}; it holds {', '.join(map(repr, raw.arrays))}",
-                "name one of them with --labels, several as --labels A,B, or omit it",
-            )
+            raise _explain_missing_labels(raw, missing[0], raw.label_keys or [key for key in raw.arrays if key in free])
     whole = {spec.name: check_shared(raw.name, spec, arrays.pop(spec.name)) for spec in shared if spec.name in arrays}
     missed = [spec for spec in shared if spec.name not in whole]
     feeds = check_arrays(raw.name, arrays, [*inputs, *missed], [key for key in options.label_keys if key in own])
@@ -288,8 +287,31 @@ def open_dataset(
     notes = (*raw.notes, *check_zeros(raw.name, feeds), *nan_notes, *label_notes)
     notes += tuple(f"{key!r}: {BINARY_MASKS}" for key in binary)
     first = {name: int(those[0]) for name, those in gaps.items()}
-    data = Dataset(raw.name, feeds, held, notes, missing=first, folders=raw.folders, axes=axes, shared=whole)
+    data = Dataset(
+        raw.name,
+        feeds,
+        held,
+        notes,
+        missing=first,
+        folders=raw.folders,
+        axes=axes,
+        shared=whole,
+        class_names=raw.class_names,
+    )
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
+
+
+def _explain_missing_labels(raw: RawData, key: str, others: Sequence[str]) -> DataError:
+    """Explain that labels of a name are not there; ``others`` are keys or arrays that may be labels."""
+    message = f"{raw.name} has no labels {key!r}"
+    if not others:
+        return DataError(f"{message}, and nothing else that may be labels", "add labels of that name, or omit --labels")
+    what = "the keys of its lines are" if raw.label_keys else "its arrays, besides the inputs, are"
+    several = "" if raw.label_keys else ", several as --labels A,B"
+    return DataError(
+        f"{message}; {what} {', '.join(map(repr, others))}",
+        f"name the one that holds labels with --labels{several}, or omit it",
+    )
 
 
 def take_part(data: Dataset, options: PartOptions, *, splits: bool) -> Dataset:

@@ -11,7 +11,9 @@ from enginesmith.calibration import lazy_arrays
 from enginesmith.calibration.coco import find_image, read_file
 from enginesmith.calibration.feeds import first_feed
 from enginesmith.calibration.file_formats import is_embedded, read
-from enginesmith.calibration.images import CONFIGURATION, has_masks, listing, pair_masks, size_of
+from enginesmith.calibration.image_files import CONFIGURATION, read_header
+from enginesmith.calibration.images import listing
+from enginesmith.calibration.masks import has_masks, pair_masks
 from enginesmith.calibration.options import AS_FOUND
 from enginesmith.calibration.sources import Request, open_arrays
 from enginesmith.calibration.text import find_tokenizer, read_lines
@@ -62,7 +64,7 @@ def describe(reference: str) -> Facts:
 
 
 def _describe_images(folder: Path) -> Facts:
-    if has_masks(folder):
+    if has_masks(str(folder)):
         images = [image for image, _ in pair_masks(folder)]
         return {**_describe_files("images and masks", images, folder), _LABELS: "a mask for each image"}
     contents = listing(folder)
@@ -80,7 +82,7 @@ def _describe_boxes(path: Path) -> Facts:
 
 
 def _describe_files(kind: str, files: Sequence[Path], folder: Path) -> Facts:
-    sizes = Counter(f"{height}×{width}" for height, width in map(size_of, files))
+    sizes = Counter("{}×{}".format(*read_header(file).size) for file in files)
     places = [place for place in (folder, folder.absolute().parent) if (place / CONFIGURATION).is_file()]
     return {
         "kind": f"data set: {kind}",

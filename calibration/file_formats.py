@@ -14,6 +14,7 @@ from enginesmith.calibration.coco import check_coco, read_coco
 from enginesmith.calibration.feeds import read_feeds
 from enginesmith.calibration.images import check_images, read_images
 from enginesmith.calibration.lazy_arrays import LazyRows, Rows, cast, pieces
+from enginesmith.calibration.masks import check_masks, has_masks, read_masks
 from enginesmith.calibration.sources import RawData, Request, Split, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
@@ -431,8 +432,9 @@ FORMS: tuple[Form, ...] = (
     Form("a .jsonl file of texts, with a tokenizer", _ends_with(".jsonl"), read_texts, check_texts),
     Form("a .json file of images and boxes (COCO)", _ends_with(".json"), read_coco, check_coco),
     Form("an embedded set (digits/test)", is_embedded, _open_embedded, _check_embedded),
+    Form("a folder of images and masks", has_masks, read_masks, check_masks),
     Form(
-        "a folder of images, sub-folders being classes, or images and masks",
+        "a folder of images, sub-folders being classes",
         lambda reference: Path(reference).is_dir(),
         read_images,
         check_images,

@@ -1,26 +1,34 @@
 """Read folders of images, which are decoded when they are needed; sub-folders are classes."""
 
 import hashlib
-import importlib.util
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ValidationError, field_validator
 
+from enginesmith.calibration.image_files import (
+    CONFIGURATION,
+    GIVE_IMAGES,
+    ImageFile,
+    describe_other_files,
+    describe_turned,
+    list_folders,
+    list_images,
+    list_other_files,
+    list_tree,
+    read_header,
+)
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.calibration.options import DataOptions
 from enginesmith.calibration.preprocessing import Mode, Preprocessing, Size
 from enginesmith.calibration.sources import RawData, Request
-from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
+from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, TensorSpec
 
 # The preprocessing that images get: as given, from a Hugging Face configuration, or by default.
 
-CONFIGURATION = "preprocessor_config.json"
 _MODES: Mapping[int, Mode] = {1: "L", 3: "RGB", 4: "RGBA"}
 _FLOATS = ("float16", "float32", "float64")
 _BILINEAR = 2
@@ -186,9 +194,7 @@ def _square(side: int) -> Size:
     return side, side
 
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _SHOWN_CLASSES = 3
-_DAMAGED = (OSError, EOFError, SyntaxError, ValueError, IndexError, struct.error)  # Pillow raises all of these
 
 
 class Listing(NamedTuple):
@@ -206,18 +212,18 @@ class ImageRows(LazyRows):
 
     finite = True  # pixels are, and so is what the preprocessing makes of them
 
-    def __init__(self, files: Sequence[Path], steps: Preprocessing) -> None:
+    def __init__(self, files: Sequence[ImageFile], steps: Preprocessing) -> None:
         self._files = np.asarray(files, object)
         self._steps = steps
         super().__init__((len(files), *steps.row), steps.dtype)
 
     def __getitem__(self, key: Any) -> Array:
         chosen = self._files[key]
-        if isinstance(chosen, Path):
-            return _decode(chosen, self._steps)
+        if isinstance(chosen, ImageFile):
+            return self._decode(chosen)
         samples = np.empty((len(chosen), *self.shape[1:]), self.dtype)
-        for index, path in enumerate(chosen):
-            samples[index] = _decode(path, self._steps)
+        for index, file in enumerate(chosen):
+            samples[index] = self._decode(file)
         return samples
 
     def origin(self, rows: Array | slice) -> Iterator[bytes]:
@@ -226,9 +232,15 @@ class ImageRows(LazyRows):
         Data of runs of all versions is compared by this: a step that a later version adds shows only where it is taken.
         """
         yield self._steps.model_dump_json(exclude={"origin"}, exclude_defaults=True).encode()
-        for path in self._files[rows]:
-            with path.open("rb") as file:
+        for image in self._files[rows]:
+            if image.is_turned:
+                yield f"orientation {image.orientation}".encode()
+            with image.path.open("rb") as file:
                 yield hashlib.file_digest(file, "sha256").digest()
+
+    def _decode(self, file: ImageFile) -> Array:
+        with file.open() as image:
+            return self._steps.apply(image)
 
 
 def read_images(reference: str, request: Request) -> RawData:
@@ -239,24 +251,21 @@ def read_images(reference: str, request: Request) -> RawData:
         MissingCapability: Pillow is not installed.
     """
     spec, folder = only_input(reference, request), Path(reference)
-    if has_masks(folder):
-        return _read_masks(folder, spec, request)
     contents = listing(folder)
-    for path in contents.files:
-        size_of(path)  # a file that is no image fails here, and every file is recorded as read
+    files = [read_header(path) for path in contents.files]  # one that is no image fails here; all are recorded as read
     steps = preprocessing_for(spec, folder, request.options)
-    notes = [f"images as {steps}"]
+    notes = [f"images as {steps}", *describe_turned(files)]
     if contents.labels is not None:
-        shown = ", ".join(f"{name} = {label}" for label, name in list(contents.classes.items())[:_SHOWN_CLASSES])
-        more = ", …" if len(contents.classes) > _SHOWN_CLASSES else ""
-        notes.append(f"labels from {len(contents.classes)} sub-folders: {shown}{more}")
+        notes.append(f"labels from {len(contents.classes)} sub-folders: {_show_classes(contents)}")
+    notes += describe_other_files(folder, list_other_files(contents.folders))
     beside = () if (folder / CONFIGURATION).is_file() else (folder.absolute().parent,)  # it may appear there
     return RawData(
         folder.resolve().name,
-        {spec.name: ImageRows(contents.files, steps)},
+        {spec.name: ImageRows(files, steps)},
         contents.labels,
         tuple(notes),
         tuple(each.absolute() for each in (*contents.folders, *beside)),
+        class_names={} if are_numbers(contents.classes.values()) else contents.classes,
     )
 
 
@@ -276,104 +285,42 @@ def check_images(reference: str, _: Request) -> None:
     """List the images of a folder; none is opened.
 
     Raises:
-        DataError: there are none, or some beside sub-folders of some, or masks that are not those of the images.
+        DataError: there are none, or some beside sub-folders of some.
+        MissingCapability: Pillow is not installed.
     """
-    folder = Path(reference)
-    if has_masks(folder):
-        pair_masks(folder)
-    else:
-        listing(folder)
-
-
-# Masks: a folder of images, and one of class maps of the same names.
-
-_IMAGES, _MASKS = "images", "masks"
-_UNLABELLED = 255
-"""Number of pixels that the mask says nothing of, as around an image that is smaller than the crop."""
-BINARY_MASKS = f"pixels are 0 and {_UNLABELLED} only, so {_UNLABELLED} is class 1"
-
-
-def has_masks(folder: Path) -> bool:
-    """Tell whether a folder has one of images, and one of masks."""
-    return all((folder / name).is_dir() for name in (_IMAGES, _MASKS))
-
-
-def are_binary_masks(labels: Array) -> bool:
-    """Tell whether labels are masks, [samples, height, width], of black and white pixels: 0 and 255 only."""
-    if labels.ndim != 3 or labels.dtype.kind not in "iu" or not labels.size or labels.max() != _UNLABELLED:
-        return False
-    return bool(np.isin(labels, (0, _UNLABELLED)).all() and (labels == 0).any())
-
-
-def pair_masks(folder: Path) -> list[tuple[Path, Path]]:
-    """List the images, each with its mask, in the order of their names.
-
-    Raises:
-        DataError: there are none, or one has no other half.
-    """
-    images, masks = ({path.stem: path for path in _images_in(folder / name)} for name in (_IMAGES, _MASKS))
-    if not images:
-        raise DataError(f"the folder {folder / _IMAGES} holds no images", f"give files of {', '.join(SUFFIXES)}")
-    if lacking := sorted(images.keys() ^ masks.keys()):
-        where = _MASKS if lacking[0] in images else _IMAGES
-        raise DataError(
-            f"{len(lacking)} of the images and masks in {folder} have no other half, the first {lacking[0]!r}",
-            f"put a file of this name into {where}/, or take the other one away",
-        )
-    return [(images[name], masks[name]) for name in sorted(images)]
-
-
-def _read_masks(folder: Path, spec: TensorSpec, request: Request) -> RawData:
-    pairs = pair_masks(folder)
-    steps = preprocessing_for(spec, folder, request.options)
-    maps = []
-    for image, mask in pairs:
-        if size_of(image) != size_of(mask):
-            raise DataError(
-                f"{image.name} is {size_of(image)} pixels, and its mask {size_of(mask)}", "give both the same size"
-            )
-        with open_image(mask) as opened:
-            maps.append(steps.apply_to_mask(opened, _UNLABELLED))
-    labels = np.stack(maps)
-    binary = set(np.unique(labels)) == {0, _UNLABELLED}
-    if binary:  # what is outside of an image has that number, too
-        for row, (_, mask) in zip(labels, pairs, strict=True):
-            row[(row == _UNLABELLED) & steps.covers(size_of(mask))] = 1
-    classes = [int(number) for number in np.unique(labels) if number != _UNLABELLED]
-    if not classes:
-        message = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
-        raise DataError(message, "number the classes from 0")
-    summary = f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}"
-    notes = (f"images as {steps}", summary + (f"; {BINARY_MASKS}" if 1 in classes and binary else ""))
-    rows = ImageRows([image for image, _ in pairs], steps)
-    return RawData(folder.resolve().name, {spec.name: rows}, labels, notes, (folder / _IMAGES, folder / _MASKS))
+    listing(Path(reference))
 
 
 def listing(folder: Path) -> Listing:
     """List the images in a folder, or in its sub-folders, which are classes: in order, or by their own number.
 
+    An empty sub-folder is a class without images.
+
     Raises:
         DataError: there are none, or some in both places.
+        MissingCapability: Pillow is not installed.
     """
-    flat = _images_in(folder)
-    subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
-    by_class = {path.name: _images_below(path) for path in subfolders}
+    flat = list_images(folder)
+    trees = {path.name: list_tree(path) for path in list_folders(folder)}
+    by_class = {name: [image for each in tree for image in list_images(each)] for name, tree in trees.items()}
     nested = [image for images in by_class.values() for image in images]
-    folders = (folder, *subfolders, *(below for each in subfolders for below in _folders_below(each)))
+    folders = (folder, *(each for tree in trees.values() for each in tree))
     if not flat and not nested:
-        raise DataError(f"the folder {folder} holds no images", f"give one with files of {', '.join(SUFFIXES)}")
+        raise DataError(f"the folder {folder} holds no images", GIVE_IMAGES)
     if flat and nested:
         raise DataError(
             f"the folder {folder} holds images itself and in sub-folders ({nested[0].relative_to(folder)})",
             "give one folder for each class, or all images in one folder without labels",
         )
     named = _number_classes(tuple(by_class))
-    empty = [name for name, images in by_class.items() if not images]
-    if empty and not flat and not are_numbers(by_class):
-        raise DataError(
-            f"the sub-folder {empty[0]} of {folder} holds no images, and classes are numbered by their folders",
-            "take it away, or put the images of that class into it",
-        )
+    if not flat and not are_numbers(by_class):
+        for name, images in by_class.items():
+            if not images and (others := list_other_files(trees[name])):
+                raise DataError(
+                    f"the sub-folder {name} of {folder} holds no images, but other files ({others[0].name}), and "
+                    "classes are numbered by their folders",
+                    "take it away, put the images of that class into it, or empty it if there are none of that class",
+                )
     if flat or len(by_class) == 1:
         return Listing(tuple(flat or nested), None, {}, folders)
     labels = [label for name, label in named for _ in by_class[name]]
@@ -381,39 +328,14 @@ def listing(folder: Path) -> Listing:
     return Listing(files, np.asarray(labels, np.int64), {label: name for name, label in named}, folders)
 
 
-def size_of(path: Path) -> tuple[int, int]:
-    """Read height and width from the file's header.
-
-    Raises:
-        DataError: it is no image.
-        MissingCapability: Pillow is not installed.
-    """
-    with open_image(path) as image:
-        return image.size[1], image.size[0]
-
-
-def _decode(path: Path, steps: Preprocessing) -> Array:
-    with open_image(path) as image:
-        return steps.apply(image)
-
-
-@contextmanager
-def open_image(path: Path) -> Iterator[Any]:
-    """Open an image file, and translate the errors of reading it.
-
-    Raises:
-        DataError: it is damaged, or its pixels are of another kind than is needed.
-        MissingCapability: Pillow is not installed.
-    """
-    if importlib.util.find_spec("PIL") is None:
-        raise MissingCapability("images need the package pillow, which is not installed", install_command("pillow"))
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (*_DAMAGED, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read the image {path}: {error}", "fix it, or take it out of the folder") from error
+def _show_classes(contents: Listing) -> str:
+    """Show the first classes with their numbers, and those without images."""
+    names = contents.classes
+    shown = ", ".join(f"{name} = {label}" for label, name in list(names.items())[:_SHOWN_CLASSES])
+    counted = {*np.asarray(contents.labels).tolist()}
+    empty = [] if are_numbers(names.values()) else [name for label, name in names.items() if label not in counted]
+    more = ", …" if len(names) > _SHOWN_CLASSES else ""
+    return shown + more + (f"; without images: {', '.join(empty)}" if empty else "")
 
 
 def _number_classes(classes: tuple[str, ...]) -> list[tuple[str, int]]:
@@ -426,16 +348,3 @@ def _number_classes(classes: tuple[str, ...]) -> list[tuple[str, int]]:
 def are_numbers(names: Iterable[str]) -> bool:
     """Tell whether all names of classes are whole numbers, which are the classes then."""
     return all(name.isascii() and name.isdigit() for name in names)
-
-
-def _images_in(folder: Path) -> list[Path]:
-    paths = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
-    return sorted(path for path in paths if path.is_file())
-
-
-def _images_below(folder: Path) -> list[Path]:
-    return [image for place in (folder, *_folders_below(folder)) for image in _images_in(place)]
-
-
-def _folders_below(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_dir() and not path.name.startswith("."))

@@ -10,6 +10,8 @@ from enginesmith.pipeline.tensors import Array
 Mode = Literal["L", "RGB", "RGBA"]
 Size = tuple[int, int]
 """Height and width in pixels."""
+MASK_MODES = ("1", "L", "P", "I", "I;16")
+"""Pillow's modes of one whole number for each pixel, which may be a class."""
 _OF_16_BITS = ("PNG", "PPM")
 """Formats whose whole numbers have 16 bits, also where Pillow reads them as 32."""
 _LARGEST_OF_16_BITS = range(1 << 8, 1 << 16)
@@ -62,6 +64,11 @@ class Preprocessing(BaseModel, frozen=True):
         cut = ((height - self.size[0]) // 2, (width - self.size[1]) // 2)
         return (height / size[0], width / size[1]), cut
 
+    def cuts(self, size: Size) -> tuple[bool, bool]:
+        """Tell whether something of an image of this size is cut off in its height, and in its width."""
+        height, width = _wanted_size(size, self)
+        return height > self.size[0], width > self.size[1]
+
     def covers(self, size: Size) -> Array:
         """Tell which pixels of a sample are of an image of this size, bool[height, width]; around it there is none."""
         return self._find_rows(size, 0)[1][:, None] & self._find_rows(size, 1)[1]
@@ -69,13 +76,9 @@ class Preprocessing(BaseModel, frozen=True):
     def apply_to_mask(self, image: Any, outside: int) -> Array:
         """Turn a Pillow image of class numbers into the map of one sample, uint8[height, width] or int32.
 
-        The size is changed by the nearest pixel, so that no class comes from two others.
-
-        Raises:
-            ValueError: it has several numbers for each pixel.
+        The image is of one of MASK_MODES. Its size is changed by the nearest pixel, so that no class comes from two
+        others.
         """
-        if image.mode not in ("1", "L", "P", "I", "I;16"):
-            raise ValueError(f"its pixels are {image.mode}, and a mask has one number for each: modes 1, L, P or I")
         numbers = np.asarray(image)
         rows, columns = (self._find_rows(numbers.shape, axis)[0] for axis in (0, 1))
         class_map: Array = np.where(self.covers(numbers.shape), numbers[rows[:, None], columns], outside)

@@ -4,7 +4,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +41,10 @@ class RawData:
     notes: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
     """Folders that were read as a whole: a file that is added there is data."""
+    class_names: Mapping[int, str] = field(default_factory=dict)
+    """Names of the labels, where classes were numbered in the order of their names."""
+    label_keys: Sequence[str] = ()
+    """Keys that lines have, where one of them is named as the label and none of them has it."""
 
 
 @contextmanager

@@ -16,16 +16,23 @@ from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import TensorSpec
 
 RAW = TensorSpec.parse("x:uint8:batch,3,16,16")
+SUB_FOLDERS = (Path("images/city"), Path("masks/city"))
 BOX = (8, 4, 16, 12)
 """Left, top, width and height in an image of 32×48."""
 GEOMETRIES: list[dict[str, Any]] = [{}, {"resize": 32}, {"resize": (16, 16)}, {"resize": 12}, {"resize": 64}]
 
 
-def save(path: Path, array: Any, mode: str | None = None) -> Path:
+def save(path: Path, array: Any, orientation: int | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(array)
-    (image if mode is None else image.convert(mode)).save(path)
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    Image.fromarray(np.ascontiguousarray(array)).save(path, exif=exif)
     return path
+
+
+TURNED = {6: np.rot90, 3: lambda upright: upright[::-1, ::-1]}
+"""What is stored of an upright image, by the orientation that turns it back: by 90° and by 180°."""
 
 
 def scene() -> Any:
@@ -110,8 +117,16 @@ class TestMasks:
         ("path", "array", "message"),
         [
             ("masks/c.png", np.zeros((4, 4), np.uint8), "no other half, the first 'c'"),
-            ("masks/a.png", np.zeros((4, 4), np.uint8), "its mask"),
-            ("masks/a.png", np.zeros((32, 48, 3), np.uint8), "a mask has one number for each"),
+            ("masks/a.png", np.zeros((4, 4), np.uint8), "a.jpg has 32×48 pixels, and its mask 4×4"),
+            (
+                "masks/a.png",
+                scene() * np.uint8([1, 0, 0]),
+                r"a\.png has 3 channels \(RGB\), expected one.*\n.*each colour is a",
+            ),
+            ("masks/a.png", scene(), r"3 channels \(RGB\), expected one.*\n.*channel R alone has the same"),
+            ("masks/a.png", scene()[..., :2], r"2 channels \(LA\), expected one.*\n.*channel L alone has the same"),
+            ("images/a.png", np.zeros((32, 48), np.uint8), r"a\.jpg and a\.png in .*images have one name"),
+            ("masks/a.tif", np.zeros((32, 48), np.uint8), r"a\.png and a\.tif in .*masks have one name"),
         ],
     )
     def test_what_is_no_mask_is_refused(self, folder: Path, path: str, array: Any, message: str) -> None:
@@ -133,6 +148,69 @@ class TestMasks:
         labels: Any = data.labels
         assert set(np.unique(labels)) == expected
         assert any("255 is class 1" in note for note in data.notes) == noted
+
+    def test_floating_point_numbers_are_no_classes(self, folder: Path) -> None:
+        (folder / "masks" / "a.png").unlink()
+        save(folder / "masks" / "a.tif", np.zeros((32, 48), np.float32))
+        with pytest.raises(DataError, match=r"a\.tif has floating-point numbers"):
+            open_dataset(str(folder), (RAW,))
+
+    def test_sub_folders_are_read_and_paired(self, folder: Path) -> None:
+        for kind, name in (("images", "city/a.jpg"), ("masks", "city/a.png")):
+            save(folder / kind / name, scene() if kind == "images" else np.full((32, 48), 5, np.uint8))
+        data = open_dataset(str(folder), (RAW,))
+        labels: Any = data.labels
+        assert [int(each.max()) for each in labels] == [3, 7, 5]
+        assert {str(each.relative_to(folder)) for each in data.folders} == {"images", "masks", *map(str, SUB_FOLDERS)}
+        (folder / "masks" / "city" / "a.png").rename(folder / "masks" / "city" / "b.png")
+        with pytest.raises(DataError, match=r"2 of the images and masks in .* the first 'city/a'"):
+            open_dataset(str(folder), (RAW,))
+
+    def test_files_that_are_left_out_are_counted(self, folder: Path) -> None:
+        (folder / "masks" / "a.xcf").touch()
+        assert "1 (1 .xcf), such as masks/a.xcf" in open_dataset(str(folder), (RAW,)).notes[-1]
+
+    def write_jpeg(self, folder: Path, mask: Any, quality: int) -> None:
+        """Replace the masks by JPEG files that are turned by 180°."""
+        exif = Image.Exif()
+        exif[0x0112] = 3
+        for name in "ab":
+            (folder / "masks" / f"{name}.png").unlink()
+            Image.fromarray(mask).save(folder / "masks" / f"{name}.jpg", quality=quality, exif=exif)
+
+    @pytest.mark.parametrize("quality", [90, 100])
+    def test_jpeg_changes_the_numbers_of_masks(self, folder: Path, quality: int) -> None:
+        self.write_jpeg(folder, (scene()[:, :, 0] > 0).astype(np.uint8) * 250, quality)
+        notes = open_dataset(str(folder), (RAW,)).notes
+        assert any(note.startswith("2 of 2 masks are JPEG files") for note in notes) == (quality == 90)
+
+    def test_masks_whose_numbers_jpeg_made_are_refused(self, folder: Path) -> None:
+        rows, columns = np.mgrid[:32, :48]
+        self.write_jpeg(folder, ((rows - 15) ** 2 + (columns - 21) ** 2 < 100).astype(np.uint8) * 255, 5)
+        with pytest.raises(DataError, match=r"2 of 2 masks are JPEG files.*of \d\d classes, \d\d have.*\n.*as PNG"):
+            open_dataset(str(folder), (RAW,))
+
+    @pytest.mark.parametrize("orientation", TURNED)
+    @pytest.mark.parametrize("drawn", ["turned", "with the tag", "as stored"])
+    def test_masks_lie_on_images_that_are_turned(self, folder: Path, orientation: int, drawn: str) -> None:
+        """A mask of the stored pixels is known by its size; of images turned by 180° it is not."""
+        turn = TURNED[orientation]
+        for name in "ab":
+            save(folder / "images" / f"{name}.png", turn(scene()), orientation)
+            (folder / "images" / f"{name}.jpg").unlink()
+            mask = (scene()[:, :, 0] > 0).astype(np.uint8) * 3
+            tag = orientation if drawn == "with the tag" else None
+            save(folder / "masks" / f"{name}.png", mask if drawn == "turned" else turn(mask), tag)
+        data = open_dataset(str(folder), (RAW,), options=DataOptions(resize=(16, 16)))
+        labels: Any = data.labels
+        white = np.asarray(data.arrays["x"][0])[0] > 127
+        unsure = orientation == 3 and drawn != "with the tag"
+        if not (unsure and drawn == "as stored"):
+            assert (white != (labels[0] == 3)).sum() <= 0.1 * white.size
+        kept = orientation == 6 and drawn == "as stored"
+        assert any(note.startswith("images turned by their EXIF orientation: 2 of 2") for note in data.notes) != kept
+        assert any("as their masks are of the size that is stored: 2 of 2" in note for note in data.notes) == kept
+        assert any("no size tells whether their masks" in note for note in data.notes) == unsure
 
     def test_masks_that_label_nothing_are_refused(self, folder: Path) -> None:
         for name in "ab":
@@ -190,7 +268,45 @@ class TestBoxes:
         labels: Any = data.labels
         assert labels.shape == (2, 1, 5)
         assert (labels == -1).all()
-        assert data.notes[2:] == ("boxes outside of the image or its crop: 1 of 1, left out",)
+        assert data.notes[2:] == ("boxes outside of the crop: 1 of 1, left out",)
+
+    def test_only_what_a_crop_cuts_is_cut(self, tmp_path: Path) -> None:
+        """As pycocotools judges boxes: those that reach past the edge of an image have all of their area."""
+        given = [[-6, -2, 60, 36], [-30, 0, 20, 8]]
+        annotations = [{"id": each, "image_id": 7, "category_id": 3, "bbox": box} for each, box in enumerate(given)]
+        path = self.write(tmp_path, annotations=annotations)
+        data = open_dataset(path, (RAW,), options=DataOptions(resize=(16, 16)))
+        labels: Any = data.labels
+        np.testing.assert_allclose(labels[0, :, 1:], [[-2, -1, 18, 17], [-10, 0, -10 / 3, 4]], atol=1e-5)
+        assert data.notes[2:] == ("boxes outside of their image, which count: 1 of 2",)
+        data = open_dataset(path, (RAW,), options=DataOptions(resize=16))  # the width alone is cut, from 24
+        labels = data.labels
+        np.testing.assert_allclose(labels[0, :, 1:], [[0, -1, 16, 17]])
+        assert data.notes[2:] == ("boxes outside of the crop: 1 of 2, left out",)
+
+    @pytest.mark.parametrize("orientation", TURNED)
+    @pytest.mark.parametrize("stated", ["turned", "as stored", "nothing"])
+    def test_boxes_lie_on_images_that_are_turned(self, tmp_path: Path, orientation: int, stated: str) -> None:
+        """Boxes are of the size that the file states; where it states none, of the upright image."""
+        turn = TURNED[orientation]
+        stored: Any = turn(scene())
+        boxes_of = stored if stated == "as stored" and orientation == 6 else scene()
+        left, top, right, bottom = map(int, bounds(boxes_of[:, :, 0]))
+        size = dict(zip(("height", "width"), boxes_of.shape, strict=False)) if stated != "nothing" else {}
+        path = self.write(
+            tmp_path,
+            images=[{"id": 7, "file_name": "one.png", **size}],
+            annotations=[{"id": 1, "image_id": 7, "category_id": 3, "bbox": [left, top, right - left, bottom - top]}],
+        )
+        save(tmp_path / "images" / "one.png", stored, orientation)
+        data = open_dataset(path, (RAW,), options=DataOptions(resize=(16, 16)))
+        labels: Any = data.labels
+        white = bounds(np.asarray(data.arrays["x"][0])[0] > 127)
+        assert np.abs(np.subtract(white, labels[0, 0, 1:])).max() <= 1
+        kept, unsure = boxes_of is stored, orientation == 3 or stated == "nothing"
+        assert any(note.startswith("images turned by their EXIF orientation: 1 of 1") for note in data.notes) != kept
+        assert any("as their boxes are of the size that is stored: 1 of 1" in note for note in data.notes) == kept
+        assert any("no size tells whether their boxes" in note for note in data.notes) == unsure
 
     @pytest.mark.parametrize("flat", [[8, 4, -5, 3], [8, 4, 3, 0]])
     def test_boxes_without_an_area_are_left_out_and_noted(self, tmp_path: Path, flat: list[int]) -> None:

@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 
 from enginesmith.calibration.dataset import DataOptions, open_dataset
+from enginesmith.calibration.describe import describe
+from enginesmith.calibration.image_files import read_header
 from enginesmith.calibration.images import ImageRows, listing, preprocessing_for
 from enginesmith.calibration.lazy_arrays import digest
 from enginesmith.calibration.preprocessing import Preprocessing
@@ -21,9 +23,12 @@ def pixels(height=8, width=8, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def put(path, array):
+def put(path, array, orientation=None, **options):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(array).save(path)
+    if orientation is not None:
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = orientation
+    Image.fromarray(array).save(path, **options)
     return path
 
 
@@ -68,6 +73,44 @@ class TestFiles:
         (tmp_path / "3").mkdir()
         assert open_dataset(str(tmp_path), (RAW,)).labels.tolist() == [2, 9, 10]
 
+    def test_an_empty_folder_is_a_class_without_images(self, tmp_path):
+        for name in ("ant", "cow"):
+            put(tmp_path / name / "0.png", pixels())
+        (tmp_path / "bee").mkdir()
+        (tmp_path / "bee" / ".gitkeep").touch()
+        data = open_dataset(str(tmp_path), (RAW,))
+        assert data.labels.tolist() == [0, 2]
+        assert data.class_names == {0: "ant", 1: "bee", 2: "cow"}
+        assert "labels from 3 sub-folders: ant = 0, bee = 1, cow = 2; without images: bee" in data.notes
+
+    def test_what_is_in_hidden_folders_is_no_sample(self, folder):
+        expected = open_dataset(str(folder), (RAW,)).digest
+        for name in (".thumbs/x", "__MACOSX"):
+            put(folder / name / "9.png", pixels())
+        assert open_dataset(str(folder), (RAW,)).digest == expected
+        put(folder.parent / "classes" / "cat" / "0.png", pixels())
+        put(folder.parent / "classes" / "cat" / ".thumbs" / "x" / "9.png", pixels())
+        assert len(open_dataset(str(folder.parent / "classes"), (RAW,))) == 1
+
+    @pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".avif", ".jp2", ".tga", ".pbm"])
+    def test_all_suffixes_of_pictures_that_pillow_reads_are_taken(self, folder, suffix):
+        if suffix.lower() not in Image.registered_extensions():
+            pytest.skip(f"this Pillow reads no {suffix}")
+        Image.fromarray(pixels()).save(folder / f"new{suffix}", format=Image.registered_extensions()[suffix.lower()])
+        data = open_dataset(str(folder), (RAW,))
+        assert (len(data), len(data.notes)) == (6, 1)
+
+    def test_files_that_are_left_out_are_counted(self, folder):
+        configure(folder, do_rescale=True)
+        (folder / ".DS_Store").touch()
+        assert len(open_dataset(str(folder), (RAW,)).notes) == 1
+        for name in ("a.heic", "b.heic", "notes.txt", "LICENSE"):
+            (folder / name).touch()
+        assert open_dataset(str(folder), (RAW,)).notes[1] == (
+            "files left out, since Pillow reads no images of their suffixes: 4 (2 .heic, 1 without a suffix, 1 .txt), "
+            "such as a.heic"
+        )
+
     def test_what_would_change_the_rows_is_named(self, tmp_path):
         for name in ("cat", "dog/young"):
             put(tmp_path / "set" / name / "0.png", pixels())
@@ -83,7 +126,7 @@ class TestFiles:
             ((), "holds no images"),
             (("cat/a.txt",), "holds no images"),
             (("a.png", "cat/b.png"), r"itself and in sub-folders \(cat/b.png\)"),
-            (("cat/a.png", "dog/a.txt", "owl/a.png"), "sub-folder dog of .* holds no images"),
+            (("cat/a.png", "dog/a.txt", "owl/a.png"), r"sub-folder dog of .* no images, but other files \(a.txt\)"),
         ],
     )
     def test_refused(self, tmp_path, files, said):
@@ -139,12 +182,72 @@ class TestRows:
         class Later(Preprocessing, frozen=True):
             flip: bool = False
 
-        steps, files = preprocessing_for(RGB, folder, DataOptions()), listing(folder).files
+        steps, files = preprocessing_for(RGB, folder, DataOptions()), [*map(read_header, listing(folder).files)]
         values = steps.model_dump()
         before, default, flipped = (
             digest([("x", ImageRows(files, each))]) for each in (steps, Later(**values), Later(**values, flip=True))
         )
         assert before == default != flipped
+
+
+UPRIGHT = pixels(6, 4)
+STORED = {
+    1: UPRIGHT,
+    2: UPRIGHT[:, ::-1],
+    3: UPRIGHT[::-1, ::-1],
+    4: UPRIGHT[::-1],
+    5: UPRIGHT.transpose(1, 0, 2),
+    6: np.rot90(UPRIGHT),
+    7: np.rot90(UPRIGHT, 2).transpose(1, 0, 2),
+    8: np.rot90(UPRIGHT, -1),
+}
+"""What is stored of an image, by the orientation that turns it upright."""
+TAG_OF_99 = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x63\0\0\0\0\0\0\0"
+
+
+class TestOrientation:
+    """EXIF's tag 274 says how pixels are to be turned: https://www.cipa.jp/std/documents/e/DC-008-2012_E.pdf, 4.6.4."""
+
+    SPEC = TensorSpec.parse("x:uint8:batch,3,6,4")
+
+    @pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+    @pytest.mark.parametrize("orientation", STORED)
+    def test_images_are_turned_upright(self, tmp_path, orientation, suffix):
+        lossless = {"lossless": True} if suffix == "webp" else {}
+        put(tmp_path / f"a.{suffix}", np.ascontiguousarray(STORED[orientation]), orientation, **lossless)
+        data = open_dataset(str(tmp_path), (self.SPEC,))
+        assert np.array_equal(data.arrays["x"][0].transpose(1, 2, 0), UPRIGHT)
+        noted = suffix != "tif" and orientation != 1  # Pillow turns those itself
+        assert ("images turned by their EXIF orientation: 1 of 1, such as a." + suffix in data.notes) == noted
+        assert describe(str(tmp_path))["sizes"] == ["6×4: 1"]
+
+    def test_tiff_is_turned_once(self, tmp_path):
+        """Pillow turns its pixels itself, whatever else tells the orientation."""
+        xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+        put(tmp_path / "a.tif", np.ascontiguousarray(STORED[6]), tiffinfo={700: xmp, 0x0112: 6})
+        assert read_header(tmp_path / "a.tif").size == (6, 4)
+        assert np.array_equal(one(tmp_path, self.SPEC).transpose(1, 2, 0), UPRIGHT)
+
+    @pytest.mark.parametrize(
+        "tags", [b"damaged", TAG_OF_99[:-4], TAG_OF_99], ids=["no tags", "cut off", "no orientation has the number"]
+    )
+    def test_a_damaged_orientation_is_none(self, tmp_path, tags):
+        Image.fromarray(pixels()).save(tmp_path / "a.png", exif=b"Exif\0\0" + tags)
+        assert np.array_equal(one(tmp_path, RAW).transpose(1, 2, 0), pixels())
+
+    def test_the_header_alone_is_read(self, folder, monkeypatch):
+        """Pillow decodes a whole PNG to look for an orientation behind its pixels."""
+        monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
+        assert read_header(folder / "0.png").size == (8, 8)
+
+    def test_digests_change_for_turned_images_alone(self, folder):
+        """Earlier versions did not turn them: their numbers are of other pixels."""
+        files = [*map(read_header, listing(folder).files)]
+        put(folder / "5.png", pixels(), 6)
+        turned = read_header(folder / "5.png")
+        steps = preprocessing_for(RAW, folder, DataOptions())
+        with_it, as_stored = (digest([("x", ImageRows([*files, last], steps))]) for last in (turned, turned.as_stored))
+        assert with_it != as_stored
 
 
 class TestDefaults:
