@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +198,8 @@ def read_texts(reference: str, request: Request) -> RawData:
     notes = [f"texts as {next(iter(rows.values())).shape[1]} tokens each ({why}), by {tokens.name}"]
     notes += [f"{cut} of {len(lines)} texts are longer and were cut off"] if cut else []
     notes += [f"labels are numbered in order: {', '.join(classes)}"] if classes else []
-    return RawData(path.name, rows, labels, tuple(notes))
+    keys = _list_keys(path) if labels is None and request.options.labels else []
+    return RawData(path.name, rows, labels, tuple(notes), label_keys=keys)
 
 
 def check_texts(reference: str, request: Request) -> None:
@@ -226,6 +228,12 @@ def read_lines(path: Path, options: DataOptions) -> Iterator[Line]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parse_line(f"{path.name}, line {number}", number, line, options)
+
+
+def _list_keys(path: Path) -> list[str]:
+    """List the keys of all lines, in the order in which they occur first."""
+    with path.open("rb") as file:
+        return list(dict.fromkeys(key for line in file if line.strip() for key in json.loads(line)))
 
 
 def _parse_line(place: str, number: int, line: bytes, options: DataOptions) -> Line:
@@ -279,9 +287,17 @@ def _number_labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[st
     if all(value is None for value in values):
         return None, []
     kinds = {int: "a number", float: "a number", bool: "a number", str: "a word"}
-    first = kinds.get(type(values[0]), "no number and no word")
+    first = kinds.get(type(values[0]), "not there")
     for line in lines:
-        kind = kinds.get(type(line.label), "not there" if line.label is None else "no number and no word")
+        if isinstance(line.label, list | dict):
+            shown = textwrap.shorten(json.dumps(line.label), 40, placeholder="…")
+            raise DataError(
+                f"{path.name}, line {line.number}: the label is {shown}, expected a number or a word",
+                "give each text the number or the name of one class; for several labels of a text (tags of its words, "
+                "or classes of which each is there or not), give an .npz of input_ids and the other inputs, with "
+                "labels as an array",
+            )
+        kind = kinds.get(type(line.label), "not there")
         if kind != first or type(line.label) not in kinds:
             raise DataError(
                 f"{path.name}, line {line.number}: the label is {kind}, and the first one is {first}",

@@ -189,13 +189,23 @@ class TestLines:
             ({"text": 3}, "line 3: 'text' is no text"),
             ({"text": "one"}, "line 3: the label is not there, and the first one is a number"),
             ({"text": "one", "label": "good"}, "line 3: the label is a word, and the first one is a number"),
-            ({"text": "one", "label": [1]}, "line 3: the label is no number and no word"),
+            (
+                {"text": "one", "label": [1, 0]},
+                r"line 3: the label is \[1, 0\], expected a number or a word\n.*one class",
+            ),
         ],
     )
     def test_refused(self, write, second, said):
         with pytest.raises(DataError, match=said) as caught:
             open_dataset(write({"text": "one", "label": 1}, "", second), IDS)
         assert caught.value.remedy
+
+    def test_a_key_of_labels_that_no_line_has_is_refused_with_the_keys_of_the_lines(self, write):
+        reference, options = write({"text": "one", "label": 1}, {"text": "two", "kind": 0}), DataOptions(labels="klass")
+        expected = r"no labels 'klass'; the keys of its lines are 'text', 'label', 'kind'\n.*with --labels, or omit it"
+        with pytest.raises(DataError, match=expected):
+            open_dataset(reference, IDS, split="test", options=options)
+        assert open_dataset(reference, IDS, options=options).labels is None  # calibration needs none
 
     def test_bytes_that_are_no_text(self, write, tmp_path):
         reference = write({"text": "one"})
