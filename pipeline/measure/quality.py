@@ -39,6 +39,7 @@ _ROUNDING = 1e-5
 Kernels in float32 answer alike to about 120 dB, which is 1e-6 of the answers, as they add in another order. A metric of
 small errors, such as a mean square of errors of a tenth of the answers, changes by ten times as much.
 """
+_SHOWN_NAMES = 4
 _FINITE = "remove those samples, or give a function with --metric file.py:function that leaves them out"
 
 
@@ -335,6 +336,27 @@ def explain_choice(metric: str, chosen: str | None) -> list[str]:
     if own is None or own.explain_join is None or output is not None or chosen is None:
         return []
     return [*filter(None, [own.explain_join(chosen)])]
+
+
+def explain_numbering(metric: str, outputs: Feeds, labels: Labels, names: Mapping[int, str]) -> list[str]:
+    """Explain that scores are of more classes than there are names, which were numbered in their order.
+
+    A class that lacks its name then shifts the numbers of all later ones.
+    """
+    joined, _ = join_arrays(metric, outputs, labels)
+    chosen = choose_output(metric, outputs, labels)
+    scores = None if chosen is None else joined[chosen]
+    # Of the greatest scores alone, nobody knows how many classes there are.
+    is_known = scores is not None and scores is outputs.get(chosen or "") and parse_metric(metric)[0] in classes.METRICS
+    if not names or not is_known or scores is None or scores.ndim != len("NC") or scores.shape[1] <= len(names):
+        return []
+    shown = ", ".join(f"{name} = {number}" for number, name in itertools.islice(names.items(), _SHOWN_NAMES))
+    more = ", …" if len(names) > _SHOWN_NAMES else ""
+    return [
+        f"{len(names)} classes are numbered in alphabetical order of their folders ({shown}{more}), and {chosen!r} has "
+        f"{scores.shape[1]}: the numbers have to be the model's. If a class has no images, add an empty folder of its "
+        "name; or call the folders by the model's numbers"
+    ]
 
 
 def check_finite(labels: Labels, remedy: str = _FINITE) -> None:

@@ -464,11 +464,18 @@ def _complete_metric(metric: str, keys: Sequence[str], outputs: Feeds, data: Dat
         return quality.settle_metric(metric, outputs, data.whole.labels)
 
 
-def _take_judged_labels(data: Dataset) -> tuple[Labels | None, list[int]]:
+def take_judged_labels(data: Dataset) -> tuple[Labels | None, list[int]]:
     """Take the labels of all samples that are going to be judged, and their rows: of all such parts of a set."""
     parts = [data.parts[part] for part in _JUDGED if part in data.parts]
     rows = [*map(int, np.concatenate(parts))] if parts else list(data.rows)
     return None if data.whole.labels is None else take_labels(data.whole.labels, np.asarray(rows, np.int64)), rows
+
+
+def answer_few(metric: str, session: Session, data: Dataset) -> dict[str, Array]:
+    """Answer the samples that a metric is tried on."""
+    size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
+    answers = _answer_rows(session, data.batch(0, size), size, rows_vary=_rows_vary(metric))
+    return {name: value[: min(_TRIED, len(data))] for name, value in answers.items()}
 
 
 def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str] = ()) -> tuple[str, list[Path]]:
@@ -479,12 +486,10 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
     Raises:
         DataError: the data has no labels, or the metric does not fit them and the outputs, or cannot work.
     """
-    size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
-    rows = slice(min(_TRIED, size, len(data)))
-    answers = _answer_rows(session, data.batch(0, size), size, rows_vary=_rows_vary(metric))
-    outputs = {name: value[rows] for name, value in answers.items()}
+    outputs = answer_few(metric, session, data)
+    rows = slice(len(next(iter(outputs.values()))))
     metric = _complete_metric(metric, keys, outputs, data)
-    judged_labels, judged_rows = _take_judged_labels(data)
+    judged_labels, judged_rows = take_judged_labels(data)
     with _name_rows(data, judged_rows):
         chosen = (
             None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from PIL import Image
 
 from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
 from enginesmith.calibration.options import DataOptions, PartName, PartOptions
@@ -15,6 +16,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.quality import explain_numbering
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import measure
 from enginesmith.pipeline.tasks.measure import Quality, try_metric
@@ -90,6 +92,41 @@ def test_missing_values_are_for_models_that_answer_them(tmp_path: Path, filled: 
         return
     with pytest.raises(DataError, match="'x' holds NaN, first in row 31, and so does all of 'y'"):
         sample.run({"model": model}, tmp_path, lambda _: None)
+
+
+@pytest.mark.parametrize("metric", [None, "top1"])
+@pytest.mark.parametrize(
+    ("names", "body", "count"),
+    [
+        (["ant", "cow", "dog"], "y = GlobalAveragePool(x) z = Flatten(y)", 4),
+        (["ant", "cow", "dog", "bee"], "y = GlobalAveragePool(x) z = Flatten(y)", None),
+        (["0", "2", "3"], "y = GlobalAveragePool(x) z = Flatten(y)", None),
+        (["ant", "cow", "dog"], "z = Flatten(x)", 16),
+    ],
+)
+def test_classes_of_folders_are_counted_against_those_of_the_model(
+    tmp_path: Path, names: list[str], body: str, count: int | None, metric: str | None
+) -> None:
+    """A class that lacks its folder shifts the numbers of all later ones."""
+    for name in names:
+        (tmp_path / "set" / name).mkdir(parents=True)
+        Image.fromarray(np.full((2, 2, 4), len(name), np.uint8), "RGBA").save(tmp_path / "set" / name / "0.png")
+    graph = parse_graph(f"net (float[batch, 4, 2, 2] x) => (float[batch, classes] z) {{{body}}}")
+    ir.save(graph, path := tmp_path / "model.onnx")
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    fields = {"data": str(tmp_path / "set"), "data_options": DataOptions(), "batches": (1,), "metric": metric}
+    notes = (
+        Sample(engine=OnnxRuntime(), ranges={}, seed=0, **fields).run({"model": model}, tmp_path, lambda _: None).notes
+    )
+    notes = [note for note in notes if "alphabetical" in note]
+    shown = "alphabetical order of their folders (ant = 0, cow = 1, dog = 2)"
+    expected = f"3 classes are numbered in {shown}, and 'z' has {count}"
+    assert [note.partition(":")[0] for note in notes] == ([expected] if count else [])
+
+
+def test_the_greatest_scores_do_not_tell_how_many_classes_there_are() -> None:
+    outputs = {"values": np.float32([[3, 2, 1, 0]] * 2), "indices": np.array([[2, 0, 1, 3]] * 2)}
+    assert not explain_numbering("top1", outputs, np.array([0, 1]), {0: "ant", 1: "bee"})
 
 
 def test_only_outputs_with_a_row_for_each_sample_are_judged(tmp_path: Path) -> None:
