@@ -200,6 +200,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     from onnxscript import optimizer
     from onnxscript.rewriter.rules.fusion import _rms_normalization
 
+    from enginesmith.pipeline.passes.export.experts import divide_weights
     from enginesmith.pipeline.passes.export.translations import list_translations
 
     progress("capturing the graph with torch.export")
@@ -226,6 +227,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
     optimizer.optimize(program.model)
     _round_folded_weights(program.model)
+    divide_weights(program.model)
     if _widen_indices(program.model):
         optimizer.optimize(program.model)
     if program.model.opset_imports[""] >= _NORMALIZATION_OPSET:

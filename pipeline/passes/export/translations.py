@@ -16,6 +16,7 @@ from onnxscript.function_libs.torch_lib.ops import core, linalg
 
 from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.passes.export import matrices
+from enginesmith.pipeline.passes.export.experts import list_expert_translations
 from enginesmith.pipeline.passes.export.functions import (
     atan2,
     copysign,
@@ -124,6 +125,7 @@ def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
         aten._linalg_slogdet.default: matrices.log_determinant,
         aten.masked_select.default: masked_select,
         **({aten.scaled_dot_product_attention.default: attention} if opset >= _ATTENTION_OPSET else {}),
+        **list_expert_translations(),
     }
 
 
