@@ -106,8 +106,11 @@ def test_bfloat16_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
 def test_a_graph_that_the_cpu_has_no_kernels_for_is_named_with_its_type(tmp_path: Path) -> None:
     model = parsed(NET, **NET_WEIGHTS)
     lower(model, "bf16")
+    for node in model.graph:
+        node.metadata_props[model_file.MODULE_KEY] = "encoder.alibi"
     artifact = Artifact(kind="onnx", path=saved(model, tmp_path), sha256="", bytes=0)
-    with pytest.raises(InvalidGraph, match=r"no kernels on the CPU for bfloat16, .*model\.onnx") as caught:
+    words = r"no kernels on the CPU for bfloat16, .*model\.onnx computes \(\w+ in the module 'encoder\.alibi'\)"
+    with pytest.raises(InvalidGraph, match=words) as caught:
         OnnxRuntime.as_given().load(artifact, Device())
     assert "module.float()" in caught.value.remedy
 

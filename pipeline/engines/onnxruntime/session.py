@@ -267,10 +267,10 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         verdict = f"has no CPU kernels for what is in {file}"
         remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
     elif lacking and "bfloat16" in model_file.summary(path).weight_dtypes:
-        verdict = f"has no kernels on the CPU for bfloat16, in which {file} computes"
+        verdict = f"has no kernels on the CPU for bfloat16, in which {file} computes{_find_module(path, text)}"
         remedy = (
             "take fp32 or int8 here; a module that computes in bfloat16 by itself is to be given in float32: "
-            "module.float(), without casts to bfloat16 and without autocast"
+            "module.float(), without autocast, and without casts to bfloat16 in the module's code, as in a library's"
         )
     elif lacking:
         verdict = f"has no kernel for what is in {file}"
@@ -279,6 +279,15 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         verdict = f"does not support what is in {file}"
         remedy = UNKNOWN_OPERATOR.format("onnxruntime")
     return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
+
+
+def _find_module(path: Path, text: str) -> str:
+    """Name the operator and the module of the node that ONNX Runtime names, where the graph tells."""
+    name = re.search(r"with name '([^']+)'", text)
+    node = next((node for node in model_file.nodes(model_file.read(path)) if name and node.name == name[1]), None)
+    entries = node.metadata_props if node else ()
+    module = next((entry.value for entry in entries if entry.key == model_file.MODULE_KEY), "")
+    return f" ({node.op_type} in the module {module!r})" if node and module else ""
 
 
 _CHECK_INPUT = "check that the model takes this shape and these values"
