@@ -56,7 +56,10 @@ from enginesmith.pipeline.tasks.measure import (
 from enginesmith.pipeline.tasks.nncf import require_nncf
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample
+from enginesmith.pipeline.tensors import BATCH
 
+_MAY_LACK_EXAMPLE = ("file", "module", "pt2", "hf")
+"""Forms of sources without an example of each input that ``--input`` may name."""
 _BATCH_OF_JUDGING = 32
 """Samples that are judged together, where nothing says how large a batch may be."""
 
@@ -212,7 +215,7 @@ def load_task(recipe: Recipe, source: Source) -> Task:
         seed=recipe.seed,
         allow_pickle=recipe.allow_pickle,
         processing=recipe.processing,
-        **_choose_example_data(recipe, source),
+        **(_choose_example_data(recipe, source) or _choose_example_sizes(recipe, source)),
     )
 
 
@@ -223,6 +226,18 @@ def _choose_example_data(recipe: Recipe, source: Source) -> dict[str, Any]:
     if data is None or not brings_none or source.form == "saved" or recipe.prepend:
         return {}
     return {"data": data, "data_options": recipe.reading_options}
+
+
+def _choose_example_sizes(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """Choose the sizes of an example that may be drawn: the usual ones of dimensions that ``--input`` leaves open.
+
+    Others are no part of the task, so that a model whose inputs are known stays loaded whatever ``--shape`` says.
+    """
+    if source.form not in _MAY_LACK_EXAMPLE:
+        return {}
+    symbols = {symbol for spec in recipe.specs for symbol in spec.symbols if symbol != BATCH}
+    sizes = {symbol: range_.opt for symbol, range_ in recipe.ranges.items() if symbol in symbols}
+    return {"sizes": sizes} if sizes else {}
 
 
 def baseline_of(source: Source) -> Engine:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
@@ -62,6 +62,8 @@ class Load(_FromSource):
     data: str | None = None
     """Data whose first samples are the example, where nobody gives one and it would be made up."""
     data_options: SerializeAsAny[DataOptions] = AS_FOUND
+    sizes: dict[str, int] = Field({})
+    """Usual sizes of the dynamic dimensions that ``inputs`` leave open: what nobody gives is drawn with them."""
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -72,7 +74,11 @@ class Load(_FromSource):
         from enginesmith.pipeline.frameworks.torch import module, saved
 
         options = module.LoadOptions(
-            inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle, processing=self.processing
+            inputs=self.inputs,
+            seed=self.seed,
+            allow_pickle=self.allow_pickle,
+            processing=self.processing,
+            sizes=self.sizes,
         )
         read: Sequence[Path] = ()
 

@@ -41,6 +41,11 @@ class Pictures(Model):
         return {}
 
 
+class Bare(Model):
+    def forward(self, pixel_values, task_inputs, scale: float = 1.0, labels=None) -> None:  # type: ignore[no-untyped-def, override]
+        pass
+
+
 class Towers(Model):
     def forward(  # type: ignore[override]
         self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, attention_mask: Tensor | None = None
@@ -158,6 +163,53 @@ def test_weights_are_put_back_where_the_model_fails_with_others() -> None:
 def test_what_the_model_takes_leaves_out_what_is_for_training() -> None:
     assert list(hugging_face.list_inputs(Model())) == ["input_ids", "bbox"]
     assert list(hugging_face.list_inputs(Pictures())) == ["pixel_values", "pixel_mask"]
+    assert list(hugging_face.list_inputs(Bare())) == ["pixel_values", "task_inputs"]
+
+
+def test_a_text_of_no_limit_has_the_usual_length() -> None:
+    ids, _ = hugging_face.make_example(Model(**TEXT | {"max_position_embeddings": -1}))["input_ids"]
+    assert ids.shape == (2, 32)
+
+
+@pytest.mark.parametrize("config", [{"image_size": "any"}, {"image_size": -6}, {}])
+def test_no_example_is_made_of_a_configuration_of_another_form(config: dict[str, Any]) -> None:
+    assert hugging_face.make_example(Pictures(num_channels=-1, **config)) == {}
+
+
+@pytest.mark.parametrize("main", [["pixel_values", "task_inputs"], "pixel_values", "input_ids"])
+def test_there_is_no_example_where_one_of_the_inputs_is_not_known(main: str | list[str]) -> None:
+    module = Bare(image_size=6, num_channels=1)
+    module.main_input_name = main  # type: ignore[assignment]
+    assert hugging_face.make_example(module) == {}
+    with pytest.raises(SourceError, match="for Bare, which takes pixel_values, task_inputs\n"):
+        raise hugging_face.explain_unknown(module)
+
+
+def test_an_input_that_is_not_the_main_one_of_its_family_is_known() -> None:
+    class Tower(Model):
+        def forward(self, pixel_values, mask: Tensor | None = None, **more: Any) -> None:  # type: ignore[no-untyped-def, override]
+            pass
+
+    assert list(hugging_face.make_example(Tower(image_size=6, num_channels=1))) == ["pixel_values"]
+
+
+def test_a_model_that_cannot_be_called_is_refused_with_its_parts() -> None:
+    class Speaker(Model):
+        forward = nn.Module.forward  # type: ignore[assignment]
+
+    hugging_face.check_callable(Model())
+    with pytest.raises(SourceError, match="Speaker has no forward") as error:
+        hugging_face.check_callable(Speaker())
+    assert "one of its parts (body, head) with its inputs" in error.value.remedy
+
+
+def test_a_classifier_of_texts_without_a_token_that_fills_them_is_told_to_name_one() -> None:
+    class TextForSequenceClassification(Model):
+        pass
+
+    assert "set it in config.json" in hugging_face.advise(TextForSequenceClassification(pad_token_id=None))
+    assert not hugging_face.advise(TextForSequenceClassification(pad_token_id=0))
+    assert not hugging_face.advise(Model())
 
 
 @pytest.mark.parametrize(

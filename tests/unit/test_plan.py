@@ -71,6 +71,31 @@ def test_an_example_is_taken_from_data_where_it_would_be_made_up(
     assert task.data == data
 
 
+@pytest.mark.parametrize(
+    ("values", "sizes"),
+    [
+        ({"model": "net.py:build", "inputs": ["x:float32:batch,time"]}, {"time": 30}),
+        ({"model": "hf:.", "inputs": ["x:float32:batch,time"]}, {"time": 30}),
+        ({"model": "net.py:build"}, {}),
+        ({"model": "hf:."}, {}),
+        ({"model": "net.py:build", "inputs": ["x:float32:batch,30"]}, {}),
+        ({"model": "hf:.", "inputs": ["x:float32:batch,time"], "eval_data": "e.npz"}, {}),
+        ({"inputs": ["image:float32:batch,1,8,time"]}, {}),
+    ],
+)
+def test_ranges_are_part_of_the_loading_where_an_example_may_be_drawn(
+    values: dict[str, Any], sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "net.py"):
+        (tmp_path / name).write_text("{}")
+    np.savez("e", x=np.zeros((1, 8), np.float32))
+    recipe = make({"model": "digits", "shapes": {"time": "8:30:64", "batch": "1:4:8"}, **values})
+    task = load_task(recipe, source.resolve(recipe.model))
+    assert isinstance(task, Load)
+    assert task.sizes == sizes
+
+
 def test_every_step_comes_after_what_it_takes() -> None:
     known: set[str] = set()
     for step in planned(engines=["onnxruntime", "compiled"], graph_optimization=["all", "basic"]).steps:

@@ -455,3 +455,46 @@ def test_sums_of_an_exported_program_stay_sums(tmp_path: Path) -> None:
         [words[0], "+".join(order), words[1]] for order in (words, words[::-1])
     )
     assert signature.outputs[0].shape[1] == signature.inputs[1].shape[1]
+
+
+@pytest.mark.parametrize("given", [{}, {"time": 30}])
+def test_inputs_are_drawn_with_usual_sizes_where_they_are_known(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, int]
+) -> None:
+    """The batch has two rows whatever is usual; where the size is not known, the error says what to give."""
+    layer = lambda_module(nn.Conv1d(1, 2, 9))
+    monkeypatch.setattr(factories, "build", lambda source: Built(layer))
+    specs = (TensorSpec.parse("x:float32:batch,1,time"),)
+    options = LoadOptions(inputs=specs, sizes=given and {**given, "batch": 64})
+    if given:
+        loaded = torch_model.load(SOURCE, options)
+        assert loaded.example["x"].shape == (2, 1, 30)
+        assert not any("were drawn" in note for note in loaded.notes)
+        return
+    with pytest.raises(SourceError, match=r"on inputs that were drawn \(batch = 2, time = 8\) failed") as error:
+        torch_model.load(SOURCE, options)
+    assert "OPT, of --shape time=MIN:OPT:MAX" in error.value.remedy
+
+
+def test_what_is_drawn_beside_an_example_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Add()
+    monkeypatch.setattr(factories, "build", lambda source: Built(layer, {"left": ONE}, takes=("left", "right")))
+    specs = tuple(TensorSpec.parse(f"{name}:float32:batch,width") for name in ("left", "right"))
+    loaded = torch_model.load(SOURCE, LoadOptions(inputs=specs, sizes={"width": 30}))
+    assert torch.equal(loaded.example["left"], ONE)
+    assert loaded.example["right"].shape == ONE.shape
+    assert not any("were drawn" in note for note in loaded.notes)
+
+
+def test_a_size_that_nobody_gives_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factories, "build", lambda source: Built(lambda_module(nn.Conv1d(1, 2, 3))))
+    loaded = torch_model.load(SOURCE, LoadOptions(inputs=(TensorSpec.parse("x:float32:batch,1,time"),)))
+    assert sum(note.startswith("inputs were drawn with time = 8: --shape ") for note in loaded.notes) == 1
+
+
+def test_a_model_that_lacks_what_it_needs_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, spec = nn.Linear(4, 2), TensorSpec.parse("input:float32:batch,width")
+    monkeypatch.setattr(factories, "build", lambda source: Built(layer, remedy="name the token"))
+    with pytest.raises(SourceError) as error:
+        torch_model.load(SOURCE, LoadOptions(inputs=(spec,)))
+    assert error.value.remedy == "name the token"

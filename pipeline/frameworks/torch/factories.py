@@ -33,7 +33,7 @@ _TRAINING_MODE = (
     "the module was in training mode; it is measured in evaluation mode, where dropout is off and batch norms use their"
     " running statistics"
 )
-_REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
+REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Built:
     attributes: Attributes = UNKNOWN
     origin: str = "its example inputs"
     """Name of the example in messages."""
+    remedy: str = ""
+    """What to do where the module does not run on it, if that is known."""
 
     @property
     def is_made_up(self) -> bool:
@@ -207,11 +209,13 @@ def _hf(source: Source) -> Built:
     with user_errors(f"loading {source.text}", None, remedy):
         module, missing, notes = hugging_face.load_model(transformers, source.target)
     module.eval()
+    hugging_face.check_callable(module)
     inputs = hugging_face.make_example(module)
     example = {name: values for name, (values, _) in inputs.items()}
     notes += hugging_face.check_missing(module, example, missing)
     specs, takes = tuple(spec for _, spec in inputs.values()), tuple(hugging_face.list_inputs(module))
-    return Built(module, example or None, specs, notes=tuple(notes), takes=takes)
+    advice = hugging_face.advise(module)
+    return Built(module, example or None, specs, notes=tuple(notes), takes=takes, remedy=advice)
 
 
 _BUILDERS = {"zoo": _zoo, "file": _file, "module": _module, "pt2": _pt2, "timm": _timm, "hf": _hf}
@@ -315,7 +319,7 @@ def _put_first(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterator[None]:
+def user_errors(doing: str, near: Path | None, remedy: str = REMEDY) -> Iterator[None]:
     """Turn what the user's code raises into one message that names their line.
 
     Where libraries put other exceptions around the first one, it names that, too.

@@ -116,7 +116,7 @@ def _answer(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, list[
 
 def make_example(module: nn.Module) -> Example:
     """Make example inputs: text, pictures, both for models of two towers, sound, series; empty where none are known."""
-    with contextlib.suppress(AttributeError):  # a configuration of another form
+    with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # a configuration of another form
         return _make_example(module)
     return {}
 
@@ -124,21 +124,21 @@ def make_example(module: nn.Module) -> Example:
 def _make_example(module: nn.Module) -> Example:
     config: Any = module.config
     accepted = inspect.signature(module.forward).parameters
-    needed = {name for name, value in accepted.items() if value.default is inspect.Parameter.empty}
-    main = getattr(module, "main_input_name", "input_ids")
+    required = {name for name, value in accepted.items() if _is_required(value)}
+    required |= accepted.keys() & _list_main_inputs(module)
     towers = hasattr(config, "vision_config") and not any(
         hasattr(config, name) for name in ("image_token_id", "image_token_index")
     )
     example: Example = {}
-    if main == "input_ids" or "input_ids" in needed:
+    if "input_ids" in required:
         example |= _make_text(config)
-    if main == "pixel_values" or "pixel_values" in needed or (towers and example):
+    if "pixel_values" in required or (towers and example):
         example |= _make_pictures(config)
-    if main in ("input_values", "input_features"):
-        example |= _make_sound(config, main)
-    if main == "past_values":
-        example |= _draw(main, ("batch", config.context_length, config.num_input_channels))
-    if main not in example:
+    for sound in required & {"input_values", "input_features"}:
+        example |= _make_sound(config, sound)
+    if "past_values" in required:
+        example |= _draw("past_values", ("batch", config.context_length, config.num_input_channels))
+    if not required or not required <= example.keys():
         return {}
     decodes = getattr(config, "is_encoder_decoder", False) and not type(module).__name__.endswith(_READS_TEXT_ITSELF)
     if decodes and "decoder_input_ids" in accepted:
@@ -148,11 +148,48 @@ def _make_example(module: nn.Module) -> Example:
 
 def list_inputs(module: nn.Module) -> Iterator[str]:
     """List the tensors that the model takes beside those for training and those that are made from others."""
-    by_pictures = getattr(module, "main_input_name", "") == "pixel_values"  # of which none is longer than another
+    by_pictures = _list_main_inputs(module) >= {"pixel_values"}  # of which none is longer than another
     left_out = _NOT_GIVEN | ({"attention_mask"} if by_pictures else set())
     for name, value in inspect.signature(module.forward).parameters.items():
-        if "Tensor" in str(value.annotation) and name not in left_out and not name.endswith(_NOT_GIVEN_ENDS):
+        unknown = _is_required(value) and value.annotation is inspect.Parameter.empty
+        is_made = name in left_out or name.endswith(_NOT_GIVEN_ENDS)
+        if ("Tensor" in str(value.annotation) or unknown) and not is_made:
             yield name
+
+
+def _list_main_inputs(module: nn.Module) -> set[str]:
+    names = getattr(module, "main_input_name", "input_ids")
+    return {names} if isinstance(names, str) else {*names}
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_one = parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return is_one and parameter.default is inspect.Parameter.empty
+
+
+def check_callable(module: nn.Module) -> None:
+    """Check that a model can be called: some are only for ``generate``, which calls their parts in turn.
+
+    Raises:
+        SourceError: it cannot.
+    """
+    if type(module).forward is nn.Module.forward:
+        parts = [name for name, part in module.named_children() if type(part).forward is not nn.Module.forward]
+        raise SourceError(
+            f"{type(module).__name__} has no forward, so that it cannot be called as a module",
+            f"give one of its parts ({_list_names(parts)}) with its inputs: write {_FACTORY}",
+        )
+
+
+def advise(module: nn.Module) -> str:
+    """Write what to do where a model does not run, if its configuration lacks what it needs; else nothing."""
+    lacks = getattr(_text_config(module.config), "pad_token_id", None) is None
+    if not (lacks and type(module).__name__.endswith("ForSequenceClassification")):
+        return ""
+    return (
+        "without a pad_token_id, it takes one text at a time: set it in config.json, to the number of the token that "
+        "fills up shorter texts; or fix the batch, with --input input_ids:int64:1,sequence"
+    )
 
 
 def explain_unknown(module: nn.Module) -> SourceError:
@@ -183,7 +220,7 @@ def _make_tokens(name: str, config: Any, dimension: str) -> Example:
     """
     text, decodes = _text_config(config), name == "decoder_input_ids"
     most = getattr(text, "max_target_positions" if decodes else "max_position_embeddings", None) or _SEQUENCE
-    length, generator = min(_SEQUENCE, most), torch.Generator().manual_seed(int(decodes))
+    length, generator = min(_SEQUENCE, most) if most > 0 else _SEQUENCE, torch.Generator().manual_seed(int(decodes))
     values = torch.randint(0, text.vocab_size, (_ROWS, length), generator=generator)
     end = getattr(text, "eos_token_id", None)
     if isinstance(end, int) and 0 <= end < text.vocab_size:

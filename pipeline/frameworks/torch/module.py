@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError, UsageError
@@ -52,6 +52,8 @@ def by_operators() -> Iterator[None]:
 
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
+_DRAWN_ROWS, _DRAWN_SIZE = 2, 8
+"""Sizes of inputs that are drawn: along the batch, and along other dynamic dimensions whose size is not known."""
 
 
 class LoadOptions(BaseModel, frozen=True):
@@ -62,6 +64,8 @@ class LoadOptions(BaseModel, frozen=True):
     allow_pickle: bool = False
     processing: ProcessingRequest = ProcessingRequest()
     """Computation before and after the model; ``inputs`` are then the raw ones."""
+    sizes: dict[str, int] = Field({}, exclude=True)
+    """Usual sizes of dynamic dimensions, with which inputs are drawn. No part of records, which have what was drawn."""
 
 
 class NamedForward(nn.Module):
@@ -263,7 +267,7 @@ def _describe_core(options: LoadOptions, built: factories.Built) -> LoadOptions:
         return options
     own = {spec.name: spec for spec in built.inputs}
     if not own and built.example is not None:
-        example = _example(built, options)
+        example, _ = _make_example(built, options)
         own = {spec.name: spec for spec in default_specs(example)}
     core = processing.describe_core(options.inputs, options.processing, own)
     return options.model_copy(update={"inputs": core})
@@ -289,7 +293,7 @@ def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
 
 
 def _infer_signature(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
-    example = _example(built, options)
+    example, drawn = _make_example(built, options)
     specs, moved = options.inputs or built.inputs or default_specs(example), ""
     try:
         dtypes = input_dtypes(example)
@@ -299,7 +303,9 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         message = f"the example input does not fit what {origin} says: {error.message}"
         raise SignatureError(message, "make the two agree") from error
     module, sizes = NamedForward(built.module, tuple(example), ()), _tensor_sizes(built.module)
-    with factories.user_errors(f"running the model on {built.origin}", None), torch.inference_mode():
+    origin, remedy = _describe_drawn(drawn) if drawn else (built.origin, factories.REMEDY)
+    remedy = built.remedy or remedy
+    with factories.user_errors(f"running the model on {origin}", None, remedy), torch.inference_mode():
         given = [value.clone() for value in example.values()]
         returned = module.call(*given)
         flat, left_out = flatten(returned)
@@ -320,7 +326,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     if not specs_given:
         specs, moved = choose_specs(module, example, len(outputs))
     signature, notes = infer_dims(module, specs, example, outputs, specs_given)
-    notes += [*built.notes, *([moved] if moved else [])]
+    notes += [*built.notes, *([moved] if moved else []), *_note_guessed(drawn, options)]
     notes += [] if specs_given else explain_no_batch(module, signature, example)
     if others := ", ".join(name for name in built.takes if name not in example):
         notes.append(
@@ -418,8 +424,10 @@ def describe_structure(value: Any, names: Mapping[int, str]) -> Any:
     return {name: describe_structure(item, names) for name, item in items.items()} or None
 
 
-def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
+def _make_example(built: factories.Built, options: LoadOptions) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Bring the factory's example inputs in the order of the specifications; without any they are drawn.
+
+    Returns also the size that was chosen for each dynamic dimension of those that are drawn.
 
     Raises:
         SourceError: there are neither, or one is no tensor.
@@ -433,15 +441,18 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
         if not names:
             remedy = "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224"
             raise SourceError("the factory gives no example inputs", remedy)
-        sizes = _choose_sizes(specs)
-        return {spec.name: _draw(spec, sizes) for spec in specs}
-    example = _name_inputs(built, names)
+        sizes = _choose_sizes(specs, options.sizes)
+        return {spec.name: _draw(spec, sizes) for spec in specs}, sizes
+    example, drawn = _name_inputs(built, names), dict[str, int]()
     if names and set(names) <= set(built.takes):
         fitting = [spec for spec in specs if _has_sizes(example.get(spec.name), spec)]
         alone = [spec for spec in fitting if not any(map(is_sum, spec.shape))]
-        sizes = _choose_sizes(specs) | read_sizes(alone, example)
+        known = read_sizes(alone, example)
+        sizes = _choose_sizes(specs, options.sizes) | known
         fitting = [spec for spec in fitting if spec in alone or example[spec.name].shape == spec.resolve(sizes)]
         example = {spec.name: example[spec.name] if spec in fitting else _draw(spec, sizes) for spec in specs}
+        words = (word for spec in specs if spec not in fitting for word in spec.symbols)
+        drawn = {word: sizes[word] for word in words if word not in known}
     if names and set(names) != set(example):
         message = f"--input names {', '.join(names)}, and the example inputs are {', '.join(example)}"
         raise SignatureError(message, f"it takes {', '.join(built.takes)}" if built.takes else "use the same names")
@@ -452,7 +463,21 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
                 f"the example input {name!r} is a {type(value).__name__}, not a tensor",
                 "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
             )
-    return {name: example[name] for name in names or example}
+    return {name: example[name] for name in names or example}, drawn
+
+
+def _describe_drawn(sizes: Mapping[str, int]) -> tuple[str, str]:
+    """Name inputs that were drawn with these sizes, and what to do where the model does not take them."""
+    words = ", ".join(f"{dim} = {size}" for dim, size in sizes.items())
+    options = " ".join(f"--shape {dim}=MIN:OPT:MAX" for dim in sizes if dim != BATCH)
+    other = f"inputs are drawn with the usual size, OPT, of {options}: give one that it takes; or " if options else ""
+    return f"inputs that were drawn ({words})", f"{other}return (module, example_inputs) from a factory in a file.py"
+
+
+def _note_guessed(drawn: Mapping[str, int], options: LoadOptions) -> Iterator[str]:
+    for dim, size in drawn.items():
+        if dim != BATCH and dim not in options.sizes:
+            yield f"inputs were drawn with {dim} = {size}: --shape {dim}=MIN:OPT:MAX gives the size that is usual, OPT"
 
 
 def _has_sizes(value: Any, spec: TensorSpec) -> bool:
@@ -491,10 +516,14 @@ def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
     )
 
 
-def _choose_sizes(specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Choose two rows, where a word is the batch or leads an input, and eight along other dynamic dimensions."""
+def _choose_sizes(specs: Sequence[TensorSpec], usual: Mapping[str, int]) -> dict[str, int]:
+    """Choose two rows, where a word is the batch or leads an input, and ``usual`` sizes, else eight, for others.
+
+    The batch has two rows whatever is usual: one row does not show what becomes of others, and many take long.
+    """
     leading = {BATCH, *(spec.shape[0] for spec in specs if spec.shape)}
-    return {word: 2 if word in leading else 8 for spec in specs for word in spec.symbols}
+    sizes = {word: _DRAWN_ROWS if word in leading else _DRAWN_SIZE for spec in specs for word in spec.symbols}
+    return {word: size if word == BATCH else usual.get(word, size) for word, size in sizes.items()}
 
 
 def _draw(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
