@@ -15,7 +15,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
-from enginesmith.pipeline.passes.export import export, sizes
+from enginesmith.pipeline.passes.export import export
 from enginesmith.pipeline.system.device import Device
 from exporting import exported, loaded
 
@@ -87,7 +87,7 @@ def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there() -> None:
 
     model = loaded(torch.nn.Identity(), {"x": torch.ones(2, 8)}, {"x": ("batch", 8)}, ["y:float32:batch,8"])
     program: Any = types.SimpleNamespace(_guards_code=["L['x'].size()[0] != 1"], module=lambda check_guards: fail)
-    words = sizes.describe_other_sizes(program, model)
+    words = export.describe_other_sizes(program, model)
     assert words.startswith("captured where batch != 1: with batch = 1, PyTorch's own program fails, so other sizes")
 
 
@@ -99,7 +99,25 @@ def test_sizes_that_are_sums_are_whole_in_what_a_program_takes_for_granted() -> 
         torch.nn.Identity(), {"x": torch.ones(2, 5)}, {"x": ("batch", "length+1")}, ["y:float32:batch,length+1"]
     )
     program: Any = types.SimpleNamespace(_guards_code=["2*L['x'].size()[1] != 8"], module=lambda check_guards: fail)
-    assert sizes.describe_other_sizes(program, model).startswith("captured where 2*(length+1) != 8: with length = 3,")
+    assert export.describe_other_sizes(program, model).startswith("captured where 2*(length+1) != 8: with length = 3,")
+
+
+def test_a_size_that_a_capture_holds_alone_is_told_to_be_fixed(tmp_path: Path) -> None:
+    """The trace of the other exporter, which holds at no other number of blocks either, is no way out."""
+
+    class Blocks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(2, 8))
+
+        def forward(self, x: Any) -> Any:
+            table = self.table if x.shape[1] // 4 == len(self.table) else torch.ones(2, 8)
+            return (x.mean(1)[:, None, None] * table).sum((1, 2))
+
+    model = loaded(Blocks(), {"x": torch.randn(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch"])
+    with pytest.raises(ExportError, match=r"the graph is right only where .* the module answers otherwise") as error:
+        exported(tmp_path, model)
+    assert error.value.remedy.startswith("make it fixed with --input x:float32:batch,8, or remove that size from")
 
 
 class Extremes(torch.nn.Module):

@@ -227,8 +227,7 @@ class AOTInductor(Engine):
             ExportError, BuilderFailed: the module cannot be captured; or Inductor or the compiler failed.
         """
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
-        from enginesmith.pipeline.passes.export.export import capture_program
-        from enginesmith.pipeline.passes.export.sizes import describe_other_sizes
+        from enginesmith.pipeline.passes.export.export import capture_program, describe_other_sizes
 
         device = request.device
         self.require(device)

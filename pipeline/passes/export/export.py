@@ -6,7 +6,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -17,7 +17,7 @@ from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
-from enginesmith.pipeline.passes.export.sizes import COMPARISONS, describe_other_sizes
+from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_size_limit
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.passes.simplify import require_exact_constants
 from enginesmith.pipeline.tensors import is_sum, join_sum
@@ -238,9 +238,24 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     others = ""
     if any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
         progress("looking for sizes that the module decides by")
+        captured = None
         with contextlib.suppress(ExportError):  # torch.onnx drops the guards, so that it is captured again
-            others = describe_other_sizes(capture_program(loaded), loaded)
+            captured = capture_program(loaded)
+        others = describe_other_sizes(captured, loaded) if captured else ""
     return program.model, [f"the graph is {others}"] if others else []
+
+
+def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> str:
+    """Name what the program takes for granted about sizes, with one at which it is wrong; empty where none is found.
+
+    Raises:
+        FixedDimension: of a dynamic dimension, it takes about the example's size alone.
+    """
+    limit = find_size_limit(program, loaded)
+    if limit and limit.fixed:
+        sizes = {limit.fixed: loaded.dynamic_sizes[limit.fixed]}
+        raise FixedDimension(f"the graph is {limit.words}", _advise_fixed(loaded.signature, sizes))
+    return limit.words if limit else ""
 
 
 def _round_folded_weights(model: "ir.Model") -> None:
@@ -384,7 +399,8 @@ _log = logging.getLogger(__name__)
 def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     """Run file and module on feeds of other sizes and other values than the example's, and compare.
 
-    The sizes are one more along each dynamic dimension; the values send branches the other way: negative, large, zero.
+    The sizes are one more along each dynamic dimension, twice as many, and half: one more step may make no more blocks
+    of them. The values send branches the other way: negative, large, zero.
 
     Raises:
         FixedDimension: they differ at other sizes alone.
@@ -396,7 +412,7 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     try:
         if not _agrees(path, loaded, loaded.example):
             raise ExportError("the trace does not answer as the model does, even to its example", change)
-        if not _agrees(path, loaded, _resize(loaded)):
+        if not all(_agrees(path, loaded, _resize(loaded, others)) for others in _list_other_sizes(dynamic)):
             fix = f"make all sizes fixed with {_write_inputs(loaded.signature, dynamic)}"
             raise FixedDimension(f"the trace holds only at the sizes of the example ({sizes})", f"{change}; or {fix}")
         for factor in (-1.0, 8.0, 0.0):
@@ -407,20 +423,24 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
         _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
 
 
-def _resize(loaded: "LoadedModel", step: int = 0) -> "dict[str, Tensor]":
-    """Make feeds one longer than the example along its first dynamic dimension, and ``step`` more along each next."""
+def _list_other_sizes(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    changes: list[Callable[[int], int]] = [lambda size: size + 1, lambda size: 2 * size, lambda size: (size + 1) // 2]
+    return [{symbol: change(size) for symbol, size in sizes.items()} for change in changes]
+
+
+def _resize(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "dict[str, Tensor]":
     from enginesmith.pipeline.frameworks.torch.dims import resize_example
 
-    longer = {symbol: size + 1 + step * index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
-    return resize_example(loaded.signature.inputs, loaded.example, longer)
+    return resize_example(loaded.signature.inputs, loaded.example, sizes)
 
 
 def _runs_at_other_sizes(loaded: "LoadedModel") -> bool:
     """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
     import torch
 
+    longer = {symbol: size + 1 + index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
     with contextlib.suppress(*_FAILURES), torch.inference_mode():
-        loaded.module(*_resize(loaded, step=1).values())
+        loaded.module(*_resize(loaded, longer).values())
         return True
     return False
 
@@ -518,16 +538,20 @@ def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY
 
 def _explain_fixed_dimension(signature: "Signature", spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
     """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs."""
-    word = spec.shape[axis]
+    word = str(spec.shape[axis])
     message = f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})"
     if is_sum(word):
         return FixedDimension(message, "remove that size from the model's code, or fix all of the sum with --input")
     return FixedDimension(
         message,
-        f"make it fixed with {_write_inputs(signature, {str(word): size})}, or remove that size from the model's code, "
-        "such as a loop over that many steps; where that has none, torch.export fixes it, as within torch.vmap: write "
-        "a batched product in its place",
+        f"{_advise_fixed(signature, {word: size})}, such as a loop over that many steps; where that has none, "
+        "torch.export fixes it, as within torch.vmap: write a batched product in its place",
     )
+
+
+def _advise_fixed(signature: "Signature", sizes: Mapping[str, int]) -> str:
+    inputs = _write_inputs(signature, sizes)
+    return f"make it fixed with {inputs}, or remove that size from the model's code"
 
 
 def _write_inputs(signature: "Signature", sizes: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ in the program's guards: ``if length % 4 == 0`` holds at the example's length, a
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,8 +31,17 @@ _SIZE = re.compile(r"L\['\w+'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 _FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
 
 
-def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> str:
-    """Name what the program takes for granted about sizes, with one at which it is wrong; empty where none is found."""
+@dataclass(frozen=True)
+class SizeLimit:
+    """What a program takes for granted about sizes, with one at which it is wrong or fails."""
+
+    words: str
+    fixed: str = ""
+    """Dynamic dimension of which the program takes about the example's size alone."""
+
+
+def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLimit | None:
+    """Find a size at which the program answers otherwise than its module, or fails; None where there is none."""
     names = [spec.shape for spec in loaded.signature.inputs]
 
     def name(size: re.Match[str]) -> str:
@@ -48,12 +58,25 @@ def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> s
                 continue
             trials += 1
             fault = _find_fault(program, loaded, sizes)
+            fixed = symbol if fault and _fixes(broken, example, symbol) else ""
             if fault == "wrong":
-                return f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+                words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+                return SizeLimit(words, fixed)
             if fault:
                 fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
-                return f"{fails}, so other sizes than those of --shape and --batch, which are compared, may be wrong"
-    return ""
+                others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
+                return SizeLimit(fails if fixed else f"{fails}, so {others}", fixed)
+    return None
+
+
+def _fixes(guard: str, example: Mapping[str, int], symbol: str) -> bool:
+    """Tell whether a guard breaks at each size that is half of the example's or less, or twice as large or more.
+
+    So does ``1 + length // 4 == 9``; ``length % 4 == 0`` holds at many, and ``length > 4`` at all that are larger.
+    """
+    size = example[symbol]
+    others = (*range(1, size // 2 + 1), *range(2 * size, 4 * size + 1))
+    return not any(_holds(guard, {**example, symbol: other}) for other in others)
 
 
 def _holds(guard: str, sizes: Mapping[str, int]) -> bool:
