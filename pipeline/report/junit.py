@@ -60,9 +60,9 @@ def _suites(run: Run) -> dict[str, list[_Case]]:
 
 def _make_entry_case(entry: EntryRecord) -> _Case:
     """Make the case of an entry; budgets that nobody holds have cases of their own."""
-    if entry.status in ("done", "breached"):
+    if not entry.why_without_result:
         return _Case(entry.name)
-    return _Case(entry.name, "failure" if entry.status == "failed" else "skipped", f"{entry.status}: {entry.reason}")
+    return _Case(entry.name, "failure" if entry.status == "failed" else "skipped", entry.why_without_result)
 
 
 def _document(title: str, created: str, seconds: float, suites: Mapping[str, Sequence[_Case]]) -> str:

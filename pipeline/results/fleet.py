@@ -125,6 +125,15 @@ class EntryRecord(BaseModel, frozen=True):
     """Files that the recipe names → their digests."""
     since_last: EntryChange | None = None
 
+    @property
+    def why_without_result(self) -> str:
+        """Explain why it came to nothing, beside a word such as "failed"; empty where its run has a result."""
+        if self.status in ("done", "breached"):
+            return ""
+        if self.status == "lacking":
+            return f"not available: {self.reason}"
+        return self.reason or "it was not ended"
+
 
 class Last(BaseModel, frozen=True):
     """The fleet that this one is held against."""

@@ -305,8 +305,8 @@ def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
         check = GateCheck(name="status", against="run", state="failed", text=text)
         return Gate(run=str(where), variant=None, tolerance=demands.tolerance, verdicts=(check,))
 
-    if entry.status not in ("done", "breached"):  # whatever its run directory has so far
-        return fail(f"{entry.status}: {entry.reason or 'it was not ended'}")
+    if entry.why_without_result:  # whatever its run directory has so far
+        return fail(entry.why_without_result)
     try:
         result = gates.gate(where, named, baseline=baseline)
     except UsageError as error:  # of this entry; the others have their own

@@ -239,8 +239,8 @@ def test_a_fleet_has_the_cases_of_all_its_runs(tmp_path: Path) -> None:
     assert cases(text) == {
         "entries: digits@cpu": "passed",
         "entries: digits@edge": "passed",
-        "entries: lenet@cpu": "failure: failed: aten::odd cannot be exported",
-        "entries: lenet@edge": "skipped: lacking: no node has the accelerator L4",
+        "entries: lenet@cpu": "failure: aten::odd cannot be exported",
+        "entries: lenet@edge": "skipped: not available: no node has the accelerator L4",
         "digits@cpu budgets: p50 latency: at most 0.1 ms": (
             "failure: p50 latency is 0.5 ms, and has to be at most 0.1 ms"
         ),
