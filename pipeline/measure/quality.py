@@ -32,6 +32,11 @@ Metric = Callable[[dict[str, Array], Any], Any]
 DEFAULT_METRIC = "top1"
 """Where labels fit it, and no other metric was named."""
 _OWN_FUNCTION = "give such labels, or a function of your own with --metric file.py:function"
+_OF_SEVERAL_CLASSES = (
+    "samples have several classes, and no metric of enginesmith's judges scores by such labels: give a function of "
+    "your own with --metric file.py:function; or have the model answer scores > 0, say: f1 judges such an output, all "
+    "classes together"
+)
 _OTHER_SIZE = "give masks of the output's size or, for scores, of twice, three times, … its height and width"
 _ROUNDING = 1e-5
 """Share of a graded metric below which a drop is rounding, and none.
@@ -109,7 +114,7 @@ class Quality(BaseModel, frozen=True):
         No more is right than of one answer to all samples, or nothing is right at all.
         """
         own = find_own(parse_metric(self.metric)[0])
-        if self.guess is not None and self.value < self.guess:
+        if self.guess is not None and self.value <= self.guess and self.value < 1:
             reached = f"and the most frequent label as every answer would have {format_metric(self.guess)}"
         elif own and own.worst is not None and own.sign * (self.value - own.worst) <= 0:
             reached = "as if no answer were right"
@@ -372,8 +377,12 @@ def check_finite(labels: Labels, remedy: str = _FINITE) -> None:
 def _suggest_metrics(name: str, judged: str, outputs: Feeds, labels: Labels) -> str:
     """Name the metrics that the output and its labels fit, else another output; or the labels that a metric takes."""
     its = _labels_for(judged, labels)
+    if its is not None and name in classes.METRICS and classes.begin_with_one(outputs[judged], its):
+        return f"subtract 1 from the labels: classes are counted from 0, to {outputs[judged].shape[1] - 1} here"
     if its is not None and name in classes.METRICS and classes.are_one_hot(its):
         return f"the labels are one-hot: give the class of each sample, labels.argmax(axis=1); or {_OWN_FUNCTION}"
+    if its is not None and classes.are_multi_hot(outputs[judged], its):
+        return _OF_SEVERAL_CLASSES
     if its is not None and its.dtype.kind in "USO":
         letters = name.partition("=")[0] in texts.OF_LETTERS
         numbers = "the numbers of its letters" if letters else "the number of its class"

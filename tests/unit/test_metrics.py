@@ -1,5 +1,6 @@
 """Task metrics: by hand, against the libraries that people trust, and what they refuse."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -416,9 +417,61 @@ def test_boxes_scores_and_classes_may_be_outputs_of_their_own() -> None:
     assert judged.output == "boxes,scores,classes"
     assert judged.value == pytest.approx(compute("map", output, labels))
     floats = parts | {"classes": output[..., 5]}
-    with pytest.raises(DataError, match=r"^map needs .* named as in map:boxes,scores,classes"):
+    with pytest.raises(DataError, match=r"^map needs .*, and it is not clear which") as error:
         evaluate("map", floats, floats, labels)
+    assert error.value.remedy == "name them in this order: --metric map:boxes,scores,classes, say"
     assert evaluate("map:boxes,scores,classes", floats, floats, labels).value == judged.value
+
+
+@pytest.mark.parametrize("classes", [92, 6])
+@pytest.mark.parametrize("softmax", [False, True])
+def test_scores_of_classes_beside_corners_are_no_boxes(classes: int, softmax: bool) -> None:
+    """DETR: logits of classes, and corners as shares of the picture. Rows of 100 boxes are no 4 + 96 classes."""
+    generator, labels = np.random.default_rng(0), make_boxes(0)[1]
+    logits = generator.standard_normal((6, 100, classes))
+    scores = np.exp(logits) / np.exp(logits).sum(2, keepdims=True) if softmax else logits
+    outputs = {"logits": scores, "pred_boxes": generator.random((6, 100, 4))}
+    with pytest.raises(
+        DataError, match=r"beside 'pred_boxes', the corners, there are 'logits' float64\[6, 100"
+    ) as error:
+        evaluate("map", outputs, outputs, labels)
+    assert "two outputs [images, boxes]" in error.value.remedy
+    if classes != 6:
+        with pytest.raises(DataError, match=r"^map needs .*'logits' is not that"):
+            evaluate("map", {"logits": scores}, {"logits": scores}, labels)
+
+
+def test_of_three_floats_the_names_are_asked_for() -> None:
+    """Whole numbers are the classes, and named last; corners of many boxes alone are no grid of classes."""
+    output, labels = make_boxes(0)
+    many = np.concatenate([output, np.zeros((6, 96, 6))], axis=1)
+    parts = {"labels": many[..., 5], "scores": many[..., 4], "boxes": many[..., :4]}
+    with pytest.raises(DataError, match=r"^map needs .* not clear which outputs those are: beside 'boxes'") as error:
+        evaluate("map", parts, parts, labels)
+    assert error.value.remedy == "name them in this order: --metric map:boxes,scores,labels, say"
+    assert evaluate("map:boxes,scores,labels", parts, parts, labels).value == pytest.approx(
+        compute("map", output, labels)
+    )
+    with pytest.raises(DataError, match=r"^map needs .*'boxes' is not that"):
+        evaluate("map", {"boxes": many[..., :4]}, {"boxes": many[..., :4]}, labels)
+
+
+def test_boxes_beside_corners_of_others_are_judged() -> None:
+    output, labels = make_boxes(0)
+    outputs = {"detections": output, "boxes": output[..., :4], "features": np.zeros((6, 4, 256))}
+    judged = evaluate("map", outputs, outputs, labels)
+    assert (judged.output, judged.value) == ("detections", compute("map", output, labels))
+
+
+def test_rows_behind_the_classes_of_a_grid_may_be_anything() -> None:
+    """Coefficients of masks, say; and quantized scores may be beyond 1 a little."""
+    labels = make_boxes(0)[1]
+    grid = np.concatenate([np.full((6, 4, 50), 30.0), np.full((6, 3, 50), 1.004), np.full((6, 32, 50), -7.0)], axis=1)
+    assert METRICS["map"].accepts(grid, labels)
+    assert not METRICS["map"].accepts(np.where(grid == 30, 0.5, grid), labels), "no box of a pixel is in a picture"
+    assert METRICS["map"].accepts(np.where(grid == 30, 0.5, grid), labels / 1000)
+    labels[0, 0, 0] = np.nan
+    assert not METRICS["map"].accepts(grid, labels)
 
 
 def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
@@ -562,6 +615,48 @@ def test_of_one_hot_labels_the_class_is_asked_for(name: str, labels: Arrays, one
     with pytest.raises(DataError, match=f"^{name} needs ") as error:
         evaluate(name, outputs, outputs, labels)
     assert ("labels.argmax(axis=1)" in error.value.remedy) == one_hot
+
+
+@pytest.mark.parametrize("name", ["top1", "f1", "auroc"])
+@pytest.mark.parametrize(
+    ("shape", "labels", "hinted"),
+    [
+        ((20, 2), 1 + np.arange(20) % 2, True),
+        ((20, 5), 1 + np.arange(20) % 5, True),
+        ((20, 5), 1 + np.arange(20) % 6, False),
+        ((20, 5), np.arange(20) % 6, False),
+        ((20, 2), np.arange(20) % 2 * 5, False),
+    ],
+)
+def test_of_classes_that_are_counted_from_1_one_is_to_be_subtracted(
+    name: str, shape: tuple[int, int], labels: Arrays, hinted: bool
+) -> None:
+    outputs = {"y": np.random.default_rng(0).standard_normal(shape)}
+    with pytest.raises(DataError, match=f"^{name} needs ") as error:
+        evaluate(name, outputs, outputs, labels)
+    hint = f"subtract 1 from the labels: classes are counted from 0, to {shape[1] - 1} here"
+    assert (error.value.remedy == hint) == hinted
+
+
+@pytest.mark.parametrize("name", ["top1", "f1", "auroc", "cer"])
+def test_samples_of_several_classes_are_left_to_a_function(name: str) -> None:
+    """A mean square of errors, or the gain of a ranking, is no measure of them."""
+    outputs = {"y": np.random.default_rng(0).standard_normal((20, 5))}
+    labels = (np.random.default_rng(1).random((20, 5)) < 0.4).astype(np.int64)
+    with pytest.raises(DataError, match=f"^{name} needs ") as error:
+        evaluate(name, outputs, outputs, labels)
+    assert error.value.remedy.startswith("samples have several classes, and no metric of enginesmith's")
+    assert "--metric file.py:function" in error.value.remedy
+    assert not re.search("mse|ndcg", error.value.remedy)
+    assert evaluate("f1", {"y": outputs["y"] > 0}, {"y": outputs["y"] > 0}, labels).value > 0
+
+
+def test_a_mean_square_is_not_suggested_for_what_is_there_or_not() -> None:
+    outputs = {"y": np.random.default_rng(0).standard_normal((4, 3, 8, 8))}
+    for labels, suggested in ((outputs["y"] > 0, False), (np.round(outputs["y"]), True)):
+        with pytest.raises(DataError, match=r"^miou needs ") as error:
+            evaluate("miou", outputs, outputs, labels)
+        assert ("mse" in error.value.remedy) == suggested
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

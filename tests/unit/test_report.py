@@ -249,14 +249,18 @@ def test_outputs_that_are_compared_as_sets_of_rows_are_told(shares: tuple[float 
         assert all(said in line for line in told)
 
 
-@pytest.mark.parametrize("guess", [0.996, 0.995, None])
-def test_a_model_that_is_right_less_often_than_one_that_looks_at_nothing_is_a_note(guess: float | None) -> None:
-    quality = Quality(metric="top1", value=0.995, baseline=0.995, guess=guess, drop=0.0, samples=200)
+@pytest.mark.parametrize(
+    ("guess", "value"), [(0.996, 0.995), (0.996, 0.996), (0.994, 0.995), (None, 0.995), (1.0, 1.0)]
+)
+def test_a_model_that_is_right_no_more_often_than_one_that_looks_at_nothing_is_a_note(
+    guess: float | None, value: float
+) -> None:
+    quality = Quality(metric="top1", value=value, baseline=value, guess=guess, drop=0.0, samples=200)
     shown = small(record("eager", 2.0, 1.0).model_copy(update={"quality": quality}))
     for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
         told = [line for line in lines if "labels may not belong to the samples" in line]
         assert len(told) == (guess == 0.996)
-        assert all(line.startswith("eager has a top1 of 0.9950, and ") and " 0.9960:" in line for line in told)
+        assert all(line.startswith(f"eager has a top1 of {value:.4f}, and ") and " 0.9960:" in line for line in told)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 import contextlib
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.calibration.dataset import Labels
-from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, import_library, put_first
+from enginesmith.calibration.dataset import Labels, describe_arrays
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, are_probabilities, import_library, put_first
 from enginesmith.pipeline.tensors import Array, Feeds
 
 _BOX_SIDES = 4
@@ -124,14 +125,22 @@ def _join_detections(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tu
     """Join corners [images, boxes, 4], scores and classes [images, boxes] that are outputs of their own.
 
     Without ``names``, which are in this order, scores are the only floats of that form, and classes the only integers.
+
+    Raises:
+        DataError: no names are given, and beside corners there are outputs of the same boxes that may be anything.
     """
     if not names:
         corners = [key for key, array in outputs.items() if array.shape[2:] == (_BOX_SIDES,)]
-        others = {
-            key: array for key, array in outputs.items() if corners and array.shape == outputs[corners[0]].shape[:2]
+        beside = {
+            key: array
+            for key, array in outputs.items()
+            if corners and key not in corners and array.shape[:2] == outputs[corners[0]].shape[:2]
         }
-        scores, numbers = ([key for key, array in others.items() if array.dtype.kind in kinds] for kinds in ("f", "iu"))
+        flat = {key: array for key, array in beside.items() if array.ndim == len("NB")}
+        scores, numbers = ([key for key, array in flat.items() if array.dtype.kind in kinds] for kinds in ("f", "iu"))
         names = [*corners, *scores, *numbers] if len(corners) == len(scores) == len(numbers) == 1 else ()
+        if not names and beside and not _have_detections(outputs, beside, labels):
+            raise _explain_unclear(corners[0], beside, flat)
     arrays = [outputs[key] for key in names if key in outputs]
     if [array.ndim for array in arrays] != [3, 2, 2] or any(array.shape != arrays[0].shape[:2] for array in arrays[1:]):
         return outputs, labels
@@ -139,17 +148,67 @@ def _join_detections(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tu
     return put_first(outputs, names, np.concatenate(columns, axis=2, dtype=np.float64)), labels
 
 
+def _have_detections(outputs: Feeds, beside: Feeds, labels: Labels) -> bool:
+    """Tell whether one output has all of its boxes, also where others are ``beside`` corners of their own.
+
+    Six numbers of a box that has its corners elsewhere may be the scores of six classes.
+    """
+    if isinstance(labels, Mapping) or not _are_true_boxes(labels):
+        return True  # the labels are what tells them, or what is wrong
+    fitting = {key: array for key, array in outputs.items() if _are_boxes(array, labels)}
+    return any(key not in beside or _have_classes(array) for key, array in fitting.items())
+
+
+def _have_classes(output: Array) -> bool:
+    """Tell whether the last of six numbers of each box is a class, and the one before it a score."""
+    if output.shape[2] != _BOX_SIDES + 2:
+        return False
+    scores, numbers = output[:, :, _BOX_SIDES], output[:, :, _BOX_SIDES + 1]
+    return are_probabilities(scores) and bool((numbers == np.round(numbers)).all())
+
+
+def _explain_unclear(corners: str, beside: Feeds, flat: Feeds) -> DataError:
+    """Explain that corners have no scores and classes beside them which are clear, and how they are named."""
+    ordered = sorted(flat, key=lambda key: bool((flat[key] == np.round(flat[key])).all()))  # classes are the last
+    message = (
+        f"map needs the corners, scores and classes of boxes, and it is not clear which outputs those are: beside "
+        f"{corners!r}, the corners, there are {describe_arrays(beside)}"
+    )
+    if len(ordered) > 1:
+        return DataError(message, f"name them in this order: --metric map:{','.join((corners, *ordered[:2]))}, say")
+    return DataError(
+        message,
+        "have the model answer the score and the class of each box as two outputs [images, boxes], and the corners in "
+        "pixels, as a detector's post-processing makes them",
+    )
+
+
 def _are_boxes(output: Array, labels: Array) -> bool:
-    if output.ndim != 3 or labels.ndim != 3 or labels.shape[2] != _BOX_SIDES + 1:
+    """Tell whether there are boxes in one of the layouts: [images, boxes, 6] or [images, 4 + classes, boxes].
+
+    In the second one, the scores of classes that labels have are probabilities, and the others lie in the pixels that
+    labels lie in, so that scores of boxes [images, boxes, classes] are not taken for it.
+    """
+    if output.ndim != len("NBC") or not _are_true_boxes(labels):
         return False
     if output.shape[2] == _BOX_SIDES + 2:
         return True
-    turned = not _are_probabilities(output[:, _BOX_SIDES:]) and _are_probabilities(output[:, :, _BOX_SIDES:])
-    return output.shape[1] > _BOX_SIDES and not turned
+    if output.shape[1] <= _BOX_SIDES or output.shape[2] == _BOX_SIDES:
+        return False
+    classes = 1 + max(0, int(labels[:, :, 0].max(initial=0)))
+    in_pixels = _are_fractions(labels[:, :, 1:]) or not _are_fractions(output[:, :_BOX_SIDES])
+    return in_pixels and are_probabilities(output[:, _BOX_SIDES : _BOX_SIDES + classes])
 
 
-def _are_probabilities(scores: Array) -> bool:
-    return bool(scores.size and scores.min() >= 0 and scores.max() <= 1)
+def _are_true_boxes(labels: Array) -> bool:
+    """Tell whether labels are boxes, [images, boxes, 5], with a number as the class of each."""
+    boxes = labels.ndim == len("NBC") and labels.shape[2] == _BOX_SIDES + 1 and labels.dtype.kind in "iuf"
+    return boxes and bool(np.isfinite(labels[:, :, 0]).all())
+
+
+def _are_fractions(corners: Array) -> bool:
+    """Tell whether boxes are given as shares of the picture, or of a single pixel."""
+    return bool(corners.max(initial=0) <= 1)
 
 
 METRICS: dict[str, OwnMetric] = {
@@ -157,9 +216,9 @@ METRICS: dict[str, OwnMetric] = {
         _match_boxes,
         _are_boxes,
         "boxes of shape [images, boxes, 6] (corners, score, class), or [images, 4 + classes, boxes] (centre, extent, "
-        "scores), or three outputs: corners [images, boxes, 4], scores and classes [images, boxes], named as in "
-        "map:boxes,scores,classes where classes are floats; labels [images, boxes, 5] (class, corners), class -1 where "
-        "there is none, -2 and less for crowds of class 0 and on",
+        "scores from 0 to 1), or three outputs: corners [images, boxes, 4], scores and classes [images, boxes], named "
+        "as in map:boxes,scores,classes where classes are floats; labels [images, boxes, 5] (class, corners), class -1 "
+        "where there is none, -2 and less for crowds of class 0 and on",
         _compute_map,
         draws=50,
         worst=_NO_BOX_RIGHT,

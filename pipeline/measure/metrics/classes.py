@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.measure.metrics.own_metric import OwnMetric, append_labels, are_whole, import_library
+from enginesmith.pipeline.measure.metrics.own_metric import (
+    OwnMetric,
+    append_labels,
+    are_binary,
+    are_probabilities,
+    are_whole,
+    import_library,
+)
 from enginesmith.pipeline.measure.statistics import Samples
 from enginesmith.pipeline.tensors import Array
 
@@ -15,8 +22,6 @@ _IGNORED = (255, -100)
 """Class numbers that many data sets give to pixels and tokens that do not count; negative ones do not count, either."""
 _WHOLE = "biu"
 """Kinds of dtypes whose numbers are classes themselves; of bool, 0 and 1."""
-_ROUNDING = 0.01
-"""Distance from 0 and 1 up to which numbers are probabilities, which engines round in a low precision."""
 _MOST_PLACED = 1 << 16
 """Classes that scores are kept for, of which only the greatest are known."""
 _FEW = 0.1
@@ -86,8 +91,21 @@ def _are_classes(output: Array, labels: Array) -> bool:
 
 def are_one_hot(labels: Array) -> bool:
     """Tell whether labels are a row for each sample with a 1 for its class, and 0 for the others."""
-    rows = labels.ndim == len("NC") and labels.shape[1] > 1 and are_whole(labels)
-    return rows and bool(((labels == 1).sum(axis=1) == 1).all() and ((labels == 0) | (labels == 1)).all())
+    rows = labels.ndim == len("NC") and labels.shape[1] > 1 and are_binary(labels)
+    return rows and bool(((labels == 1).sum(axis=1) == 1).all())
+
+
+def are_multi_hot(output: Array, labels: Array) -> bool:
+    """Tell whether there are scores of classes, and 0 or 1 for each of them, as of samples with several classes."""
+    rows = output.ndim == len("NC") and output.dtype.kind == "f" and output.shape[1] > 1
+    return rows and labels.shape[1:] == output.shape[1:] and are_binary(labels)
+
+
+def begin_with_one(output: Array, labels: Array) -> bool:
+    """Tell whether labels are classes that are counted from 1, up to as many as there are scores of."""
+    scored = output.ndim >= len("NC") and output.dtype.kind == "f" and output.shape[1] > 1 and are_whole(labels)
+    counted = labels[_is_counted(labels)] if scored and labels.shape != output.shape else labels[:0]
+    return counted.size > 0 and int(counted.min()) == 1 and int(counted.max()) == output.shape[1]
 
 
 def _are_single(labels: Array) -> bool:
@@ -166,8 +184,7 @@ def describe_other_size(output: Array, labels: Array) -> str:
 
 def _find_threshold(output: Array) -> float:
     """Find the number above which what a single one stands for is there: 0, and of probabilities one half."""
-    shares = output.size and output.min() >= -_ROUNDING and output.max() <= 1 + _ROUNDING
-    return 0.5 if shares else 0.0
+    return 0.5 if are_probabilities(output) else 0.0
 
 
 def _average_iou(counts: Array) -> float:

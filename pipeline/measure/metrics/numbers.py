@@ -6,6 +6,7 @@ from enginesmith.pipeline.measure.metrics.own_metric import (
     OwnMetric,
     append_labels,
     are_alike,
+    are_binary,
     are_whole,
     flatten_samples,
     import_library,
@@ -31,6 +32,11 @@ def _compute_psnr(output: Array, labels: Array) -> Samples:
     peak = _peak(labels)
     error = ((flatten_samples(output).clip(0, peak) - flatten_samples(labels)) ** 2).mean(axis=1)
     return np.asarray(10 * np.log10(peak**2 / np.maximum(error, 1e-10 * peak**2)))
+
+
+def _are_quantities(output: Array, labels: Array) -> bool:
+    """Tell whether labels are of the output's shape, and not whether something is there or not."""
+    return are_alike(output, labels) and not are_binary(labels)
 
 
 def _peak(labels: Array) -> float:
@@ -79,7 +85,9 @@ def _are_relevances(output: Array, labels: Array) -> bool:
 
 _PICTURES = "pictures of shape [samples, channels, height, width] from 0 to 1 or 255, 11 pixels or more along each edge"
 METRICS: dict[str, OwnMetric] = {
-    "mse": OwnMetric(_compute_mse, are_alike, "an output and labels of the same shape", sign=-1.0),
+    "mse": OwnMetric(
+        _compute_mse, are_alike, "an output and labels of the same shape", sign=-1.0, suits=_are_quantities
+    ),
     "psnr": OwnMetric(_compute_psnr, _are_pictures, _PICTURES),
     "ssim": OwnMetric(_compute_ssim, _are_pictures, _PICTURES),
     "spearman": OwnMetric(

@@ -15,6 +15,9 @@ from enginesmith.pipeline.tensors import Array, Feeds
 LABELS_DOUBT = "labels may not belong to the samples (their order, or how classes are numbered)"
 """What is likely where a reference has no right answer, or fewer than chance would have."""
 
+_ROUNDING = 0.01
+"""Distance from 0 and 1 up to which numbers are probabilities, which engines round in a low precision."""
+
 
 class OwnMetric(NamedTuple):
     """A metric of one output and one array of labels: a number for each sample, or one for all of them."""
@@ -112,6 +115,16 @@ def append_labels(output: Array, labels: Array) -> Array:
 def are_whole(labels: Array) -> bool:
     """Tell whether there are labels, and all of them whole numbers."""
     return labels.dtype.kind in "biuf" and labels.size > 0 and bool((labels == np.round(labels)).all())
+
+
+def are_binary(labels: Array) -> bool:
+    """Tell whether there are labels, and all of them 0 or 1."""
+    return labels.dtype.kind in "biuf" and labels.size > 0 and bool(((labels == 0) | (labels == 1)).all())
+
+
+def are_probabilities(numbers: Array) -> bool:
+    """Tell whether there are numbers, and all of them from 0 to 1, but for rounding."""
+    return bool(numbers.size and numbers.min() >= -_ROUNDING and numbers.max() <= 1 + _ROUNDING)
 
 
 def are_alike(output: Array, labels: Array) -> bool:
