@@ -27,6 +27,7 @@ from enginesmith.calibration.ranges import Provenance
 from enginesmith.calibration.sources import RawData, Request, Split
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, rows_first, split_inputs
+from enginesmith.pipeline.units import name_some
 
 __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synthetic", "validate_for_calibration"]
 
@@ -39,6 +40,7 @@ _SPLIT_SEED = 0
 _LEAST_IN_PART = 8
 """Fidelity is judged on as many; fewer tell nothing of a metric either."""
 _MOST_COMPARED = 1 << 16
+_MOST_NAMED = 8
 
 
 def count_rows(labels: Labels) -> int:
@@ -114,7 +116,7 @@ class Dataset:
     shared: Mapping[str, Array] = field(default_factory=dict)
     """Inputs without a batch, which are fed whole with all samples."""
     class_names: Mapping[int, str] = field(default_factory=dict)
-    """Names by label, where classes were numbered in the order of their names."""
+    """Names by label, where classes were numbered in the order of their names: see :meth:`number_words`."""
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -208,6 +210,31 @@ class Dataset:
             return replace(self, notes=(*self.notes, note), source=self.whole)
         rows = np.sort(_draw_stratified(self.classes, count, np.random.default_rng(seed)))
         return self.take(rows, f"{self.name} ({count} of {len(self)}, seed {seed})")
+
+    def number_words(self, names: Sequence[str]) -> "Dataset":
+        """Number labels that are words as the model numbers its classes of these ``names``, and note how it is done.
+
+        Upper and lower case are alike. Where there are no names, or no word is one, the alphabetical order stays.
+
+        Raises:
+            DataError: some words are names of the model's classes, and others are not, or of several.
+        """
+        if not self.class_names:
+            return self
+        numbers, note = _match_words(self.name, [*self.class_names.values()], names)
+
+        def settle(data: Dataset) -> Dataset:
+            data = replace(data, notes=(*data.notes, note))
+            if numbers is None:
+                return data
+            labels: Labels | None = data.labels
+            if isinstance(labels, Mapping):
+                labels = {key: numbers[array] for key, array in labels.items()}
+            elif labels is not None:
+                labels = numbers[labels]
+            return replace(data, labels=labels, class_names={})
+
+        return replace(settle(self), source=None if self.source is None else settle(self.source))
 
     def take(self, rows: Array, name: str) -> "Dataset":
         """Return these rows, in this order, as a set of their own."""
@@ -463,3 +490,29 @@ def _draw_stratified(classes: Array, count: int, rng: np.random.Generator) -> Ar
     quota[short] += 1
     drawn = [rng.choice(np.flatnonzero(classes == label), quota[label], replace=False) for label in range(len(sizes))]
     return np.concatenate(drawn)
+
+
+def _match_words(source: str, words: Sequence[str], names: Sequence[str]) -> tuple[Array | None, str]:
+    """Return the number of each word, by the names of a model's classes, and a note; None where no word is a name."""
+    classes = [_find_classes(word, names) for word in words]
+    own = name_some(names, _MOST_NAMED)
+    if not any(classes):
+        pairs = [f"{word} = {number}" for number, word in enumerate(words)]
+        unlike = f"; the model's classes have other names: {own}" if names else ""
+        return None, f"labels are numbered in alphabetical order: {name_some(pairs, _MOST_NAMED)}{unlike}"
+    if unclear := [(word, len(numbers)) for word, numbers in zip(words, classes, strict=True) if len(numbers) != 1]:
+        word, count = unclear[0]
+        raise DataError(
+            f"{source} has the labels {name_some(words, _MOST_NAMED)}, and the model's classes are {own}: {word!r} is "
+            f"the name of {count or 'none'}",
+            "write the names of the model's classes, or their numbers, as labels; or remove those samples",
+        )
+    numbers = np.asarray([those[0] for those in classes])
+    pairs = [f"{word} = {number}" for number, word in sorted(zip(numbers.tolist(), words, strict=True))]
+    return numbers, f"labels are numbered as the model's classes are (id2label): {name_some(pairs, _MOST_NAMED)}"
+
+
+def _find_classes(word: str, names: Sequence[str]) -> list[int]:
+    """Find the numbers of the classes of that name, else of those that differ in upper and lower case only."""
+    exact = [number for number, name in enumerate(names) if name == word]
+    return exact or [number for number, name in enumerate(names) if name.casefold() == word.casefold()]

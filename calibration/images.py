@@ -194,9 +194,6 @@ def _square(side: int) -> Size:
     return side, side
 
 
-_SHOWN_CLASSES = 3
-
-
 class Listing(NamedTuple):
     """The images of a folder, sorted by class and name."""
 
@@ -256,7 +253,7 @@ def read_images(reference: str, request: Request) -> RawData:
     steps = preprocessing_for(spec, folder, request.options)
     notes = [f"images as {steps}", *describe_turned(files)]
     if contents.labels is not None:
-        notes.append(f"labels from {len(contents.classes)} sub-folders: {_show_classes(contents)}")
+        notes.append(f"labels from {len(contents.classes)} sub-folders{_list_empty(contents)}")
     notes += describe_other_files(folder, list_other_files(contents.folders))
     beside = () if (folder / CONFIGURATION).is_file() else (folder.absolute().parent,)  # it may appear there
     return RawData(
@@ -328,14 +325,11 @@ def listing(folder: Path) -> Listing:
     return Listing(files, np.asarray(labels, np.int64), {label: name for name, label in named}, folders)
 
 
-def _show_classes(contents: Listing) -> str:
-    """Show the first classes with their numbers, and those without images."""
-    names = contents.classes
-    shown = ", ".join(f"{name} = {label}" for label, name in list(names.items())[:_SHOWN_CLASSES])
+def _list_empty(contents: Listing) -> str:
+    """List the classes without images, as the end of a sentence; numbers that no folder has are no classes."""
     counted = {*np.asarray(contents.labels).tolist()}
-    empty = [] if are_numbers(names.values()) else [name for label, name in names.items() if label not in counted]
-    more = ", …" if len(names) > _SHOWN_CLASSES else ""
-    return shown + more + (f"; without images: {', '.join(empty)}" if empty else "")
+    empty = [name for label, name in contents.classes.items() if label not in counted]
+    return f"; without images: {', '.join(empty)}" if empty and not are_numbers(contents.classes.values()) else ""
 
 
 def _number_classes(classes: tuple[str, ...]) -> list[tuple[str, int]]:

@@ -194,12 +194,12 @@ def read_texts(reference: str, request: Request) -> RawData:
     length, why = _choose_length(request, tokens)
     arrays, cut = tokens.encode([line.text for line in lines], length)
     rows = {spec.name: arrays[spec.name].astype(spec.dtype, copy=False) for spec in request.inputs}
-    labels, classes = _number_labels(path, lines)
+    labels, words = _number_labels(path, lines)
     notes = [f"texts as {next(iter(rows.values())).shape[1]} tokens each ({why}), by {tokens.name}"]
     notes += [f"{cut} of {len(lines)} texts are longer and were cut off"] if cut else []
-    notes += [f"labels are numbered in order: {', '.join(classes)}"] if classes else []
     keys = _list_keys(path) if labels is None and request.options.labels else []
-    return RawData(path.name, rows, labels, tuple(notes), label_keys=keys)
+    names = dict(enumerate(words))
+    return RawData(path.name, rows, labels, tuple(notes), class_names=names, label_keys=keys)
 
 
 def check_texts(reference: str, request: Request) -> None:
@@ -282,7 +282,7 @@ def _choose_length(request: Request, tokens: Tokens) -> tuple[int | None, str]:
 
 
 def _number_labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[str]]:
-    """Return labels by row, and the classes where they are words."""
+    """Return labels by row, and the words that they are the numbers of; those are none where labels are numbers."""
     values = [line.label for line in lines]
     if all(value is None for value in values):
         return None, []
@@ -307,7 +307,7 @@ def _number_labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[st
         if all(_NUMBER.fullmatch(value) for value in values):
             whole = all(value.strip().lstrip("+-").isdecimal() for value in values)
             return np.asarray([*map(int if whole else float, values)], np.int64 if whole else np.float64), []
-        classes = sorted(set(values))
-        return np.searchsorted(classes, values).astype(np.int64), classes
+        words = sorted(set(values))
+        return np.searchsorted(words, values).astype(np.int64), words
     whole = not any(isinstance(value, float) for value in values)
     return np.asarray(values, np.int64 if whole else np.float64), []

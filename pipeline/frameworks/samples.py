@@ -68,6 +68,8 @@ class Samples(BaseModel, frozen=True):
     """Outputs of the baseline that move far where its operations are rounded otherwise."""
     rounding: dict[str, float] = {}
     """How far rounding in float32 moves each floating-point output of the baseline."""
+    class_names: tuple[str, ...] = ()
+    """Names of the model's classes by number, where it has some: labels that are words are numbered by them."""
 
 
 def batch_symbol(signature: Signature) -> str | None:

@@ -358,9 +358,9 @@ def explain_numbering(metric: str, outputs: Feeds, labels: Labels, names: Mappin
     shown = ", ".join(f"{name} = {number}" for number, name in itertools.islice(names.items(), _SHOWN_NAMES))
     more = ", …" if len(names) > _SHOWN_NAMES else ""
     return [
-        f"{len(names)} classes are numbered in alphabetical order of their folders ({shown}{more}), and {chosen!r} has "
-        f"{scores.shape[1]}: the numbers have to be the model's. If a class has no images, add an empty folder of its "
-        "name; or call the folders by the model's numbers"
+        f"{len(names)} classes are numbered in alphabetical order of their names ({shown}{more}), and {chosen!r} has "
+        f"{scores.shape[1]}: the numbers have to be the model's. If a class of a folder has no images, add an empty one "
+        "of its name; or write the model's numbers as labels or names of folders"
     ]
 
 

@@ -392,7 +392,7 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName, *, for
     step = StepRef(kind, variant.name)
     if variant.name == baseline:  # after the reference, which tries the metric; what it answers is what searches aim at
         return Step(step, task, {"model": variant.artifact, REFERENCE: REFERENCE})
-    needs = {"model": variant.artifact, BASELINE: StepRef(kind, baseline)}
+    needs = {"model": variant.artifact, BASELINE: StepRef(kind, baseline), REFERENCE: REFERENCE}
     return Step(step, task, needs, unavailable=variant.unavailable)
 
 

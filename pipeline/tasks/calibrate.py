@@ -66,6 +66,21 @@ def open_data(
     return data, (*sorted(files), *data.folders)
 
 
+def read_class_names(inputs: Inputs) -> tuple[str, ...]:
+    """Read the names of the model's classes by number, from the reference or else the module; empty where it has none.
+
+    Labels that are words are numbered by them where labels are compared with answers; drawing and splitting samples
+    does without, so that all steps draw and split alike.
+    """
+    if "reference" in inputs:
+        return samples.read(inputs["reference"].folder).class_names
+    if inputs["model"].kind != "torch":
+        return ()
+    from enginesmith.pipeline.frameworks.torch.saved import read_record
+
+    return read_record(inputs["model"].folder).class_names
+
+
 class Feeder(BaseModel, frozen=True, extra="forbid"):
     """Choose the feeds of calibration."""
 

@@ -29,6 +29,7 @@ from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker, serve
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
+from enginesmith.pipeline.tasks.calibrate import read_class_names
 from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, read_form
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
@@ -204,6 +205,7 @@ class Recover(ResumableTask):
             rows = np.concatenate([data.parts["calibration"], data.parts["choice"]])
             whole = dataclasses.replace(data.whole, parts=data.parts)
             data = whole.take(rows, f"{whole.name} (calibration and choice: {len(rows)} of {len(whole)})")
+        data = data.number_words(read_class_names(inputs))
         names = [spec.name for spec in signature.outputs]
         if self.options.method == "supervised" and not assign_labels(data.number_labels, names):
             raise DataError(

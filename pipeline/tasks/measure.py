@@ -22,7 +22,7 @@ from enginesmith.pipeline.engines.base import Candidate, Engine, Session
 from enginesmith.pipeline.errors import DataError, SampleError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import evaluator
-from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
+from enginesmith.pipeline.frameworks.samples import Samples, batch_symbol, fixed_batch
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.device_rates import measure_limits
@@ -321,8 +321,8 @@ class Quality(EngineCheck):
         """Compute a session's metric against an artifact of this task, or against itself; its answers; the files read.
 
         Where samples change each other's answers, as the ``reference`` or the baseline's artifact tells, they are
-        computed in batches of the first size that is measured. Where nobody asked for a metric and there is none, the
-        reason is returned instead.
+        computed in batches of the first size that is measured. Labels that are words get the numbers of the classes
+        that the ``reference`` names. Where nobody asked for a metric and there is none, the reason is returned instead.
 
         Raises:
             DataError: a metric was asked for, and the data has no labels; or it fails.
@@ -334,9 +334,11 @@ class Quality(EngineCheck):
             data = data.sample(self.samples, self.seed)
         if data.labels is None and self.metric is None:
             return "the data has no labels, so there is no quality", {}, reads
-        together = self._find_batch(baseline, reference)
+        reference_samples = samples.read(reference.folder) if reference else None
+        together = self._find_batch(baseline, reference_samples)
         with track_files(allow_pickle=False) as tracker:
             try:
+                data = data.number_words(reference_samples.class_names if reference_samples else ())
                 theirs = outputs = self._answers(session, data, progress, together)
                 if baseline is not None:
                     with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
@@ -354,9 +356,8 @@ class Quality(EngineCheck):
         judged = judged.model_copy(update={"batch": together, "data_sha256": content})
         return judged, outputs, (*reads, *_code_read(self.metric, tracker.files))
 
-    def _find_batch(self, baseline: Artifact | None, reference: Artifact | None) -> int | None:
+    def _find_batch(self, baseline: Artifact | None, known: Samples | None) -> int | None:
         """Find how many samples have to be computed together; None where each has its own answer."""
-        known = samples.read(reference.folder) if reference else None
         if known and known.interacting:
             return known.cases[0].batch
         earlier = next(iter(read_models(baseline, quality.Quality)), None)

@@ -91,7 +91,7 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
             drop, high, reason = None, None, ""
             reads: tuple[Path, ...] = ()
             if worst.passed and self.quality and BASELINE in inputs:  # the metric takes long
-                quality, _, reads = self.quality.judge(session, inputs[BASELINE], progress)
+                quality, _, reads = self.quality.judge(session, inputs[BASELINE], progress, inputs[REFERENCE])
                 if not isinstance(quality, str):
                     drop, high, reason = quality.drop, quality.seen_high, self._judge_drop(quality)
         sqnr = worst.sqnr_db

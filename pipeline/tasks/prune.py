@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
-from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
+from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding, read_class_names
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import measure_beside, this_machine
 
@@ -92,6 +93,7 @@ class Prune(Task):
                 )
             # a reference is looked at only where there is no data
             feeding, reads = self.feeder.open(inputs[MODEL], inputs[MODEL])
+            feeding = replace(feeding, data=feeding.data.number_words(read_class_names(inputs)))
             data_notes = feeding.data.notes
 
             def collect() -> None:

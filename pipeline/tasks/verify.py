@@ -28,7 +28,7 @@ from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
+from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
 from enginesmith.pipeline.tasks.load import make_example
 from enginesmith.pipeline.tasks.measure import EngineCheck, answer_few, take_judged_labels, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
@@ -78,6 +78,10 @@ class Sample(Task):
         _check_ends(signature)
         given, sizes = make_example(model)
         data, read = self._open(signature)
+        class_names = read_class_names(inputs)
+        if data:
+            with contextlib.nullcontext() if self.metric else contextlib.suppress(DataError):
+                data = data.number_words(class_names)
         known, is_file = self.ranges, model.kind == "onnx"
         if data and is_file:  # which brings no example
             known = {**samples.read_row_ranges(signature, data), **known}
@@ -106,7 +110,7 @@ class Sample(Task):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
-        facts["rounding"] = unstable.movements
+        facts |= {"rounding": unstable.movements, "class_names": class_names}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(

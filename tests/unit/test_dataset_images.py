@@ -64,14 +64,20 @@ class TestFiles:
         data = open_dataset(str(tmp_path), (RAW,))
         assert data.labels.dtype == np.int64
         assert data.labels.tolist() == [0, 0, 1, 1]
-        assert "labels from 2 sub-folders: cat = 0, dog = 1" in data.notes
+        assert "labels from 2 sub-folders" in data.notes
+        assert "labels are numbered in alphabetical order: cat = 0, dog = 1" in data.number_words(()).notes
+        told = data.number_words(["Dog", "Bird", "Cat"])
+        assert told.labels.tolist() == [2, 2, 0, 0]
+        assert told.notes[-1] == "labels are numbered as the model's classes are (id2label): dog = 0, cat = 2"
         assert np.array_equal(data.arrays["x"][3].transpose(1, 2, 0), pixels(seed=len("dog/young")))
 
     def test_classes_that_are_numbers_keep_them(self, tmp_path):
         for name in ("10", "9", "2"):
             put(tmp_path / name / "0.png", pixels())
         (tmp_path / "3").mkdir()
-        assert open_dataset(str(tmp_path), (RAW,)).labels.tolist() == [2, 9, 10]
+        data = open_dataset(str(tmp_path), (RAW,))
+        assert data.labels.tolist() == [2, 9, 10]
+        assert data.number_words(["10", "9", "2"]) is data
 
     def test_an_empty_folder_is_a_class_without_images(self, tmp_path):
         for name in ("ant", "cow"):
@@ -81,7 +87,7 @@ class TestFiles:
         data = open_dataset(str(tmp_path), (RAW,))
         assert data.labels.tolist() == [0, 2]
         assert data.class_names == {0: "ant", 1: "bee", 2: "cow"}
-        assert "labels from 3 sub-folders: ant = 0, bee = 1, cow = 2; without images: bee" in data.notes
+        assert "labels from 3 sub-folders; without images: bee" in data.notes
 
     def test_what_is_in_hidden_folders_is_no_sample(self, folder):
         expected = open_dataset(str(folder), (RAW,)).digest

@@ -224,7 +224,7 @@ def test_a_classifier_of_texts_without_a_token_that_fills_them_is_told_to_name_o
     ],
 )
 def test_tags_in_another_order_than_the_metric_of_entities_takes_are_noted(tags: list[str], noted: bool) -> None:
-    notes = hugging_face.describe_tags(dict(enumerate(tags)))
+    notes = hugging_face.describe_tags(tags)
     assert len(notes) == noted
     assert all(note.startswith(f"its tags are {', '.join(tags)}, and --metric entity_f1 reads") for note in notes)
 

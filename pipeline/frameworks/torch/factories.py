@@ -49,6 +49,8 @@ class Built:
     notes: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     """Inputs that ``--input`` may name beside those of the example, or in their place: they are drawn."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes that the model tells apart, by number, where it has some."""
     attributes: Attributes = UNKNOWN
     origin: str = "its example inputs"
     """Name of the example in messages."""
@@ -214,8 +216,14 @@ def _hf(source: Source) -> Built:
     example = {name: values for name, (values, _) in inputs.items()}
     notes += hugging_face.check_missing(module, example, missing)
     specs, takes = tuple(spec for _, spec in inputs.values()), tuple(hugging_face.list_inputs(module))
-    advice = hugging_face.advise(module)
-    return Built(module, example or None, specs, notes=tuple(notes), takes=takes, remedy=advice)
+    advice, class_names = hugging_face.advise(module), hugging_face.name_classes(module.config)
+    return Built(
+        *(module, example or None, specs),
+        notes=tuple(notes),
+        takes=takes,
+        remedy=advice,
+        class_names=class_names,
+    )
 
 
 _BUILDERS = {"zoo": _zoo, "file": _file, "module": _module, "pt2": _pt2, "timm": _timm, "hf": _hf}

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,17 +58,24 @@ def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], li
     )
     if surplus := sorted(report["unexpected_keys"]):
         notes.append(f"weights that {type(module).__name__} does not have were left out: {_list_names(surplus)}")
-    notes += describe_tags(config.id2label) if named.endswith("ForTokenClassification") else []
+    notes += describe_tags(name_classes(config)) if named.endswith("ForTokenClassification") else []
     return module, sorted(report["missing_keys"]), notes
 
 
-def describe_tags(names: Mapping[int, str]) -> list[str]:
+def name_classes(config: Any) -> tuple[str, ...]:
+    """Name the classes by number, as a configuration's id2label does; empty where that is LABEL_0, LABEL_1, …."""
+    names = {int(number): str(name) for number, name in (getattr(config, "id2label", None) or {}).items()}
+    by_number = tuple(names.get(number, "") for number in range(len(names)))
+    chosen = all(by_number) and by_number != tuple(f"LABEL_{number}" for number in range(len(names)))
+    return by_number if chosen else ()
+
+
+def describe_tags(tags: Sequence[str]) -> list[str]:
     """Describe that tags of entities, by number, are in another order than the metric of entities takes them to be."""
-    tags = [names[number] for number in sorted(names)]
     if not tags or not all(tag == "O" or tag[:2] in ("B-", "I-") for tag in tags):
         return []
     types = [tag[2:] for tag in tags[1::2]]
-    if tags == ["O", *(f"{place}-{name}" for name in types for place in "BI")]:
+    if [*tags] == ["O", *(f"{place}-{name}" for name in types for place in "BI")]:
         return []
     return [
         f"its tags are {', '.join(tags)}, and --metric entity_f1 reads their numbers as O, and B and I of each type by "

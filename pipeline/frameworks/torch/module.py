@@ -205,6 +205,8 @@ class LoadedModel:
     """Outputs for the example, where it was just loaded."""
     attributes: str = ""
     """Digest of what the module holds beside tensors, where it was just loaded."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes by number, where it was just loaded and has some."""
 
     @property
     def dynamic_sizes(self) -> dict[str, int]:
@@ -258,7 +260,13 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         if options.processing:
             loaded = extend(loaded, options)
     files = tuple(sorted(building.files | (running.files - {*read})))
-    return dataclasses.replace(loaded, files=files, packages=running.packages(), attributes=built.attributes.digest)
+    return dataclasses.replace(
+        loaded,
+        files=files,
+        packages=running.packages(),
+        attributes=built.attributes.digest,
+        class_names=built.class_names,
+    )
 
 
 def _describe_core(options: LoadOptions, built: factories.Built) -> LoadOptions:

@@ -94,6 +94,8 @@ class _Record(BaseModel):
     """The module changes its inputs in place."""
     processing: Processing | None = None
     """Computation before and after the module."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes by number, where the model has some."""
 
     def wrap(self, model: nn.Module, inputs: Iterable[str]) -> NamedForward:
         """Make the module with named inputs and outputs of the one that the factory builds."""
@@ -119,6 +121,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         attributes=loaded.attributes,
         copies=loaded.module.copies,
         processing=loaded.module.extension.processing if loaded.module.extension else None,
+        class_names=loaded.class_names,
     )
     _write(state, out / _STATE)
     record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
