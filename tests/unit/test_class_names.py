@@ -1,6 +1,7 @@
 """Labels that are words: by which numbers a model's answers are judged by them."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,25 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from enginesmith.calibration.dataset import Dataset, embedded
+from enginesmith.calibration.dataset import Dataset, embedded, open_dataset
 from enginesmith.calibration.options import PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.frameworks.torch import factories, hugging_face, module
+from enginesmith.pipeline.passes.finetune.options import RecoverOptions
+from enginesmith.pipeline.passes.prune import selection
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.calibrate import read_class_names
+from enginesmith.pipeline.tasks.calibrate import Feeder, read_class_names
+from enginesmith.pipeline.tasks.finetune import Recover
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.measure import BASELINE, Quality
+from enginesmith.pipeline.tasks.mixed_precision import Goal
+from enginesmith.pipeline.tasks.prune import Prune
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import TensorSpec
 from graphs import quiet
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-NO_DIGEST: dict[str, Any] = {"sha256": "", "bytes": 0}
+CHOICE = PartOptions(part="choice", shared_by=("choice", "judgement"))
+LoadDigits = Callable[[Path, tuple[str, ...]], tuple[dict[str, Artifact], tuple[str, ...]]]
 
 
 def words_of(*words: str) -> Dataset:
@@ -135,29 +144,91 @@ def digit_folders(tmp_path: Path) -> Path:
     return tmp_path / "digits"
 
 
+@pytest.fixture
+def load_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadDigits:
+    """Loads the model of digits as if it named its classes, and answers samples as the reference."""
+    build = factories.build
+
+    def load(data: Path, names: tuple[str, ...]) -> tuple[dict[str, Artifact], tuple[str, ...]]:
+        monkeypatch.setattr(factories, "build", lambda source: dataclasses.replace(build(source), class_names=names))
+        for folder in ("model", "reference"):
+            (tmp_path / folder).mkdir()
+        effect = Load(source=resolve("digits")).run({}, tmp_path / "model", quiet)
+        model = Artifact(
+            kind="torch", path=tmp_path / "model" / effect.file, signature=effect.signature, sha256="", bytes=0
+        )
+        fields = {"engine": Eager(), "data": str(data), "metric": "top1", "seed": 0, "data_options": CHOICE}
+        effect = Sample(ranges={}, batches=(1,), **fields).run({"model": model}, tmp_path / "reference", quiet)
+        path = tmp_path / "reference" / effect.file
+        reference = Artifact(kind="reference", path=path, sha256="", bytes=0)
+        return {"model": model, "reference": reference}, effect.notes
+
+    return load
+
+
+def number_rightly(data: Path, inputs: dict[str, Artifact]) -> NDArray[np.int64]:
+    """Number the digits of all samples, as 0 to 9."""
+    assert inputs["model"].signature is not None
+    drawn = open_dataset(str(data), inputs["model"].signature.inputs)
+    assert isinstance(drawn.labels, np.ndarray)
+    return np.array([DIGITS.index(drawn.words[label].lower()) for label in drawn.labels])
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_answers_are_judged_by_the_names_of_the_models_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digit_folders: Path, named: bool
+    load_digits: LoadDigits, digit_folders: Path, named: bool
 ) -> None:
-    """Samples are drawn and split as if it had no names; the reference has them for the engines without any."""
-    build = factories.build
     names = DIGITS if named else ()
-    monkeypatch.setattr(factories, "build", lambda source: dataclasses.replace(build(source), class_names=names))
-    model, reference, eager = (tmp_path / folder for folder in ("model", "reference", "eager"))
-    for folder in (model, reference, eager):
-        folder.mkdir()
-    effect = Load(source=resolve("digits")).run({}, model, quiet)
-    inputs = {"model": Artifact(kind="torch", path=model / effect.file, signature=effect.signature, **NO_DIGEST)}
-    fields: dict[str, Any] = {"engine": Eager(), "data": str(digit_folders), "metric": "top1", "seed": 0}
-    fields["data_options"] = PartOptions(part="choice", shared_by=("choice", "judgement"))
-    effect = Sample(ranges={}, batches=(1,), **fields).run(inputs, reference, quiet)
+    inputs, notes = load_digits(digit_folders, names)
     order = "as the model's classes are (id2label): ZERO = 0, " if named else "in alphabetical order: EIGHT = 0, "
-    assert any(note.startswith(f"labels are numbered {order}") for note in effect.notes)
-
-    inputs["reference"] = Artifact(kind="reference", path=reference / effect.file, **NO_DIGEST)
-    quality = Quality(device=Device(), samples=None, batch=1, largest_batch=8, **fields)
-    with fields["engine"].load(inputs["model"], Device()) as session:
+    assert any(note.startswith(f"labels are numbered {order}") for note in notes)
+    fields: dict[str, Any] = {"engine": Eager(), "data": str(digit_folders), "data_options": CHOICE}
+    quality = Quality(device=Device(), samples=None, batch=1, largest_batch=8, metric="top1", seed=0, **fields)
+    with quality.engine.load(inputs["model"], Device()) as session:
         judged, _, _ = quality.judge(session, None, quiet, inputs["reference"])
     assert not isinstance(judged, str)
     assert (judged.value > 0.9) == named
-    assert read_class_names({"model": inputs["model"]}) == names
+    assert read_class_names(inputs) == read_class_names({"model": inputs["model"]}) == names
+
+
+def test_models_are_trained_and_pruned_by_the_names_of_their_classes(
+    load_digits: LoadDigits, digit_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, _ = load_digits(digit_folders, DIGITS)
+    numbers = number_rightly(digit_folders, inputs)
+    recover = Recover(options=RecoverOptions(method="supervised"), data=str(digit_folders), data_options=CHOICE)
+    learnt = recover._data({"model": inputs["model"]})
+    np.testing.assert_array_equal(learnt.labels, numbers[[*learnt.rows]])
+
+    collected: list[int] = []
+
+    def collect(*arguments: Any) -> None:
+        for _, labels in arguments[-1]:
+            collected.extend(labels.tolist())
+        raise InterruptedError
+
+    monkeypatch.setattr(selection, "collect_gradients", collect)
+    feeder = Feeder(data=str(digit_folders), samples=20, seed=0)
+    prune = Prune(target=PruneTarget.parse("0.3"), options=PruneOptions(importance="taylor"), feeder=feeder)
+    with pytest.raises(InterruptedError):
+        prune.run({"model": inputs["model"]}, digit_folders, quiet)
+    feeding, _ = feeder.open(inputs["model"], inputs["model"])
+    np.testing.assert_array_equal(collected, numbers[[*feeding.data.rows]])
+
+
+def test_searches_judge_by_the_names_that_the_reference_has(
+    load_digits: LoadDigits, digit_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, _ = load_digits(digit_folders, DIGITS)
+    references: list[Artifact | None] = []
+
+    def judge(task: Quality, session: Any, baseline: Any, progress: Any, reference: Artifact | None = None) -> Any:
+        references.append(reference)
+        return "not judged", {}, ()
+
+    monkeypatch.setattr(Quality, "judge", judge)
+    fields: dict[str, Any] = {"engine": Eager(), "data": str(digit_folders), "data_options": CHOICE}
+    quality = Quality(device=Device(), samples=None, batch=1, largest_batch=8, metric="top1", seed=0, **fields)
+    goal = Goal(threshold="fp32", min_sqnr_db=None, max_drop=0.1, quality=quality, simulation=Eager())
+    goal.judge(Eager(), inputs["model"], Device(), {**inputs, BASELINE: inputs["model"]}, quiet)
+    assert references == [inputs["reference"]]

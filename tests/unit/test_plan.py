@@ -23,7 +23,7 @@ from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.frameworks import source
 from enginesmith.pipeline.planning.plan import LATENCY, REFERENCE, Step, is_optional
-from enginesmith.pipeline.planning.planner import Plan, load_task, plan
+from enginesmith.pipeline.planning.planner import Plan, load_task, plan, quality_step
 from enginesmith.pipeline.planning.single_stages import benchmark_plan, choose_baseline
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
@@ -508,6 +508,16 @@ def test_quality_is_judged_in_batches_that_engines_take(values: dict[str, Any], 
     judging = [task for task in tasks if isinstance(task, Quality)]
     assert tuple(task.largest_batch for task in judging) == largest
     assert {tuple(task.ranges) for task in judging} == {tuple(values.get("shapes", ()))}
+
+
+def test_metrics_are_judged_with_the_reference_which_names_the_classes() -> None:
+    recipe = make({"model": "digits", "data": "digits", "engines": ["onnxruntime"], "budgets": {"max_drop": 0.01}})
+    made = plan(resolve_recipe(recipe))
+    for variant in (made.baseline, *made.variants):
+        for for_search in (True, False):
+            step = quality_step(recipe, variant, made.baseline.name, for_search=for_search)
+            assert step
+            assert step.inputs["reference"] == REFERENCE
 
 
 def test_only_default_batches_give_way_to_a_range() -> None:
