@@ -419,7 +419,7 @@ def test_boxes_scores_and_classes_may_be_outputs_of_their_own() -> None:
     floats = parts | {"classes": output[..., 5]}
     with pytest.raises(DataError, match=r"^map needs .*, and it is not clear which") as error:
         evaluate("map", floats, floats, labels)
-    assert error.value.remedy == "name them in this order: --metric map:boxes,scores,classes, say"
+    assert error.value.remedy == "name them in that order, such as --metric map:boxes,scores,classes"
     assert evaluate("map:boxes,scores,classes", floats, floats, labels).value == judged.value
 
 
@@ -448,7 +448,7 @@ def test_of_three_floats_the_names_are_asked_for() -> None:
     parts = {"labels": many[..., 5], "scores": many[..., 4], "boxes": many[..., :4]}
     with pytest.raises(DataError, match=r"^map needs .* not clear which outputs those are: beside 'boxes'") as error:
         evaluate("map", parts, parts, labels)
-    assert error.value.remedy == "name them in this order: --metric map:boxes,scores,labels, say"
+    assert error.value.remedy == "name them in that order, such as --metric map:boxes,scores,labels"
     assert evaluate("map:boxes,scores,labels", parts, parts, labels).value == pytest.approx(
         compute("map", output, labels)
     )

@@ -175,7 +175,7 @@ def _explain_unclear(corners: str, beside: Feeds, flat: Feeds) -> DataError:
         f"{corners!r}, the corners, there are {describe_arrays(beside)}"
     )
     if len(ordered) > 1:
-        return DataError(message, f"name them in this order: --metric map:{','.join((corners, *ordered[:2]))}, say")
+        return DataError(message, f"name them in that order, such as --metric map:{','.join((corners, *ordered[:2]))}")
     return DataError(
         message,
         "have the model answer the score and the class of each box as two outputs [images, boxes], and the corners in "
