@@ -452,8 +452,11 @@ def test_of_three_floats_the_names_are_asked_for() -> None:
     assert evaluate("map:boxes,scores,labels", parts, parts, labels).value == pytest.approx(
         compute("map", output, labels)
     )
-    with pytest.raises(DataError, match=r"^map needs .*'boxes' is not that"):
-        evaluate("map", {"boxes": many[..., :4]}, {"boxes": many[..., :4]}, labels)
+    for others, listed in (({}, "no others"), ({"scores": np.zeros((6, 3, 100))}, r"'scores' float64\[6, 3, 100\]")):
+        alone = {"boxes": many[..., :4], **others}
+        with pytest.raises(DataError, match=f"beside 'boxes', the corners, there are {listed}") as error:
+            evaluate("map", alone, alone, labels)
+        assert "two outputs [images, boxes]" in error.value.remedy
 
 
 def test_boxes_beside_corners_of_others_are_judged() -> None:

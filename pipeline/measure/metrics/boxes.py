@@ -127,7 +127,7 @@ def _join_detections(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tu
     Without ``names``, which are in this order, scores are the only floats of that form, and classes the only integers.
 
     Raises:
-        DataError: no names are given, and beside corners there are outputs of the same boxes that may be anything.
+        DataError: no names are given, and beside corners nothing is clearly their scores and classes.
     """
     if not names:
         corners = [key for key, array in outputs.items() if array.shape[2:] == (_BOX_SIDES,)]
@@ -139,8 +139,8 @@ def _join_detections(outputs: Feeds, labels: Labels, names: Sequence[str]) -> tu
         flat = {key: array for key, array in beside.items() if array.ndim == len("NB")}
         scores, numbers = ([key for key, array in flat.items() if array.dtype.kind in kinds] for kinds in ("f", "iu"))
         names = [*corners, *scores, *numbers] if len(corners) == len(scores) == len(numbers) == 1 else ()
-        if not names and beside and not _have_detections(outputs, beside, labels):
-            raise _explain_unclear(corners[0], beside, flat)
+        if not names and corners and not _have_detections(outputs, beside, labels):
+            raise _explain_unclear(corners[0], outputs, flat)
     arrays = [outputs[key] for key in names if key in outputs]
     if [array.ndim for array in arrays] != [3, 2, 2] or any(array.shape != arrays[0].shape[:2] for array in arrays[1:]):
         return outputs, labels
@@ -167,12 +167,13 @@ def _have_classes(output: Array) -> bool:
     return are_probabilities(scores) and bool((numbers == np.round(numbers)).all())
 
 
-def _explain_unclear(corners: str, beside: Feeds, flat: Feeds) -> DataError:
-    """Explain that corners have no scores and classes beside them which are clear, and how they are named."""
+def _explain_unclear(corners: str, outputs: Feeds, flat: Feeds) -> DataError:
+    """Explain that corners have no clear scores and classes beside them; ``flat`` are numbers of the same boxes."""
+    others = describe_arrays({key: array for key, array in outputs.items() if key != corners})
     ordered = sorted(flat, key=lambda key: bool((flat[key] == np.round(flat[key])).all()))  # classes are the last
     message = (
         f"map needs the corners, scores and classes of boxes, and it is not clear which outputs those are: beside "
-        f"{corners!r}, the corners, there are {describe_arrays(beside)}"
+        f"{corners!r}, the corners, there are {others or 'no others'}"
     )
     if len(ordered) > 1:
         return DataError(message, f"name them in that order, such as --metric map:{','.join((corners, *ordered[:2]))}")
