@@ -359,8 +359,8 @@ def explain_numbering(metric: str, outputs: Feeds, labels: Labels, names: Mappin
     more = ", …" if len(names) > _SHOWN_NAMES else ""
     return [
         f"{len(names)} classes are numbered in alphabetical order of their names ({shown}{more}), and {chosen!r} has "
-        f"{scores.shape[1]}: the numbers have to be the model's. If a class of a folder has no images, add an empty one "
-        "of its name; or write the model's numbers as labels or names of folders"
+        f"{scores.shape[1]}: the numbers have to be the model's. If a class of folders has no images, add an empty "
+        "folder of its name; or write the model's numbers as labels or names of folders"
     ]
 
 
