@@ -218,11 +218,7 @@ def _hf(source: Source) -> Built:
     specs, takes = tuple(spec for _, spec in inputs.values()), tuple(hugging_face.list_inputs(module))
     advice, class_names = hugging_face.advise(module), hugging_face.name_classes(module.config)
     return Built(
-        *(module, example or None, specs),
-        notes=tuple(notes),
-        takes=takes,
-        remedy=advice,
-        class_names=class_names,
+        module, example or None, specs, notes=tuple(notes), takes=takes, remedy=advice, class_names=class_names
     )
 
 
