@@ -42,18 +42,9 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Task
 from enginesmith.pipeline.tasks.build import SMALLEST, UNLIMITED, Build, BuildWithin, Transform
 from enginesmith.pipeline.tasks.load import Load, LoadEngine, LoadOnnx, Shapes
-from enginesmith.pipeline.tasks.measure import (
-    BASELINE,
-    GRAPH,
-    VERIFIED,
-    CountWork,
-    DeviceRates,
-    Latency,
-    Memory,
-    ProfileVariant,
-    Quality,
-)
+from enginesmith.pipeline.tasks.measure import GRAPH, VERIFIED, CountWork, DeviceRates, Latency, Memory, ProfileVariant
 from enginesmith.pipeline.tasks.nncf import require_nncf
+from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import BATCH

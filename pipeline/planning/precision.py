@@ -24,7 +24,6 @@ from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.finetune import TEACHER, Recover, TrainGraph
 from enginesmith.pipeline.tasks.graph_forms import MODEL, MULTIPLIED, RESCALED, Rescale, Sensitivity
-from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import (
     ASSIGNMENT,
     BEFORE,
@@ -36,6 +35,7 @@ from enginesmith.pipeline.tasks.mixed_precision import (
     trial_role,
 )
 from enginesmith.pipeline.tasks.nncf import Preset, QuantizeWithNncf
+from enginesmith.pipeline.tasks.quality import BASELINE
 
 _RANKING_SAMPLES = 16
 """Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""

@@ -52,7 +52,8 @@ from enginesmith.pipeline.tasks.base import (
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form, measure_impacts, read_forms
 from enginesmith.pipeline.tasks.load import read_ranges
-from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_beside, this_machine
+from enginesmith.pipeline.tasks.measure import measure_beside, this_machine
+from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.units import format_metric
 

@@ -28,8 +28,8 @@ from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, read_records, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.build import Transform
-from enginesmith.pipeline.tasks.measure import EngineCheck
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT
+from enginesmith.pipeline.tasks.quality import EngineCheck
 from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import AddedOption, format_bytes
 

@@ -30,7 +30,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
 from enginesmith.pipeline.tasks.load import make_example
-from enginesmith.pipeline.tasks.measure import EngineCheck, answer_few, take_judged_labels, try_metric
+from enginesmith.pipeline.tasks.quality import EngineCheck, explain_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
 
@@ -97,7 +97,7 @@ class Sample(Task):
                 sentence, code = try_metric(self.metric, session, data, self.data_options.label_keys)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if self.data and data:
-                tried += _explain_numbering(self.metric or quality.DEFAULT_METRIC, session, data)
+                tried += explain_numbering(self.metric or quality.DEFAULT_METRIC, session, data)
             if data:
                 _check_missing(session, data, batches[0])
                 data = _put_telling_first(session, data, max(batches))
@@ -271,15 +271,6 @@ def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -
         batches = f"; if the model takes {other}" if samples.batch_symbol(session.signature) else ""
         message = f"{error.message}, at {format_sizes(case.sizes)}"
         raise ModelError(message, f"{error.remedy}{advice}{batches}") from error
-
-
-def _explain_numbering(metric: str, session: Session, data: Dataset) -> list[str]:
-    """Explain that the model has more classes than a folder has names, where the metric judges both."""
-    labels = take_judged_labels(data)[0]
-    with contextlib.suppress(DataError):  # of the default metric, which need not fit
-        if data.class_names and labels is not None:
-            return quality.explain_numbering(metric, answer_few(metric, session, data), labels, data.class_names)
-    return []
 
 
 def _check_missing(session: Session, data: Dataset, batch: int) -> None:

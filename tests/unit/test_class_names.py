@@ -26,9 +26,9 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.calibrate import Feeder, read_class_names
 from enginesmith.pipeline.tasks.finetune import Recover
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.measure import BASELINE, Quality
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.prune import Prune
+from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import TensorSpec
 from graphs import quiet

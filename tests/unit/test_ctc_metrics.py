@@ -11,7 +11,7 @@ from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.measure.metrics.table import find_own
 from enginesmith.pipeline.measure.quality import Quality, check_metric, evaluate, parse_metric, settle_metric
-from enginesmith.pipeline.tasks.measure import _complete_metric
+from enginesmith.pipeline.tasks.quality import _complete_metric
 
 Arrays = NDArray[Any]
 CLASSES = 11
@@ -225,7 +225,7 @@ def test_ctc_is_not_suggested_for_a_class_of_each_step(
 ) -> None:
     output = {"y": np.zeros(shape, np.float32)}
     with pytest.raises(DataError) as error:
-        evaluate(name, output, output, np.zeros(labels, np.int64))
+        evaluate(name, output, output, np.full(labels, 2, np.int64))
     assert re.search(remedy, error.value.remedy)
 
 
@@ -234,5 +234,5 @@ def test_metrics_of_another_output_are_suggested_with_its_name() -> None:
     outputs = {"detection": np.zeros((2, 30, 3), np.float32), "mask": np.zeros((2, 7500, 1), np.float32)}
     for name in ("f1", "f1:mask"):
         with pytest.raises(DataError) as error:
-            evaluate(name, outputs, outputs, np.ones((9, 7500), np.int64))
+            evaluate(name, outputs, outputs, np.full((9, 7500), 2, np.int64))
         assert error.value.remedy.startswith("use --metric mse:mask, which these fit; or give")

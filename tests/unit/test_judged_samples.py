@@ -18,8 +18,8 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.quality import explain_numbering
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks import measure
-from enginesmith.pipeline.tasks.measure import Quality, try_metric
+from enginesmith.pipeline.tasks import quality as tasks
+from enginesmith.pipeline.tasks.quality import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 from graphs import parse_graph, save_operator
@@ -52,10 +52,8 @@ def test_as_many_samples_are_judged_together_as_the_range_of_the_batch_allows(
     ranges = {samples.batch_symbol(model.signature) or "": ShapeRange(min=1, opt=1, max=most)}
     fields = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions(), "samples": None, "metric": "mse"}
     quality = Quality(engine=OnnxRuntime(), device=Device(), batch=8, largest_batch=8, ranges=ranges, seed=0, **fields)
-    given, answer_rows = set[int](), measure._answer_rows
-    monkeypatch.setattr(
-        measure, "_answer_rows", lambda *args, **named: given.add(args[2]) or answer_rows(*args, **named)
-    )
+    given, answer_rows = set[int](), tasks._answer_rows
+    monkeypatch.setattr(tasks, "_answer_rows", lambda *args, **named: given.add(args[2]) or answer_rows(*args, **named))
     with quality.engine.load(model, Device()) as session:
         quality.judge(session, None, lambda _: None)
     assert given == sizes
@@ -182,11 +180,11 @@ def test_all_that_a_model_of_batch_1_answers_is_of_that_sample(size: int | str, 
     answer = np.arange(5 * rows).reshape(5, rows)
     model: Any = SimpleNamespace(signature=signature, run=lambda feeds: {"y": answer})
     if taken:
-        answers = measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
+        answers = tasks._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
         assert answers["y"].tolist() == [[0, 1, 2, 3, 4]]
     else:
         with pytest.raises(DataError, match="no output of the model has a row for each"):
-            measure._answer_rows(model, {"x": np.zeros((rows, 3))}, rows, rows_vary=False)
+            tasks._answer_rows(model, {"x": np.zeros((rows, 3))}, rows, rows_vary=False)
 
 
 def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
@@ -196,7 +194,7 @@ def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
     answers = {"boxes": np.zeros((7, 4)), "scores": np.zeros(7)}
     model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=outputs), run=lambda feeds: answers)
     with pytest.raises(DataError, match=r"^for 1 sample, .* which a metric needs: 'boxes' is") as error:
-        measure._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
+        tasks._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
     assert "[batch, boxes, 6]" in error.value.remedy
     assert "omit --metric and --max-drop" in error.value.remedy
 

@@ -33,8 +33,9 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import Driver
 from enginesmith.pipeline.tasks.build import Build
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.measure import VERIFIED, Quality
+from enginesmith.pipeline.tasks.measure import VERIFIED
 from enginesmith.pipeline.tasks.prosecute import Prosecute
+from enginesmith.pipeline.tasks.quality import Quality
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Sample, Verify
 

@@ -32,9 +32,9 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.finetune import TEACHER, TrainGraph
 from enginesmith.pipeline.tasks.graph_forms import MULTIPLIED, RESCALED, Rescale
 from enginesmith.pipeline.tasks.load import Shapes
-from enginesmith.pipeline.tasks.measure import BASELINE, Quality
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Assign, Goal, LowerForm, Search, assignment
 from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
+from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.workflows import stages
 
 

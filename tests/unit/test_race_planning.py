@@ -23,8 +23,8 @@ from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.assemble import End, explain_end
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.device import Availability
-from enginesmith.pipeline.tasks.measure import Quality
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
+from enginesmith.pipeline.tasks.quality import Quality
 from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, STAY, Race
 from enginesmith.pipeline.workflows.optimize import _ActiveRun
 from enginesmith.pipeline.workflows.request import RunRequest

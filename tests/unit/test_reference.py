@@ -22,7 +22,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tasks.base import RECORDS, write_records
 from enginesmith.pipeline.tasks.load import make_example
-from enginesmith.pipeline.tasks.measure import Quality, try_metric
+from enginesmith.pipeline.tasks.quality import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 from graphs import save_operator

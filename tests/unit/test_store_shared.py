@@ -25,10 +25,10 @@ from enginesmith.pipeline.store.manifest import MANIFEST, decode_checked, encode
 from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks import measure, mixed_precision
+from enginesmith.pipeline.tasks import measure, mixed_precision, quality
 from enginesmith.pipeline.tasks.base import Done
-from enginesmith.pipeline.tasks.measure import Quality
 from enginesmith.pipeline.tasks.prosecute import Prosecute
+from enginesmith.pipeline.tasks.quality import Quality
 from enginesmith.pipeline.tasks.tune import Tune
 from enginesmith.pipeline.tasks.verify import Verify
 from shared_stores import HISTORY, KEY, OTHER, Machine, list_files, put, remote
@@ -283,7 +283,7 @@ def test_what_one_machine_measured_is_not_taken_by_another(
 )
 @pytest.mark.parametrize("kind", [Verify, Quality, Prosecute])
 def test_what_an_engine_answered_is_not_taken_by_another_kind_of_processor(
-    kind: type[measure.EngineCheck], engine: Engine, elsewhere_too: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type[quality.EngineCheck], engine: Engine, elsewhere_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = kind.model_construct(engine=engine, device=Device())
     keys = []
