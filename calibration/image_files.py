@@ -115,7 +115,7 @@ class ImageFile:
 
     @property
     def as_stored(self) -> "ImageFile":
-        """The same file, read without turning it."""
+        """Return the same file, to be read without turning it."""
         return replace(self, orientation=_UPRIGHT)
 
     @contextmanager

@@ -33,7 +33,7 @@ BRIEFLY = {
     "--prune": ("--samples", "16"),
     "--data": ("--time", "60s"),
 }
-"""What is added to ``optimize``, ``prune`` or ``sparsify`` with such an option, if the command says nothing of it."""
+"""Options that are added to ``optimize``, ``prune`` or ``sparsify`` with such a one, where the command lacks them."""
 
 
 @dataclass(frozen=True)

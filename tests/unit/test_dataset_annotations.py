@@ -32,7 +32,7 @@ def save(path: Path, array: Any, orientation: int | None = None) -> Path:
 
 
 TURNED = {6: np.rot90, 3: lambda upright: upright[::-1, ::-1]}
-"""What is stored of an upright image, by the orientation that turns it back: by 90° and by 180°."""
+"""Stored forms of an upright image, by the orientation that turns each back: by 90° and by 180°."""
 
 
 def scene() -> Any:
@@ -271,7 +271,7 @@ class TestBoxes:
         assert data.notes[2:] == ("boxes outside of the crop: 1 of 1, left out",)
 
     def test_only_what_a_crop_cuts_is_cut(self, tmp_path: Path) -> None:
-        """As pycocotools judges boxes: those that reach past the edge of an image have all of their area."""
+        """Boxes that reach past the edge of an image have all of their area, as pycocotools judges them."""
         given = [[-6, -2, 60, 36], [-30, 0, 20, 8]]
         annotations = [{"id": each, "image_id": 7, "category_id": 3, "bbox": box} for each, box in enumerate(given)]
         path = self.write(tmp_path, annotations=annotations)

@@ -207,7 +207,7 @@ STORED = {
     7: np.rot90(UPRIGHT, 2).transpose(1, 0, 2),
     8: np.rot90(UPRIGHT, -1),
 }
-"""What is stored of an image, by the orientation that turns it upright."""
+"""Stored forms of an image, by the orientation that turns each upright."""
 TAG_OF_99 = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x63\0\0\0\0\0\0\0"
 
 

@@ -406,7 +406,7 @@ def test_samples_of_the_data_stand_in_for_an_example_that_would_be_made_up(
 
 
 class Cached(nn.Module):
-    """Of two outputs whose sizes follow two inputs, one is a sum at every size, and one beside the example's alone."""
+    """Answer sizes that follow two inputs: one output is a sum at every size, one beside the example's alone."""
 
     def forward(self, ids: Tensor, mask: Tensor, past: Tensor) -> dict[str, Tensor]:
         keys = torch.cat([past, ids], 1) * mask

@@ -55,7 +55,7 @@ class Built:
     origin: str = "its example inputs"
     """Name of the example in messages."""
     remedy: str = ""
-    """What to do where the module does not run on it, if that is known."""
+    """Remedy where the module does not run on it, if one is known."""
 
     @property
     def is_made_up(self) -> bool:

@@ -496,7 +496,7 @@ _INSTEAD = {
     "equal": "write (a == b).all() for torch.equal; for torch.cov and corrcoef, which use it, products of rows without "
     "their means, x @ x.mT / (n - 1)",
 }
-"""What to write instead of operators that have no translation, by how their names begin."""
+"""Code to write instead of operators that have no translation, by how their names begin."""
 _REMEDY_COMPLEX = (
     "keep real and imaginary parts in float32 tensors and weights: torch.view_as_real behind an FFT, "
     "torch.view_as_complex only before the inverse one"

@@ -33,7 +33,7 @@ _FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
 
 @dataclass(frozen=True)
 class SizeLimit:
-    """What a program takes for granted about sizes, with one at which it is wrong or fails."""
+    """Hold a condition on sizes that a program takes for granted, with a size at which it is wrong or fails."""
 
     words: str
     fixed: str = ""
