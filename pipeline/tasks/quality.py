@@ -296,8 +296,8 @@ def try_metric(metric: str, session: Session, data: Dataset, keys: Sequence[str]
     return sentence, _code_read(metric, tracker.files)
 
 
-def explain_numbering(metric: str, session: Session, data: Dataset) -> list[str]:
-    """Explain that the model has more classes than a folder has names, where the metric judges both."""
+def describe_numbering(metric: str, session: Session, data: Dataset) -> list[str]:
+    """Describe how words are numbered, if there are fewer than classes, and the metric judges both."""
     labels = _take_judged_labels(data)[0]
     with contextlib.suppress(DataError):  # of the default metric, which need not fit
         if data.class_names and labels is not None:

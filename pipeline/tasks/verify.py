@@ -30,7 +30,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
 from enginesmith.pipeline.tasks.load import make_example
-from enginesmith.pipeline.tasks.quality import EngineCheck, explain_numbering, try_metric
+from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
 
@@ -97,7 +97,7 @@ class Sample(Task):
                 sentence, code = try_metric(self.metric, session, data, self.data_options.label_keys)
                 tried, read = list(filter(None, [sentence])), (*read, *code)
             if self.data and data:
-                tried += explain_numbering(self.metric or quality.DEFAULT_METRIC, session, data)
+                tried += describe_numbering(self.metric or quality.DEFAULT_METRIC, session, data)
             if data:
                 _check_missing(session, data, batches[0])
                 data = _put_telling_first(session, data, max(batches))

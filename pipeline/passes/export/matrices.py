@@ -170,8 +170,7 @@ def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
     are_few = all(isinstance(count, int) and count <= _PRODUCT_ROWS for count in rows)
     if p == 2 and not are_few and compute_mode != _NEVER_PRODUCTS:
         sizes = [op.ReduceSum(op.Mul(each, each), [-1], keepdims=1) for each in (x1, x2)]
-        axes = [*range(len(x2.shape))]
-        flipped, across = (op.Transpose(each, perm=[*axes[:-2], axes[-1], axes[-2]]) for each in (x2, sizes[1]))
+        flipped, across = (_flip(each, len(x2.shape)) for each in (x2, sizes[1]))
         doubled = op.MatMul(op.Mul(x1, op.CastLike(-2.0, x1)), flipped)
         squares = op.Add(op.Add(doubled, sizes[0]), across)
         return op.Sqrt(op.Max(squares, op.CastLike(0.0, x1)))
