@@ -17,6 +17,7 @@ from enginesmith.pipeline.report.tables import (
     describe_pass,
     drop_cell,
     format_drop,
+    format_median_interval,
     make_table,
     mark_name,
     number_cell,
@@ -164,7 +165,7 @@ def tabulate_sweep(run: Run) -> Table:
         {
             **_place(record, row),
             "p50 ms": time_cell(row.p50_ms),
-            "95 % interval ms": row.median_ms.between(ms) if row.median_ms else "–",
+            "95 % interval ms": format_median_interval(row),
             "p99 ms": time_cell(row.p99_ms),
             "samples/s": Number(rate(row.throughput_per_s), row.throughput_per_s),
             "callers": number_cell(best.callers if (best := best_level(row)) else 1),

@@ -241,6 +241,18 @@ def describe_pass(entry: StageFidelity) -> str:
     return f"not judged: {entry.reason}" if entry.reason else "yes"
 
 
+def format_median_interval(row: LatencyRow) -> str:
+    """Format the interval of the median of undisturbed calls; say so where p50, which is of all calls, lies outside.
+
+    A dash where there were too few rounds.
+    """
+    interval = row.median_ms
+    if interval is None or row.p50_ms is None:
+        return "–"
+    beside = not interval.too_noisy and not interval.low <= row.p50_ms <= interval.high
+    return f"{interval.between(ms)}{' without disturbed calls' if beside else ''}"
+
+
 def best_level(row: LatencyRow) -> Throughput | None:
     """Find the number of concurrent callers that the throughput is of; None if they were not measured."""
     return max(row.concurrency, key=lambda level: level.samples_per_s.median, default=None)

@@ -395,6 +395,14 @@ def test_noise_is_said_and_not_drawn_as_an_interval() -> None:
         assert all(high < 100 for bar in bars for high in bar["array"])
 
 
+def test_an_interval_beside_its_point_is_said_to_be_without_disturbed_calls() -> None:
+    beside = latency(8, 2.0).model_copy(update={"median_ms": Interval(median=1.0, low=0.9, high=1.1)})
+    lines = named(by_id(run(record("a", 1, 1, None, latency=(latency(1, 1.0), beside))))["latency-by-batch"], "a")
+    first, second = lines["hovertext"]
+    assert "without disturbed calls" not in first
+    assert "95 % interval (ms) [0.9, 1.1] without disturbed calls" in second.replace("<br>", " ")
+
+
 def test_what_is_missing_is_told_in_the_runs_own_words() -> None:
     found = by_id(nothing())
     assert all(chart.figure is None for chart in found.values())

@@ -19,7 +19,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import best_level, mark_name, rate
+from enginesmith.pipeline.report.tables import best_level, format_median_interval, mark_name, rate
 from enginesmith.pipeline.units import count_words, ms
 
 _Rows = Mapping[str, Sequence[LatencyRow]]
@@ -98,7 +98,8 @@ def _describe_latency(row: LatencyRow) -> str:
     tail = f", p99 {ms(row.p99_ms)} ms" if row.p99_ms is not None else ""
     between = ", in too few rounds for an interval"
     if row.median_ms:
-        between = f", {TOO_NOISY}" if row.median_ms.too_noisy else f", median within {row.median_ms.between(ms)} ms"
+        interval = format_median_interval(row)
+        between = f", {interval}" if row.median_ms.too_noisy else f", 95 % interval (ms) {interval}"
     return f"batch {row.batch}: p50 {ms(row.p50_ms)} ms{tail}{between}"
 
 

@@ -1,5 +1,6 @@
 """Make the parts of figures: axes, layouts and traces, and a style for each variant."""
 
+import textwrap
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,8 @@ def label(name: str) -> str:
 
 
 def hover_text(*lines: str) -> str:
-    """Join plain lines to a hover text, long ones broken."""
-    starts = ((line, start) for line in lines for start in range(0, len(line), _TEXT_LINE))
-    return "<br>".join(escape(line[start : start + _TEXT_LINE]) for line, start in starts)
+    """Join plain lines to a hover text; long ones are broken between words where they have some."""
+    return "<br>".join(escape(part) for line in lines for part in textwrap.wrap(line, _TEXT_LINE))
 
 
 # Who is drawn how: the same colour, marker and dash for the same variant in every chart of a run.
