@@ -1,7 +1,10 @@
 """TensorRT-RTX through the command line, on a machine without a GPU: it builds there, and what is left is said."""
 
 import json
+import resource
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -389,11 +392,17 @@ def test_inspect_shows_an_engine(cli, here: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_chain_of_thousands_of_nodes_does_not_overflow_the_stack(cli, here: Path) -> None:
-    nodes = [node("Sin" if index % 2 else "Cos", f"v{index}", f"v{index + 1}") for index in range(1, 3999)]
-    onnx.save(model(node("Cos", "x", "v1"), *nodes, node("Sin", "v3999", "y")), "m.onnx")
-    answer = cli("build", "m.onnx", "-o", "m.engine", *SM86, *RANGE, "--quiet")
-    assert answer.code == 0, answer.text
+def test_a_long_chain_of_nodes_does_not_overflow_the_stack(here: Path) -> None:
+    """700 nodes overflow a stack of 1 MiB as 4000 do one of the usual 8 MiB, and take a tenth of the time to build."""
+    nodes = [node("Sin" if index % 2 else "Cos", f"v{index}", f"v{index + 1}") for index in range(1, 699)]
+    onnx.save(model(node("Cos", "x", "v1"), *nodes, node("Sin", "v699", "y")), "m.onnx")
+
+    def limit_stack() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+
+    command = [sys.executable, "-m", "enginesmith.cli", "build", "m.onnx", "-o", "m.engine", *SM86, *RANGE, "--quiet"]
+    answer = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit_stack)
+    assert answer.returncode == 0, answer.stderr
     assert (here / "m.engine").stat().st_size > 0
 
 
